@@ -114,14 +114,16 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequen
 def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:
     """The largest significant difference, else the largest that is known, else the largest.
 
-    For speeds and losses only strategies without changes are considered, and for speeds only gains.  If there are no
-    such strategies, or no gains, this restriction does not apply.
+    Of significant differences in speeds and losses, only those of strategies without changes are considered, and of
+    these in speeds only gains.  If there are no such strategies, or no gains, this restriction does not apply.
     """
     known = [each for each in differences if each.known]
-    differences = [each for each in known if each.effect.significant] or known or differences
-    presets = [each for each in differences if each.preset and kind in (*_SPEEDS, "loss")] or differences
-    gains = [each for each in presets if each.effect.verdict == "better"] if kind in _SPEEDS else []
-    return max(gains or presets, key=lambda each: each.effect.size)
+    shown = [each for each in known if each.effect.significant]
+    if shown:
+        shown = [each for each in shown if each.preset and kind in (*_SPEEDS, "loss")] or shown
+        gains = [each for each in shown if each.effect.verdict == "better"] if kind in _SPEEDS else []
+        shown = gains or shown
+    return max(shown or known or differences, key=lambda each: each.effect.size)
 
 
 def _counts(kind: str, differences: Sequence[Difference], controls: Sequence[Verdict] = ()) -> str:

@@ -126,18 +126,26 @@ def method(
     interrupts.take_over()
     own = _method(name, argument or [])
     out = terminal_table.console()
-    table, broken = Table("claim", "outcome", "meaning", box=box.SIMPLE_HEAD), list[str]()
+    table, broken = Table("claim", "outcome", "meaning", box=box.SIMPLE_HEAD), dict[str, list[str]]()
+    hung = False
     for claim in claims_of(own):
+        if hung:
+            table.add_row(claim.name.lower(), "not tried", claim.value)
+            continue
         outcome = falsify(own, claim, examples=examples, seed=seed)
         title = claim.name.lower()
         if outcome.case is not None:
-            broken.append(f"{own} breaks {title}: {outcome.violation}")
-            broken.append(f"  smallest case found: {outcome.case}")
+            # One fault often breaks several claims in the same way, and is then printed once.
+            fault = (
+                f"{outcome.violation}\n  {'case' if outcome.hung else 'smallest case found'}: {outcome.case}"
+            )
+            broken.setdefault(fault, []).append(title)
+            hung = outcome.hung
         result = "[bold red]FAILS[/]" if outcome.case is not None else f"holds {outcome.cases}"
         table.add_row(title, result, claim.value)
     out.print(table)
-    for line in broken:
-        out.print(escape(line), soft_wrap=True)
+    for fault, titles in broken.items():
+        out.print(escape(f"{own} breaks {', '.join(titles)}: {fault}"), soft_wrap=True)
     if broken:
         raise typer.Exit(VIOLATED)
 

@@ -29,6 +29,7 @@ from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
 from impl.plan.traffic import Book, LedgerKey, Sent
 from impl.simulate import simulate
+from impl.transport.threads import TurnError
 from impl.unit.own_reduction import OwnReduction
 
 FEWER: Final = 10  # UNBIASED is tried on examples / FEWER cases, since each takes many reductions
@@ -130,6 +131,7 @@ class Outcome(NamedTuple):
     cases: int
     case: Case | None
     violation: str = ""
+    hung: bool = False  # whether a rank did not come back; further cases would each take as long
 
 
 def claims_of(own: OwnMethod) -> list[Claim]:
@@ -147,13 +149,24 @@ def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcom
         claim: The property to try.
         examples: Number of drawn cases; ``UNBIASED`` gets a tenth.
         seed: Decides which cases are drawn.
+
+    A case on which a rank does not come back ends the search, because each such case takes :data:`_SECONDS`.
     """
-    tried, broken = 0, list[tuple[Case, str]]()
+    tried, broken, hung = 0, list[tuple[Case, str]](), list[Case]()
 
     def breaks(case: Case) -> bool:
         nonlocal tried
+        if hung:
+            return case == hung[0]
         tried += 1
-        violated = violation_of(own, claim, case)
+        try:
+            violated = violation_of(own, claim, case)
+        except TurnError as error:
+            hung.append(case)
+            violated = (
+                f"method {own} on rank {error.rank}, unit {case.geometry().name!r}: has run for {error.seconds:.0f} s "
+                f"without waiting for a message, in {error.where}"
+            )
         if violated is not None:
             broken.append((case, violated))
         return violated is not None
@@ -169,16 +182,20 @@ def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcom
     )
     with contextlib.suppress(NoSuchExample, Flaky):
         hypothesis.find(cases, breaks, settings=settings, random=Random(seed))
-    return Outcome(tried, *broken[-1]) if broken else Outcome(tried, None)
+    return Outcome(tried, *broken[-1], hung=bool(hung)) if broken else Outcome(tried, None)
 
 
 def violation_of(own: OwnMethod, claim: Claim, case: Case) -> str | None:
-    """Try a claim on one case; returns what is wrong, or None if the claim holds."""
+    """Try a claim on one case; returns what is wrong, or None if the claim holds.
+
+    Raises:
+        TurnError: if a rank does not come back from the method.
+    """
     try:
         _TRIALS[claim](own, case)
     except Violation as violation:
         return str(violation)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TurnError):
         raise
     except BaseException as error:
         return f"raised {raised(error)}"
@@ -355,9 +372,9 @@ def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
     for rank, means in enumerate(_means(own, case, 2)):
         start, _ = geometry.bounds(rank)
         for step, mean in enumerate(means):
-            for name, other in (
-                ("rank 0", every[0][step]),
-                ("it if it keeps the whole mean", every[rank][step]),
+            for otherwise, other in (
+                ("rank 0 finds {} if each rank keeps the whole mean", every[0][step]),
+                ("finds {} if it keeps the whole mean", every[rank][step]),
             ):
                 for low, high in (geometry.part(slot, rank) for slot in geometry.slots):
                     theirs = other[start + low : start + high]
@@ -365,7 +382,7 @@ def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
                         at = int((mean[low:high] != theirs).nonzero()[0])
                         raise Violation(
                             f"in step {step} rank {rank} finds {mean[low + at]:.9g} for element {start + low + at} of "
-                            f"the unit, and {name} finds {theirs[at]:.9g}"
+                            f"the unit, and {otherwise.format(f'{theirs[at]:.9g}')}"
                         )
 
 

@@ -70,7 +70,9 @@ from harness.workloads.reinforcement import Judges, actor_of, judges_of
 from impl import ops
 from impl.codecs.codec import Raw
 from impl.codecs.own_rows import decoded_sha256
+from impl.comm.wire import TIMEOUT_SECONDS
 from impl.plan.traffic import Event, Sent
+from impl.unit import method_calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,8 @@ class TrialRun:
         # The sharded actor is compared on batches that a single process has generated.
         if judges is not None:
             batches = collect(trial, self.data, model, judges, rank=rank.rank, index=0, clock=StepClock())
+        if trial.own_method is not None and rank.fail is not None and rank.mesh is None:
+            method_calls.watch(min(TIMEOUT_SECONDS, trial.timeout_seconds / 4), rank.fail)
         with rank.open_link():
             self.comparison = Comparison(trial, model, batches, rank)
             self.alone = self._compute_alone(model, "before")

@@ -274,14 +274,18 @@ def declared(
     if count is None:
         return None
     with raising(MethodError, f"{own}: bytes() raised"):
-        rows = [MethodMessage(*row) for row in count(unit, topology)]
+        listed = list(count(unit, topology))
     axes = tuple(axis.name for axis in _axes(topology))
-    for row in rows:
-        if row.axis not in axes or row.kind not in get_args(MessageKind) or not isinstance(row.nbytes, int):
-            raise MethodError(
-                f"{own}: bytes() has {tuple(row)}: expected (kind, axis, bytes) with a kind of "
-                f"{', '.join(get_args(MessageKind))}, and an axis of {', '.join(axes)}"
-            )
+    rows = list[MethodMessage]()
+    for row in listed:
+        match row:
+            case (str(kind), str(axis), int(nbytes)) if kind in get_args(MessageKind) and axis in axes:
+                rows.append(MethodMessage(kind, axis, nbytes))  # type: ignore[arg-type]  # as the guard says
+                continue
+        raise MethodError(
+            f"{own}: bytes() has {row!r}: expected (kind, axis, bytes) with a kind of "
+            f"{', '.join(get_args(MessageKind))}, and an axis of {', '.join(axes)}"
+        )
     return tuple(row._replace(nbytes=padded_bytes(row.nbytes)) for row in rows)
 
 

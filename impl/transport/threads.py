@@ -51,6 +51,17 @@ class ThreadRankError(RuntimeError):
     """Ranks that are threads cannot go on; the message names the rank and what it does."""
 
 
+class TurnError(ThreadRankError):
+    """A rank has its turn for longer than it may; ``where`` is what it runs, the innermost function first."""
+
+    def __init__(self, rank: int, seconds: float, where: str) -> None:
+        self.rank, self.seconds, self.where = rank, seconds, where
+        super().__init__(
+            f"rank {rank} has run for {seconds:.3g} s without waiting for a message, in {where}; other ranks run only "
+            "while it waits: raise timeout= if it computes that long"
+        )
+
+
 class Stopped(BaseException):  # no error of the rank, and not to be caught as one
     """Ends a rank whose turn will not come again, because another rank has failed or the caller was interrupted."""
 
@@ -274,12 +285,7 @@ class ThreadWorld:
         frame = sys._current_frames().get(threads[rank.rank].ident or 0)  # noqa: SLF001  # as faulthandler shows
         frames = traceback.extract_stack(frame)[-_STACK_LINES:] if frame is not None else []
         where = ", called from ".join(f"{each.name} ({each.filename}:{each.lineno})" for each in frames[::-1])
-        self.stop(
-            ThreadRankError(
-                f"rank {rank.rank} has run for {seconds:.3g} s without waiting for a message, in {where or '?'}; other "
-                "ranks run only while it waits: raise timeout= if it computes that long"
-            )
-        )
+        self.stop(TurnError(rank.rank, seconds, where or "?"))
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ into every error.
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Final
 
@@ -31,6 +32,7 @@ from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
 from impl.transport.shared_memory import SharedMemoryError
+from impl.unit.method_calls import inside
 
 STATE: Final = "method."  # begins the names of a method's entries in a unit's state
 
@@ -214,15 +216,31 @@ class OwnReduction:
         except MethodError as error:
             raise ZeroError(f"method {error} ({self._where})") from error
         except Exception as error:
-            raise self._error(f"its constructor raised {raised(error)}") from error
+            ways = "; `method.NAME` of a suite and `--argument NAME=VALUE` give arguments"
+            raise self._error(
+                f"its constructor raised {raised(error)}{'' if self._fits() else ways}"
+            ) from error
+
+    def _fits(self) -> bool:
+        """Return whether the constructor takes the arguments that it gets."""
+        try:
+            inspect.signature(self.method.definition).bind(
+                self.unit, self.wire, **dict(self.method.arguments)
+            )
+        except TypeError:
+            return False
+        except ValueError:  # it has no signature
+            return True
+        return True
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the class without autograd; errors of its own get one line with class, rank and unit."""
         function: Callable[..., Any] = getattr(self._instance, name)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), inside(f"method {self.method} {self._where}: {name}()"):
                 return function(*arguments)
-        except (WireError, SharedMemoryError):  # which name rank and unit already
+        except (WireError, SharedMemoryError) as error:  # which name rank and unit already
+            error.add_note(f"in {name}() of method {self.method}")
             raise
         except Exception as error:
             raise self._error(f"{name}() raised {raised(error)}") from error

@@ -45,8 +45,9 @@ def _curves(derived: Derived) -> pd.DataFrame:
 
 
 def _seeds_in_words(data: pd.DataFrame) -> str:
-    seeds = counted(data["seed"].nunique(), "seed")
-    return f"There are {seeds}; repeats of a seed train the same model again and count as one value."
+    number = data["seed"].nunique()
+    there_are = f"There {'is' if number == 1 else 'are'} {counted(number, 'seed')}"
+    return f"{there_are}; repeats of a seed train the same model again and count as one value."
 
 
 _CURVES: Final = Lines(

@@ -282,6 +282,16 @@ def test_a_peer_may_be_the_baseline() -> None:
     assert slower.sentence.endswith("; FSDP2 sends fp32.")
 
 
+def test_without_significant_differences_the_largest_of_all_is_named() -> None:
+    """A changed strategy is "the largest of 2 differences" if it differs more than an unchanged one."""
+    run = {"steps": 12, "warmup": 0, "validate_every": 4, "cluster": AT_50}
+    near = [ending_at(Trial(strategy="zeropp", seed=seed, **run), 2.01 + 0.1 * seed) for seed in range(2)]
+    head = head_of([*validated({"": 0.0, "int2:64": 0.3}, seeds=2, steps=12), *near], answer="loss")
+    assert re.search(
+        r"qgZ \(.*\) is 0\.3\d* nats higher than .*, the largest of 2 differences", head.sentence
+    ), head.sentence
+
+
 def test_the_largest_gain_is_named_with_its_setting_and_all_verdicts_are_counted() -> None:
     """A larger slow-down is counted, and is the subject only where nothing is faster."""
     records = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from typing import Any
 
 import torch
@@ -174,6 +175,36 @@ class Beyond(Halved):
     @staticmethod
     def error_bound(unit: Any) -> float:
         return 0.25
+
+
+class Scaled(Mean):
+    """Its mean depends on how it is sharded."""
+
+    def finish(self) -> Tensor:
+        return super().finish() * self.unit.shard
+
+
+class Stuck(Mean):
+    """One rank computes for some seconds, and sends nothing meanwhile."""
+
+    def __init__(self, unit: Any, wire: Any, seconds: float = 2.5) -> None:
+        super().__init__(unit, wire)
+        self.seconds = seconds
+
+    def start(self, gradient: Tensor) -> None:
+        if self.wire.rank == self.wire.size() - 1:
+            time.sleep(self.seconds)
+        super().start(gradient)
+
+
+class Untupled(Mean):
+    def bytes(self, unit: Any, topology: Any) -> Any:
+        return {"all_to_all": 4 * unit.shard}
+
+
+class Needing(Mean):
+    def __init__(self, unit: Any, wire: Any, *, share: float) -> None:
+        super().__init__(unit, wire)
 
 
 WRONG = {

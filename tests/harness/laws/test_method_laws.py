@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from examples.delayed import Delayed
@@ -9,10 +11,10 @@ from examples.powersgd import PowerSGD
 from examples.sign_vote import SignVote
 from examples.top_k import TopK
 from harness import cli
-from harness.laws import command
+from harness.laws import command, method_laws
 from harness.laws.method_laws import MethodDuty, claims_of, falsify
 from impl.plan.own_method import LAWS, OwnMethod, method
-from tests.support.methods import WRONG, Dither, Hops, Mean
+from tests.support.methods import WRONG, Dither, Hops, Mean, Scaled
 
 CLAIMS = {**{duty.name.lower(): duty for duty in MethodDuty}, **LAWS}
 
@@ -60,6 +62,41 @@ def test_the_command_prints_what_holds_and_what_fails(capsys: pytest.CaptureFixt
     out = capsys.readouterr().out
     assert "tests.support.methods:Halved breaks exact: on rank 0 element" in out
     assert "  smallest case found: 1x1 ranks with one copy, parameters" in out
+
+
+def test_one_fault_that_breaks_several_claims_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Claims that fail in the same way on the same case share a line, which says how arguments are given."""
+    own = "tests.support.methods:Needing"
+    assert cli.main(["check", "method", "--examples", "2", own]) == command.VIOLATED
+    out = capsys.readouterr().out
+    assert out.count("missing 1 required keyword-only argument: 'share'; `method.NAME` of a suite and") == 1
+    assert (
+        f"{own} breaks mean, advance, resume, apart, keep, unstarted, bytes, same_on_all_ranks, zero, exact: "
+        in out
+    )
+
+
+def test_a_rank_that_does_not_come_back_ends_the_check(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hang is tried once, and no other claim is; class, rank, unit and line are named."""
+    monkeypatch.setattr(method_laws, "_SECONDS", 0.7)
+    own = "tests.support.methods:Stuck"
+    assert cli.main(["check", "method", own]) == command.VIOLATED
+    out = capsys.readouterr().out
+    found = re.search(
+        rf"{own} breaks mean: method {own} on rank \d, unit 'unit': has run for 1 s without waiting", out
+    )
+    assert found, out
+    assert re.search(r"in start \(\S*methods\.py:\d+\)", out)
+    assert (out.count("FAILS"), out.count("not tried")) == (1, 9)
+
+
+def test_a_mean_that_depends_on_its_shards_is_told_from_one_that_depends_on_ranks() -> None:
+    """The fault against ``same_on_all_ranks`` says that the other mean is of ranks that keep the whole mean."""
+    outcome = falsify(method(Scaled), CLAIMS["same_on_all_ranks"], examples=20, seed=0)
+    assert "and rank 0 finds " in outcome.violation
+    assert outcome.violation.endswith(" if each rank keeps the whole mean")
 
 
 @pytest.mark.parametrize(

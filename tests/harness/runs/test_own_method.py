@@ -77,6 +77,24 @@ def test_records_say_what_was_predicted_and_compared(tmp_path: Path) -> None:
     assert f"The reduced gradients of {MEAN} were not compared" not in page
 
 
+def test_a_rank_that_hangs_is_named_before_the_trial_times_out(tmp_path: Path) -> None:
+    """A rank that stays in the class ends the trial with class, rank, unit and line, although no wait has failed."""
+    pair = {"nodes": 1, "ranks_per_node": 2}
+    stuck = trial(
+        "stdlib", "zero3", cluster=pair, timeout_seconds=20, method={"seconds": 60},
+        policy={"max_padding": 9.0, "reduce": "tests.support.methods:Stuck"},
+    )  # fmt: skip
+    outcome, _ = sweep([stuck], tmp_path)
+    (failure,) = [record.failure for record in read_all(tmp_path)]
+    assert outcome.failed == 1
+    assert failure is not None
+    assert re.search(
+        r"method tests\.support\.methods:Stuck\(seconds=60\) on rank 1, unit '.*': start\(\) has run for \d+ s without "
+        r"waiting for a message, in start \(\S*methods\.py:\d+\)",
+        failure.message,
+    ), failure.message
+
+
 def test_a_record_that_calls_unpredicted_bytes_equal_is_refused(tmp_path: Path) -> None:
     """``equal`` beside unpredicted messages is a mismatch, as are wrong bytes of weights."""
     (record,) = _records([_trial(HOPS)], tmp_path).values()

@@ -16,7 +16,7 @@ from examples.top_k import TopK
 from impl.checkpoint import save_load
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
-from impl.plan.own_method import MethodError, method
+from impl.plan.own_method import MethodError, method, planned_messages
 from impl.plan.policy import (
     FP32,
     Feedback,
@@ -28,12 +28,13 @@ from impl.plan.policy import (
     parse_budget,
     preset,
 )
+from impl.plan.shard_layout import ParameterSpec, lay_out
 from impl.plan.topology import Topology
 from impl.plan.traffic import Sent, passes, predict
 from impl.simulate import simulate
 from impl.unit.own_reduction import ReductionMethod
 from impl.zero import shard
-from tests.support.methods import Hops, Mean
+from tests.support.methods import Hops, Mean, Untupled
 from tests.support.ranks import on_processes
 from tests.support.training import Training, model, single
 
@@ -172,8 +173,18 @@ def test_a_rank_that_sends_more_than_others_is_reported() -> None:
     def body(mesh: Mesh) -> None:
         Training(mesh, model(), Policy(reduce=method(Wrong, how="hang"))).step(0)
 
-    with pytest.raises(RuntimeError, match=r"could not finish .*gradients"):
+    with pytest.raises(RuntimeError, match=r"could not finish .*gradients") as caught:
         simulate(2, 2)(body)
+    assert f"() of method {Wrong.__module__}:Wrong(how='hang')" in caught.value.__notes__[0]
+
+
+def test_bytes_that_are_no_tuples_are_shown() -> None:
+    """If ``bytes()`` returns anything but tuples, the error shows what it has, and what is expected."""
+    geometry = lay_out("u", [ParameterSpec("w", (8,))], grain=1, world=4, max_padding=1.0)
+    with pytest.raises(
+        MethodError, match=r"bytes\(\) has 'all_to_all': expected \(kind, axis, bytes\) with a kind of"
+    ):
+        planned_messages(method(Untupled), Topology(2, 2), [geometry])
 
 
 class Lacking:

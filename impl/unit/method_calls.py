@@ -1,0 +1,64 @@
+"""Notes which call of a user's reduction a process is in, and reports a call that does not come back.
+
+The wire's time-out ends ranks that wait for a message.  A rank that never leaves the user's code posts and waits for
+nothing, so nobody would name it before the time-out of the whole trial.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
+
+from impl.comm import method_wire
+from impl.errors import ZeroError
+
+_LOOK_SECONDS: Final = 1.0  # between two looks
+
+
+class _Call(NamedTuple):
+    what: str  # the method, rank and unit, and the function
+    thread: int
+
+
+_present: _Call | None = None  # one for the process: its engine calls one method at a time
+
+
+@contextlib.contextmanager
+def inside(what: str) -> Iterator[None]:
+    """Context in which the process is in the call ``what`` of a user's method."""
+    global _present  # noqa: PLW0603  # state of the process, which another thread reads
+    _present = _Call(what, threading.get_ident())
+    try:
+        yield
+    finally:
+        _present = None
+
+
+def watch(seconds: float, report: Callable[[ZeroError], object]) -> None:
+    """Call ``report`` from another thread once a call has computed for ``seconds`` without waiting for a message.
+
+    For ranks that are processes: the ranks of :func:`impl.simulate.simulate` share one process, which sees by itself
+    when a rank keeps its turn.
+    """
+    threading.Thread(target=_watch, args=(seconds, report), name="method calls", daemon=True).start()
+
+
+def _watch(seconds: float, report: Callable[[ZeroError], object]) -> None:
+    seen, since = None, time.monotonic()
+    while True:
+        time.sleep(min(_LOOK_SECONDS, seconds / 4))
+        call = _present
+        frames = [] if call is None else traceback.extract_stack(sys._current_frames().get(call.thread))  # noqa: SLF001
+        if call is not seen or any(frame.filename == method_wire.__file__ for frame in frames):
+            seen, since = call, time.monotonic()
+        elif call is not None and (passed := time.monotonic() - since) >= seconds:
+            where = f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else "?"
+            report(
+                ZeroError(f"{call.what} has run for {passed:.0f} s without waiting for a message, in {where}")
+            )
+            return
