@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.audit import tables
-from harness.audit.calls import spans
+from harness.audit.calls import CSV, PAGE, spans
 from harness.audit.tables import Report
 from harness.errors import visible
 from harness.terminal_table import Column, filled
@@ -19,7 +19,7 @@ _STEPS_SHOWN: Final = 4  # kinds of steps with a table of their own
 
 def write(report: Report, folder: Path, command: Sequence[str]) -> Path:
     """Write the page into ``folder`` and return its path."""
-    path = folder / tables.PAGE
+    path = folder / PAGE
     path.write_text(page(report, command), encoding="utf-8")
     return path
 
@@ -45,7 +45,7 @@ def page(report: Report, command: Sequence[str]) -> str:
     return render_template("audit.html", {
         "command": visible(shlex.join(command)), "sentences": [*map(visible, tables.sentences(report))],
         "broken": [*map(visible, report.broken)], "kept": report.kept, "notes": [*map(visible, report.calls.notes)],
-        "tables": shown, "csv": tables.CSV, "steps_left": max(0, len(report.classes) - _STEPS_SHOWN),
+        "tables": shown, "csv": CSV, "steps_left": max(0, len(report.classes) - _STEPS_SHOWN),
     })  # fmt: skip
 
 

@@ -13,6 +13,8 @@ from harness.audit.witness import FIELDS
 from harness.errors import Refusal
 
 PHASES: Final = ("forward", "backward", "optimizer", "other")
+CSV: Final = "calls.csv"  # the file with the calls of all steps, in the audit's folder
+PAGE: Final = "audit.html"  # the page beside it
 _FIRST: Final = len(FIELDS) - 3  # index of the first count of a row
 
 

@@ -12,10 +12,10 @@ from typing import Final
 from rich.console import Console
 
 from harness.audit import expectations, run, tables
-from harness.audit.calls import Calls, read
+from harness.audit.calls import CSV, Calls, read
 from harness.audit.expectations import Expectation
 from harness.audit.schemes import model_of
-from harness.audit.tables import CSV, Report, scheme_sentence, sentences
+from harness.audit.tables import Report, scheme_sentence, sentences
 from harness.errors import Refusal
 from harness.suites.labels import counted
 from harness.terminal_table import console, say, show

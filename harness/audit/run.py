@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.audit import witness
-from harness.audit.tables import CSV, PAGE
+from harness.audit.calls import CSV, PAGE
 from harness.errors import Refusal
 
 MARK: Final = "audit.json"  # the file by which a folder is known to hold an audit

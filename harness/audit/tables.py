@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness.audit import wire
-from harness.audit.calls import Calls, Line, Rank, alike, lines, spans
+from harness.audit.calls import CSV, Calls, Line, Rank, alike, lines, spans
 from harness.audit.schemes import NONE, Model, Scheme, recognise
 from harness.audit.witness import FIRST_STEPS
 from harness.csv_cells import safe_cell
@@ -48,8 +48,6 @@ COUNTER_COLUMNS: Final = (
     Column("expected", "by the calls", BYTES),
     Column("difference", "", "+.2%"),
 )
-CSV: Final = "calls.csv"  # the file with all steps
-PAGE: Final = "audit.html"
 _WHERE: Final = {"inside": "inside a node", "between": "between nodes", "across": "inside and between nodes"}
 
 

@@ -21,6 +21,7 @@ from impl.plan.step_time import Machine
 from impl.plan.topology import Topology
 
 MOST_RANKS: Final = 1024  # traces that are read
+MOST_PREDICTED: Final = 1 << 16  # ranks of a predicted run
 _COLUMNS: Final = (
     Column("policy", always=True),
     Column("rate_mbit", "rate", ",.4g", "Mbit/s", always=True),
@@ -76,7 +77,7 @@ def whatif(
         ),
     ] = None,
     slower: Annotated[
-        float, typer.Option(min=0.001, help="Factor by which computation takes longer than traced.")
+        float, typer.Option(min=0.001, max=1e6, help="Factor by which computation takes longer than traced.")
     ] = 1.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything as JSON, for other programs.")
@@ -97,6 +98,10 @@ def whatif(
     traced = joint.join(map(kineto.read, traces), traced_ranks_per_node, given)
     errors = check_replay(traced)
     topology = target_topology(traced, nodes, ranks_per_node)
+    if topology.world > MOST_PREDICTED:
+        raise Refusal(
+            f"{topology}: at most {MOST_PREDICTED:,} ranks are predicted; lower --nodes or --ranks-per-node"
+        )
     factor = slower * _shared(calibrated, traced.topology, topology)
     predictions = [
         predict(traced, Target(name, at, topology, calibrated, factor))

@@ -54,7 +54,14 @@ def check_replay(traced: Traced) -> list[float]:
             raise Refusal(
                 "on all ranks together a traced step takes no time: give traces of one run, whose steps overlap"
             )
-    errors = [joint.replay(step, joint.as_traced(step)).seconds / step.seconds - 1 for step in traced.steps]
+    replayed = [joint.replay(step, joint.as_traced(step)) for step in traced.steps]
+    for run, step in zip(replayed, traced.steps, strict=True):
+        if traced.rate_given and run.link > (1 + CLOSE) * step.seconds:
+            raise Refusal(
+                f"--traced-rate {in_words(traced.rate)}: a traced step of {step.seconds:.3g} s would have been on the "
+                f"link for {run.link:.3g} s: leave it out or correct it"
+            )
+    errors = [run.seconds / step.seconds - 1 for run, step in zip(replayed, traced.steps, strict=True)]
     if (median := statistics.median(map(abs, errors))) > CLOSE:
         raise Refusal(
             f"the traces' own step is replayed with an error of {median:.1%}, and at most {CLOSE:.0%} are allowed: "

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from harness.audit import run
-from harness.audit.calls import Calls, read
-from harness.audit.tables import CSV, PAGE
+from harness.audit.calls import CSV, PAGE, Calls, read
 from harness.errors import Refusal
 
 ALONE = """
