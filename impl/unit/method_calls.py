@@ -49,7 +49,8 @@ def watch(seconds: float, report: Callable[[ZeroError], object]) -> None:
 
 
 def _watch(seconds: float, report: Callable[[ZeroError], object]) -> None:
-    seen, since = None, time.monotonic()
+    seen: _Call | None = None
+    since = time.monotonic()
     while True:
         time.sleep(min(_LOOK_SECONDS, seconds / 4))
         call = _present

@@ -17,7 +17,7 @@ from impl.plan.own_method import LAWS
 
 PAGE = (DOCS / "guide" / "own_method.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(python|toml)\n(.*?)```", PAGE, re.DOTALL)
-METHOD, PROGRAM, STRATEGY = (text for language, text in BLOCKS if language == "python")
+METHOD, RANDOM, PROGRAM, STRATEGY = (text for language, text in BLOCKS if language == "python")
 SUITE, LOCAL = (text for language, text in BLOCKS if language == "toml")
 
 
@@ -38,6 +38,15 @@ def test_the_guides_method_keeps_what_it_promises(capsys: pytest.CaptureFixture[
         options = ["--argument", f"feedback={argument}", "--examples", "10"]
         assert cli.main(["check", "method", "guides:Half", *options]) == cli.OK
         assert "FAILS" not in capsys.readouterr().out
+
+
+def test_the_guides_random_method_keeps_what_it_promises(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The guide's random-k resumes, and its duties and laws hold."""
+    (folder / "random_k.py").write_text(RANDOM, encoding="utf-8")
+    assert cli.main(["check", "method", "random_k:RandomK", "--examples", "10"]) == cli.OK
+    assert "FAILS" not in capsys.readouterr().out
 
 
 def test_the_guides_program_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

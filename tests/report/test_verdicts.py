@@ -284,7 +284,7 @@ def test_a_peer_may_be_the_baseline() -> None:
 
 def test_without_significant_differences_the_largest_of_all_is_named() -> None:
     """A changed strategy is "the largest of 2 differences" if it differs more than an unchanged one."""
-    run = {"steps": 12, "warmup": 0, "validate_every": 4, "cluster": AT_50}
+    run: dict[str, Any] = {"steps": 12, "warmup": 0, "validate_every": 4, "cluster": AT_50}
     near = [ending_at(Trial(strategy="zeropp", seed=seed, **run), 2.01 + 0.1 * seed) for seed in range(2)]
     head = head_of([*validated({"": 0.0, "int2:64": 0.3}, seeds=2, steps=12), *near], answer="loss")
     assert re.search(

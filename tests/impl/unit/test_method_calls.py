@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from impl.comm import method_wire
 from impl.errors import ZeroError
 from impl.unit import method_calls
 
@@ -36,7 +37,7 @@ def test_a_call_that_computes_too_long_is_reported_with_its_line() -> None:
 
 def test_waiting_for_messages_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call inside the wire has a time-out of its own."""
-    monkeypatch.setattr(method_calls.method_wire, "__file__", __file__)
+    monkeypatch.setattr(method_wire, "__file__", __file__)
     assert _in_a_call(1.5) == []
 
 
