@@ -69,12 +69,16 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
         return EqualLoss(why="an infinite loss")
     losses = [curve.mean().to_numpy() for curve in curves]
 
+    def steps_to(curve: int, above: float) -> float:
+        """Return the steps to the curve's final loss plus ``above`` nats; all its steps if ``above`` is at most 0."""
+        # Not the first step with the final loss, which a curve that rises at its end has long before.
+        if above <= 0:
+            return float(steps[curve][-1])
+        return first_at(losses[curve], steps[curve], losses[curve][-1] + above)
+
     def to_equal(difference: float) -> tuple[float, float]:
         """Return the steps of both to equal losses, if the configuration ends so many nats above the baseline."""
-        return (
-            first_at(losses[0], steps[0], losses[0][-1] + max(-difference, 0.0)),
-            first_at(losses[1], steps[1], losses[1][-1] + max(difference, 0.0)),
-        )
+        return steps_to(0, -difference), steps_to(1, difference)
 
     def ratio_at(difference: float) -> float:
         own_steps, base_steps = to_equal(difference)

@@ -140,7 +140,9 @@ def _collectives(mesh: Mesh) -> list[Any]:
 def test_collectives_bring_what_they_should() -> None:
     """On three ranks results are those of thread ranks, and are not visible before the wait."""
     topology = Topology(3, 1)
-    assert on_threads(topology, _collectives, backend=RULE) == on_threads(topology, _collectives, backend="threaded")
+    assert on_threads(topology, _collectives, backend=RULE) == on_threads(
+        topology, _collectives, backend="threaded"
+    )
 
 
 def _probed(mesh: Mesh) -> list[float]:

@@ -144,12 +144,16 @@ def test_one_validation_is_no_curve_and_nothing_lies_before_the_first() -> None:
     assert not wide.ratio.known
 
 
-def test_a_curve_that_rises_again_is_taken_at_its_first_crossing() -> None:
-    """Equal curves have the ratio 1, although they are at their last loss twice."""
+def test_the_curve_that_ends_higher_takes_all_its_steps() -> None:
+    """Also if it rises at its end, and was lower before: the ratio is above 1 for the one that ends lower."""
     dipping = curves(dict.fromkeys(range(6), (3.0, 1.9, 1.8, 2.0)))
-    found = equal_loss(dipping, dipping)
-    assert found.ratio.estimate == 1.0
-    assert found.steps == pytest.approx(100 + 100 * 1.0 / 1.1)
+    same = equal_loss(dipping, dipping)
+    assert (same.ratio.estimate, same.steps, same.base_steps) == (1.0, 400, 400)
+    falling = curves(dict.fromkeys(range(6), (3.0, 2.5, 1.5, 1.0)))
+    found = equal_loss(falling, dipping)
+    assert (found.target, found.base_steps, found.steps) == pytest.approx((2.0, 400, 250))
+    assert found.ratio.estimate == pytest.approx(1.6)
+    assert equal_loss(dipping, falling).ratio.estimate == pytest.approx(1 / 1.6)
 
 
 @given(_FALL, _FALL, st.floats(0.0, 0.2))
