@@ -95,7 +95,8 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequen
     claim = top.place + claim
     if top.known and top.effect.significant:
         text = claim + evidence + top.notes + _counts(kind, differences, controls)
-        return f"{text[0].upper()}{text[1:]}."
+        own_case = text.split()[0][1:].lower() != text.split()[0][1:]  # as in qwZ
+        return f"{text}." if own_case else f"{text[0].upper()}{text[1:]}."
     if not known:
         return f"Inconclusive ({_why(kind, top.effect)}): {claim}{of_all}{top.notes}."
     if top.effect.counted:

@@ -363,6 +363,11 @@ def test_the_row_that_the_sentence_is_about_is_never_folded() -> None:
     assert {"ZeRO-3", "ZeRO++"} <= {row[0] for row in shown.rows()}
 
 
+def test_a_sentence_begins_with_the_configurations_name_as_it_is_written() -> None:
+    """The name qwZ gets no capital letter; a word such as "flat" does."""
+    assert head_of(timed({"zero3": 2.0, "qwz": 1.0})).sentence.startswith("qwZ is 2.0")
+
+
 FEW: dict[str, tuple[Callable[[], list[Record]], str]] = {
     "pairs": (
         lambda: timed({"zero3": 2.0, "zeropp": 1.0}, range(2)),
