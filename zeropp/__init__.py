@@ -136,17 +136,15 @@ __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``name`` from where it is defined."""
+    """Import ``name`` from where it is defined.
+
+    Raises AttributeError: if this module does not have the name.
+    """
     if name not in _HOME:
         raise AttributeError(f"module 'zeropp' has no attribute {name!r}")
     home, _, attribute = _HOME[name].partition(":")
-    try:
-        module = importlib.import_module(home)
-        value = getattr(module, attribute) if attribute else module
-    except (AttributeError, ModuleNotFoundError) as error:
-        if getattr(error, "name", None) not in (home, attribute):
-            raise
-        raise AttributeError(f"zeropp.{name} is not in this version: {_HOME[name]} does not exist") from error
+    module = importlib.import_module(home)
+    value = getattr(module, attribute) if attribute else module
     globals()[name] = value
     return value
 
