@@ -13,7 +13,6 @@ from typing import Final, NamedTuple, get_args
 
 import hypothesis
 import torch
-from hypothesis import Phase, Verbosity
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky, NoSuchExample
 from torch import Tensor
@@ -21,13 +20,13 @@ from torch import Tensor
 from harness.laws import ELEMENTS
 from harness.laws.laws import Case, Claim, Duty, Subject, Violation, attempt, place, title
 from harness.laws.rounding_edges import edge_rows, levels
+from harness.laws.searching import search_settings
 from impl.codecs.codec import LARGEST, SMALLEST_NORMAL, Block, Blocked, Dtype, FloatCodec, Law
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import OCTET, Noise
 from impl.errors import raised
 
 LONGEST: Final = 5000  # elements of a drawn row, at most
-FEWER: Final = 10  # UNBIASED is tried on examples / FEWER rows, since each row takes thousands of encodings
 _LARGEST: Final = LARGEST["fp32"]
 _EDGES: Final = [
     0.0, 1.0, -1.0, -0.0, 0.5, 2.0, 1.5, 2.5, 1e-20, SMALLEST_NORMAL, -SMALLEST_NORMAL,
@@ -166,14 +165,7 @@ def falsify(subject: Subject, claim: Claim, *, examples: int, seed: int, element
         return violated
 
     if costly or not any(map(breaks, fixed_cases(subject, claim, elements))):
-        settings = hypothesis.settings(
-            max_examples=max(2, examples // FEWER) if costly else examples,
-            database=None,
-            deadline=None,
-            derandomize=False,
-            phases=[Phase.generate] if costly else [Phase.generate, Phase.shrink],
-            verbosity=Verbosity.quiet,
-        )
+        settings = search_settings(examples, costly=costly)
         rows = cases(subject.promises.block, subject.kinds, min(elements, LONGEST))
         with contextlib.suppress(NoSuchExample, Flaky):
             hypothesis.find(rows, breaks, settings=settings, random=Random(seed))

@@ -16,11 +16,11 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 
 import hypothesis
 import torch
-from hypothesis import Phase, Verbosity
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky, NoSuchExample
 from torch import Tensor
 
+from harness.laws.searching import search_settings
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.errors import raised
@@ -32,7 +32,6 @@ from impl.simulate import simulate
 from impl.transport.threads import TurnError
 from impl.unit.own_reduction import OwnReduction
 
-FEWER: Final = 10  # UNBIASED is tried on examples / FEWER cases, since each takes many reductions
 _REPEATED: Final = 128  # reductions of the same gradients for UNBIASED
 _SIGMAS: Final = 6.0  # a mean further away than so many standard errors is a bias
 _ROUNDING: Final = (
@@ -172,14 +171,7 @@ def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcom
         return violated is not None
 
     costly = claim is MethodLaw.UNBIASED
-    settings = hypothesis.settings(
-        max_examples=max(2, examples // FEWER) if costly else examples,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        phases=[Phase.generate] if costly else [Phase.generate, Phase.shrink],
-        verbosity=Verbosity.quiet,
-    )
+    settings = search_settings(examples, costly=costly)
     with contextlib.suppress(NoSuchExample, Flaky):
         hypothesis.find(cases, breaks, settings=settings, random=Random(seed))
     return Outcome(tried, *broken[-1], hung=bool(hung)) if broken else Outcome(tried, None)

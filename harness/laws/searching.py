@@ -1,0 +1,25 @@
+"""Settings with which Hypothesis searches for a case that breaks a claim."""
+
+from typing import Final
+
+import hypothesis
+from hypothesis import Phase, Verbosity
+
+FEWER: Final = (
+    10  # a costly claim, such as UNBIASED, is tried on examples / FEWER cases: each takes many runs
+)
+
+
+def search_settings(examples: int, *, costly: bool) -> hypothesis.settings:
+    """Return settings for a search over ``examples`` cases, or fewer if the claim is ``costly``.
+
+    A costly claim's case is not shrunk, since each attempt would take as long as a case.
+    """
+    return hypothesis.settings(
+        max_examples=max(2, examples // FEWER) if costly else examples,
+        database=None,
+        deadline=None,
+        derandomize=False,
+        phases=[Phase.generate] if costly else [Phase.generate, Phase.shrink],
+        verbosity=Verbosity.quiet,
+    )
