@@ -179,7 +179,8 @@ predicted from these two traces. The predictions were committed before the setti
     for first, second in rising(done):
         text += (
             f"{first['strategy']} took {first['measured']:.3f} s at {first['rate_mbit']:g} Mbit/s and "
-            f"{second['measured']:.3f} s at {second['rate_mbit']:g} Mbit/s, which only the load explains.\n"
+            f"{second['measured']:.3f} s at {second['rate_mbit']:g} Mbit/s, "
+            "although the link was faster: such differences are errors of these measurements.\n"
         )
     text += "\n"
     text += markdown.table(["what changes", "predictions", "median error", "90th percentile"], summary)
