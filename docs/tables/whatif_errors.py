@@ -13,6 +13,7 @@ traced, and all others are predicted from those two traces.  Predictions are com
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
@@ -167,7 +168,8 @@ predicted from these two traces. The predictions were committed before the setti
         for kind, part in done.groupby("kind", sort=False)
     ]
     right, pairs = order(done)
-    text += f"\nWhile the settings were measured, {done['load'].iloc[0]}.\n"
+    load_text = f"While the settings were measured, {done['load'].iloc[0]}."
+    text += f"\n{textwrap.fill(load_text, 120)}\n"
     runs = done.drop_duplicates("trial").filter(like="run ")
     if runs.shape[1] > 1:
         apart = (runs.max(axis=1) / runs.min(axis=1) - 1).dropna()
