@@ -102,6 +102,8 @@ _VALUES: Final = {
     "policy.planes": "1, or 2: weights are quantised by rows for forward and by columns for backward",
     "policy.feedback": "`none`, `classic` or `loco`, followed by `:decay<d>`, `:reset<n>`, `:last`, `:all`, "
     "`:fp32`, `:bf16`, `:fp16`",
+    "policy.schedule": "list of spans, tables with `until` (steps, or a share such as `50 %`), `every` and policy "
+    "fields: [what changes while training](#policies-that-change-while-training)",
     "policy.budget": "`none`, or `weights <bits>`, `gradients <bits>` or both, `every <steps> of <codecs>`",
     "cluster.slow": "number: rate of the last node's link as a share of the others'",
     "cluster.inner_rate": "text with kbit/s, Mbit/s or Gbit/s: rate between ranks of a node",
@@ -134,7 +136,8 @@ _VALUES: Final = {
     "memory_limit": "text with MiB or GiB",
     "control": "`none`, or a change that makes training worse on purpose: `stale_secondary`, hpZ's copy is never "
     "renewed; `late_secondary`, it is renewed one step late; `half_batch`, only the first half of each batch is "
-    "used; `unordered`, gradients are not reordered before the two hops",
+    "used; `unordered`, gradients are not reordered before the two hops; `late_schedule`, each span of "
+    "`policy.schedule` begins one step late, which the trial's checks find",
 }
 
 

@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -26,8 +26,11 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
+    model_serializer,
+    model_validator,
 )
 
 from harness.errors import suggestion
@@ -54,6 +57,7 @@ from impl.plan import policy as policies
 from impl.plan.learning_rate import Schedule
 from impl.plan.own_method import OwnMethod, method
 from impl.plan.policy import PRESETS, Policy
+from impl.plan.spans import Span, SpanError, refusal
 from impl.plan.topology import Topology
 
 RECIPE: Final = "recipe"  # the strategy whose policy comes from a DeepSpeed configuration
@@ -187,6 +191,85 @@ _TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
 }  # fmt: skip
 
 
+# Written in a suite or in Python, a share of a run's steps has a number and a percent sign.
+_Until = Annotated[int, Field(ge=1, strict=True)] | Annotated[str, Field(pattern=r"^ *\d+(\.\d+)? *% *$")]
+
+
+class SpanChanges(_Frozen):
+    """A span of ``policy.schedule``: until when it lasts, and the policy fields that differ in its steps.
+
+    None keeps the policy's own value.  Fields have the same forms as in :class:`PolicyChanges`.
+    """
+
+    until: _Until | None = None
+    every: int = Field(1, ge=1)
+    weights: str | tuple[str, str] | None = None
+    gradients: str | tuple[str, str] | None = None
+    gather: Literal["flat", "hierarchical"] | None = None
+    reduce: Literal["ring", "one_hop", "two_hop"] | None = None
+    chunks: int | None = Field(None, ge=1, le=policies.MOST_CHUNKS)
+    secondary: int | Literal["node"] | None = None
+    secondary_format: Literal["frames", "fp32", "bf16", "fp16"] | None = None
+    differences: str | None = None
+    refresh: int | None = Field(None, ge=0)
+    feedback: str | None = None
+    sums: Literal["fp32", "fp16"] | None = None
+
+    # Unknown fields are refused by _may_change(): a validator that runs before, which could do without this, would turn
+    # JSON into Python's objects, and a list is no tuple then.
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="after")
+    def _may_change(self) -> Self:
+        """Refuse fields of the policy that must not change, with the reason."""
+        for name in self.model_extra or {}:
+            if name in PolicyChanges.model_fields:
+                raise ValueError(refusal(name))
+            near = suggestion(name, type(self).model_fields)
+            raise ValueError(f"a span has no field {name!r}{near}")
+        return self
+
+    @field_validator("weights", "gradients", "differences", "feedback")
+    @classmethod
+    def _means_something(cls, value: Any, info: ValidationInfo) -> Any:
+        return _read_text(value, info)
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out fields with their default, so that fields that are added later change no trial's id."""
+        fields = type(self).model_fields
+        return {
+            name: value for name, value in dump(self).items() if getattr(self, name) != fields[name].default
+        }
+
+    def span(self) -> Span:
+        """Return the span with its fields as a policy has them."""
+        given = {name: value for name, value in self if value is not None and name not in ("until", "every")}
+        return Span(until=self.until, every=self.every, **_as_fields(given))
+
+
+def _read_text(value: Any, info: ValidationInfo) -> Any:
+    """Check that a field's text, or each of several, can be parsed; returns the value unchanged."""
+    for text in (value,) if isinstance(value, str) else value or ():
+        _TEXT_FORMS[str(info.field_name)](text)
+    return value
+
+
+def _as_fields(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return policy fields as a policy has them, of values in their text forms."""
+    if isinstance(changes.get("gradients"), str):
+        changes["gradients"] = (changes["gradients"],) * 2
+    if isinstance(
+        changes.get("weights"), tuple
+    ):  # one codec for hops inside an hpZ group, one for earlier hops
+        inside, changes["weights"] = changes["weights"]
+        changes["inside"] = None if inside == changes["weights"] else parse(inside)
+    for name in changes.keys() & _TEXT_FORMS.keys():
+        read, text = _TEXT_FORMS[name], changes[name]
+        changes[name] = read(text) if isinstance(text, str) else tuple(map(read, text))
+    return changes
+
+
 class PolicyChanges(_Frozen):
     """Values that replace fields of the strategy's ``Policy``, its ``MemoryLimits`` and its ``Offload``.
 
@@ -225,13 +308,18 @@ class PolicyChanges(_Frozen):
     offload_weights: float | None = Field(None, ge=0, le=1)
     order_every: int | None = Field(None, ge=0)
     align: int = Field(1, ge=1)
+    schedule: tuple[SpanChanges, ...] | None = None
 
     @field_validator("weights", "gradients", "differences", "feedback", "budget", "loss_scale", "frozen")
     @classmethod
     def _means_something(cls, value: Any, info: ValidationInfo) -> Any:
-        for text in (value,) if isinstance(value, str) else value or ():
-            _TEXT_FORMS[str(info.field_name)](text)
-        return value
+        return _read_text(value, info)
+
+    @field_validator("schedule")
+    @classmethod
+    def _some(cls, value: tuple[SpanChanges, ...] | None) -> tuple[SpanChanges, ...] | None:
+        """Turn a schedule without spans, which a suite writes in an axis, into None."""
+        return value or None
 
     @field_validator("secondary_format")
     @classmethod
@@ -244,21 +332,19 @@ class PolicyChanges(_Frozen):
 
         A class that ``reduce`` names gets the ``arguments``.
         """
-        changes = {name: value for name, value in self if value is not None}
+        changes = {name: value for name, value in self if value is not None and name != "schedule"}
         if ":" in (self.reduce or ""):
             changes["reduce"] = method(str(self.reduce), **(arguments or {}))
         limits = {field.name for field in dataclasses.fields(policies.MemoryLimits)}
         memory = {name: changes.pop(name) for name in limits & changes.keys()}
         shares = [name for name in changes if name.startswith("offload_")]
         offload = {name.removeprefix("offload_"): changes.pop(name) for name in shares}
-        if isinstance(self.gradients, str):
-            changes["gradients"] = (self.gradients,) * 2
-        if isinstance(self.weights, tuple):  # one codec for hops inside an hpZ group, one for earlier hops
-            inside, changes["weights"] = self.weights
-            changes["inside"] = None if inside == changes["weights"] else parse(inside)
-        for name in changes.keys() & _TEXT_FORMS.keys():
-            read, text = _TEXT_FORMS[name], changes[name]
-            changes[name] = read(text) if isinstance(text, str) else tuple(map(read, text))
+        changes = _as_fields(changes)
+        if self.schedule:
+            try:
+                changes["schedule"] = tuple(span.span() for span in self.schedule)
+            except SpanError as error:
+                raise policies.PolicyError(str(error)) from None
         changes |= {"memory": replace(base.memory, **memory), "offload": replace(base.offload, **offload)}
         return replace(base, **changes)
 
@@ -355,7 +441,9 @@ class Trial(_Frozen):
     timeout_seconds: float = Field(600, gt=0, le=_LONGEST_SECONDS)
     measure_quantisation: bool = False
     memory_limit: Annotated[int | None, text_or_number(parse_size)] = None
-    control: Literal["stale_secondary", "late_secondary", "half_batch", "unordered"] | None = None
+    control: (
+        Literal["stale_secondary", "late_secondary", "half_batch", "unordered", "late_schedule"] | None
+    ) = None
 
     @field_validator("strategy")
     @classmethod
@@ -485,8 +573,13 @@ class Trial(_Frozen):
     def resolved_policy(self) -> Policy | None:
         """Return the strategy's preset with this trial's changes; None for a peer.
 
+        A schedule is resolved to the trial's steps, warm-up included.
+
         Raises:
             PolicyError: If no topology could run the policy.
         """
         base = self.base_policy()
-        return None if base is None else self.policy.applied(base, {} if self.own_strategy else self.method)
+        if base is None:
+            return None
+        policy = self.policy.applied(base, {} if self.own_strategy else self.method)
+        return policy.for_steps(self.warmup + self.steps) if policy.schedule else policy

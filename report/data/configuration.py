@@ -128,6 +128,7 @@ def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
         "secondary": policy.secondary_ranks(topology),
         "inside": policy.inside or "as sent",
         "reduce_every": policy.reduce_every.replace("_", "-"),
+        "schedule": policy.schedule_in_words,
         **{name: getattr(policy.memory, name) for name in _LIMITS},
         "optimizer on the host": f"{policy.offload.optimizer:g}",
         "weights on the host": f"{policy.offload.weights:g}",
@@ -164,6 +165,8 @@ def differences_of(trial: Trial, base: Trial) -> str:
 def _changed_text(field: str, value: str) -> str:
     if field == "secondary":
         return f"hpZ {value}" if value != "0" else "no hpZ"
+    if field == "schedule" and value != "none":
+        return value
     return f"no {field}" if value == "none" else f"{field} {_without_module(field, value)}"
 
 
@@ -222,6 +225,8 @@ def field_text(field: str, value: str) -> str:
     """Short text of a policy field: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
     if field == "secondary" and value == "0":
         return "no hpZ copy"
+    if field == "schedule" and value != "none":
+        return value  # which names the fields that it changes
     return f"{_SHORT.get(field, field)} {_without_module(field, value)}"
 
 
