@@ -27,6 +27,7 @@ from harness.records import sent_by_step
 from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
 from harness.records.trial_record import LedgerRow, Record
 from harness.suites.trial import Trial
+from impl.plan.policy import Policy
 
 # Allowed bytes that an interface counts, as a share of the ledger's bytes plus headers.
 INTERFACE_WITHIN: Final = (0.99, 1.02)
@@ -121,21 +122,28 @@ def codec_mismatch(record: Record) -> str | None:
     policy = Trial.from_canonical(record.trial).resolved_policy()
     if policy is None:
         return None
-    policies = [
-        kind
-        for phase in policy.phases
-        for kind in (phase, phase.for_kind(persistent=True), phase.for_kind(trainable=False))
-    ]
-    known = {str(codec) for variant in policies for codec in (*variant.codecs, variant.copy_codec)}
-    unblocked = partial(re.sub, r":[0-9]+", "")  # a codec without the size of its blocks
-    if policy.blocks == "shape":  # the size of blocks then differs from unit to unit
-        known |= {unblocked(text) for text in known}
+    known, unblocked = (
+        dict[int, set[str]](),
+        partial(re.sub, r":[0-9]+", ""),
+    )  # a codec without the size of its blocks
     for error in record.communication_errors:
-        if error.codec and not known & {error.codec, unblocked(error.codec)}:
+        phase = policy.phase_at(error.step)
+        if phase not in known:
+            known[phase] = _codecs_of(policy.phases[phase])
+        if error.codec and not known[phase] & {error.codec, unblocked(error.codec)}:
             hop = "" if error.hop is None else f" in hop {error.hop}"
             sent = f"{error.purpose} of {error.unit or 'all units'} were sent as {error.codec}{hop}"
-            return f"in step {error.step} {sent}; the trial's policy has {', '.join(sorted(known))}"
+            return f"in step {error.step} {sent}; the trial's policy has {', '.join(sorted(known[phase]))}"
     return None
+
+
+def _codecs_of(policy: Policy) -> set[str]:
+    """Return the texts of all codecs in which messages of a policy without a schedule may be."""
+    policies = [policy, policy.for_kind(persistent=True), policy.for_kind(trainable=False)]
+    known = {str(codec) for variant in policies for codec in (*variant.codecs, variant.copy_codec)}
+    if policy.blocks == "shape":  # the size of blocks then differs from unit to unit
+        known |= {re.sub(r":[0-9]+", "", text) for text in known}
+    return known
 
 
 def secondary_mismatch(record: Record) -> str | None:
