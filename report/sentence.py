@@ -48,6 +48,7 @@ class Difference:
     base: str
     place: str = ""  # if there are several settings, which one: ``with 50 Mbit/s, ``
     notes: str = ""  # after the claim
+    sequel: str = ""  # further sentences, each after a space
     preset: bool = True  # whether the configuration is a strategy without changes, or a control
 
     @property
@@ -96,9 +97,9 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequen
     if top.known and top.effect.significant:
         text = claim + evidence + top.notes + _counts(kind, differences, controls)
         own_case = text.split()[0][1:].lower() != text.split()[0][1:]  # as in qwZ
-        return f"{text}." if own_case else f"{text[0].upper()}{text[1:]}."
+        return (f"{text}." if own_case else f"{text[0].upper()}{text[1:]}.") + top.sequel
     if not known:
-        return f"Inconclusive ({_why(kind, top.effect)}): {claim}{of_all}{top.notes}."
+        return f"Inconclusive ({_why(kind, top.effect)}): {claim}{of_all}{top.notes}.{top.sequel}"
     if top.effect.counted:
         return f"No configuration differs from {top.base} in {_IN_WORDS[kind]}."
     subject = f"{top.name} does not differ" if count == 1 else "No configuration differs"
@@ -109,7 +110,8 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequen
     needed = effects.needed(change, top.effect.equal)
     bound, noun = "more than " * (needed == MOST_NEEDED), "occasion" if change.occasions > 1 else _noun(kind)
     largest = f"of the largest of {count} differences: {claim}" if count > 1 else "of this size"
-    return f"{subject} ({pairs}); {bound}{needed} {noun}s would show a difference {largest}."
+    needed_words = f"{bound}{needed} {noun}s would show a difference {largest}"
+    return f"{subject} ({pairs}); {needed_words}.{top.sequel}"
 
 
 def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:
@@ -257,8 +259,7 @@ def _differences(
         if peer is not None and peer.family != "single":
             settings = trials[key[1]].peer
             notes[key] += f"; {key[1]} sends {peer.wire(settings.compute, settings.reduce_dtype)}"
-    if asked == "rate":
-        notes |= {key: notes[key] + _break_even(derived, key) for key in keys}
+    sequels = {key: _break_evens(derived, key) for key in keys} if asked == "rate" else {}
     if asked == "loss":
         margins = {
             (row["setting"], row["configuration"]): row["margin"] for row in loss_verdicts.losses(derived)
@@ -275,7 +276,7 @@ def _differences(
         Difference(
             found[key], spelled(key[1]), spelled(next(iter(bases.get(key, overall)), "")),
             f"within {key[0]} without activations, " if asked == "size" else places.get(key[0], ""), notes[key],
-            preset=key[1] == name_of(trials[key[1]].strategy) or trials[key[1]].control is not None,
+            sequels.get(key, ""), preset=key[1] == name_of(trials[key[1]].strategy) or trials[key[1]].control is not None,
         )
         for key in keys
     ]  # fmt: skip
@@ -305,11 +306,11 @@ def _of_nodes(derived: Derived) -> list[Difference]:
     ]
 
 
-def _break_even(derived: Derived, key: Key) -> str:
-    """The end of the sentence: where a configuration breaks even, at the sizes of this setting and of the others.
+def _break_evens(derived: Derived, key: Key) -> str:
+    """Sentences on where a configuration breaks even, at the sizes of this setting and of the others.
 
-    A size is a setting without its rate.  If there are several sizes, each is named.  If there are more than
-    :data:`_MOST_SIZES`, only the size of this setting is given.
+    A size is a setting without its rate.  If there are several sizes, each has its sentence.  If there are more than
+    :data:`_MOST_SIZES`, only the size of this setting has one.
     """
     elsewhere = derived.trials.loc[derived.trials["setting"].eq(key[0]), "elsewhere"].iloc[0]
     rows = derived.break_evens
@@ -323,26 +324,27 @@ def _break_even(derived: Derived, key: Key) -> str:
     names = common_and_rest(found_at)[1]
     others = [where for where in found_at if where != elsewhere]
     shown = [elsewhere, *others] if len(found_at) <= _MOST_SIZES else [elsewhere]
-    clauses = (
-        (f"with {names[where]}, " if names[where] else "", _at_size(*found_at[where])) for where in shown
+    found_in_words = [(names[where], _at_size(spelled(key[1]), *found_at[where])) for where in shown]
+    return "".join(
+        f" With {name}, {clause}." if name else f" {clause}." for name, clause in found_in_words if clause
     )
-    return "".join(f"; {place}{clause}" for place, clause in clauses if clause)
 
 
-def _at_size(found: break_even.BreakEven, high_mbit: float) -> str:
+def _at_size(name: str, found: break_even.BreakEven, high_mbit: float) -> str:
     """A clause on where a configuration breaks even, at rates up to ``high_mbit``; empty with too few repeats."""
-    highest = f"up to {_three_digits(high_mbit)} Mbit/s"
+    highest = f"{_three_digits(high_mbit)} Mbit/s"
     match found.outcome:
         case "crosses":
-            return f"it breaks even at {break_even.crossings_in_words(found)} Mbit/s"
+            return f"{name} breaks even at {break_even.crossings_in_words(found)} Mbit/s"
         case "pays":
-            return f"it is faster at every measured rate, {highest}"
+            return f"{name} is faster at every measured rate, up to {highest}"
         case "costs":
-            return f"it is faster at no measured rate, {highest}"
+            return f"{name} is faster at no measured rate, up to {highest}"
     if found.few:
         return ""
-    unclear = break_even.unclear_in_words(found)
-    return f"no break-even is determined {highest}: by interpolation, the difference is {unclear}"
+    ranges = listed([f"from {two_digits(low)} to {two_digits(high)} Mbit/s" for low, high in found.unclear])
+    speedup = "its speed-up, interpolated between measured rates, is not significant"
+    return f"{_whose('break-even', name)} is not determined: {speedup} {ranges}"
 
 
 def _on_trials(derived: Derived) -> str:
