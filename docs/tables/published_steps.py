@@ -323,8 +323,8 @@ def page(table: Predicted) -> str:
         f"""This shows that the published numbers are consistent with the model; it does not validate the model. Only
         {distinct} of the {len(rows)} rows are distinct, since several models have the same published throughput. The
         size of a language model does not change its predicted throughput, because computation and bytes both grow in
-        proportion to the parameters; nor does the number of nodes, although published throughput falls by 3 to 8 %
-        from 128 to 512 GPUs. An adapter's efficiency belongs to its transport: RDMA and TCP of one nominal rate
+        proportion to the parameters. Nor does the number of nodes, because the model has neither stragglers nor
+        congestion. An adapter's efficiency belongs to its transport: RDMA and TCP of one nominal rate
         achieve different ones. Rows whose batch lies outside the fitted range are marked *transferred*.""",
     ]
     if len(held):
