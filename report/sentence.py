@@ -276,7 +276,8 @@ def _differences(
         Difference(
             found[key], spelled(key[1]), spelled(next(iter(bases.get(key, overall)), "")),
             f"within {key[0]} without activations, " if asked == "size" else places.get(key[0], ""), notes[key],
-            sequels.get(key, ""), preset=key[1] == name_of(trials[key[1]].strategy) or trials[key[1]].control is not None,
+            sequels.get(key, ""),
+            preset=key[1] == name_of(trials[key[1]].strategy) or trials[key[1]].control is not None,
         )
         for key in keys
     ]  # fmt: skip

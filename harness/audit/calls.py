@@ -113,6 +113,11 @@ class Rank:
                     f"the recorder overflowed: {event['entries']} calls of steps {event['first']} to {event['last']} "
                     "are lost"
                 )
+            case "unmarked":
+                self.missed.append(
+                    f"--step-marker {event['module']}:{event['name']}: module {event['module']} has no "
+                    f"{event['name']}, so that no step ended; give the name of a function of that module"
+                )
             case "fault":
                 self.missed.append(f"the audit failed inside the program: {' | '.join(event['text'])}")
             case "end":

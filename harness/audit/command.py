@@ -95,6 +95,12 @@ def audit(options: Options) -> tuple[int, Report | None]:
         return status, None
     for note in calls.notes:
         say(note, errors)
+    if 0 < calls.whole < options.first:
+        ended = counted(calls.whole, "step")
+        say(
+            f"--steps {options.first}: the program made only {ended}, and the report is of all of them",
+            errors,
+        )
     report = reported(calls, options)
     if report is None:
         say(

@@ -22,6 +22,7 @@ The file has one JSON object a line:
   the last whole step.  A row is a list in the order of :data:`FIELDS`;
 - ``counters``: bytes that interfaces have sent until the end of a step, without headers;
 - ``lost``: entries that were overwritten;
+- ``unmarked``: the function that ``--step-marker`` names does not exist, so that no call of it ends a step;
 - ``fault``: an exception of this file; ``end``: the process ended by itself.
 
 Sources: torch/csrc/distributed/c10d/FlightRecorderDetail.hpp (``dump``, ``record``), torch/optim/optimizer.py (global
@@ -404,7 +405,7 @@ class Witness:
             holder = functools.reduce(getattr, path, module)
             function = getattr(holder, name)
         except AttributeError:
-            self.fault()
+            self.write(event="unmarked", module=module.__name__, name=self.marker.partition(":")[2])
             return
 
         @functools.wraps(function)

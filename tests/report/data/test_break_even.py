@@ -166,7 +166,9 @@ def test_the_sentence_of_a_page_names_the_break_even() -> None:
     slower = sentence({25: 0.9, 100: 0.6})
     assert slower.startswith("With 100 Mbit/s, a step of ZeRO++ takes 1.6")
     assert slower.endswith(". ZeRO++ is faster at no measured rate, up to 100 Mbit/s.")
-    assert sentence({25: 3.0, 100: 2.0}).endswith(". ZeRO++ is faster at every measured rate, up to 100 Mbit/s.")
+    assert sentence({25: 3.0, 100: 2.0}).endswith(
+        ". ZeRO++ is faster at every measured rate, up to 100 Mbit/s."
+    )
     unclear = sentence({25: 2.0, 100: 1.01, 400: 1.01}, spread=3)
     assert ". ZeRO++'s break-even is not determined: its speed-up, interpolated between " in unclear
 
