@@ -3,6 +3,7 @@
 The suite ``docs/tables/whatif_errors.toml`` is measured.  Only its first two trials, FSDP2 and DDP at one rate, are
 traced, and all others are predicted from those two traces.  Predictions are committed before the suite runs::
 
+    zeropp calibrate docs/tables/whatif_errors_machine.toml    # this machine's codecs
     python -m docs.tables.whatif_errors trace FOLDER      # traces of two trials
     python -m docs.tables.whatif_errors predict FOLDER    # writes docs/tables/whatif_errors.csv: commit it
     zeropp run docs/tables/whatif_errors.toml --results FOLDER
@@ -39,7 +40,8 @@ HERE: Final = Path(__file__).parent
 SUITE: Final = HERE / "whatif_errors.toml"
 TABLE: Final = HERE / "whatif_errors.csv"
 PAGE: Final = HERE.parent / "whatif_errors.md"
-MACHINE: Final = Path("results/predicted/here.toml")  # its codecs' seconds, and how ranks share processors
+# Seconds of codecs on the machine that measures, and how its ranks share processors.
+MACHINE: Final = HERE / "whatif_errors_machine.toml"
 SOURCES: Final = 2  # the first trials of the suite, which are traced
 APART: Final = 0.05  # relative difference of two measured steps from which their order is compared
 BYTES_PER_MBIT: Final = 1.25e5
