@@ -45,6 +45,8 @@ MACHINE: Final = HERE / "whatif_errors_machine.toml"
 SOURCES: Final = 2  # the first trials of the suite, which are traced
 APART: Final = 0.05  # relative difference of two measured steps from which their order is compared
 BYTES_PER_MBIT: Final = 1.25e5
+_OURS: Final = "our engine, from a trace of another"
+_ITSELF: Final = "the traced setting itself"
 
 
 def sources(suite: Suite) -> dict[str, Trial]:
@@ -139,12 +141,12 @@ def _steps(suite: Suite, folder: Path) -> dict[str, float]:
 def kind_of(row: Any) -> str:
     """Return what changes from the trace to the prediction of a row, in words."""
     if row["policy"] not in (SAME, "bf16"):
-        return "our engine, from a trace of another"
+        return _OURS
     if row["policy"] == "bf16":
         return "bf16 instead of fp32 messages"
     if row["topology"] != "2x1":
         return "another topology"
-    return "the traced setting itself" if row["rate_mbit"] == 50 else "another rate"
+    return _ITSELF if row["rate_mbit"] == 50 else "another rate"
 
 
 def page(table: pd.DataFrame) -> str:
@@ -160,6 +162,9 @@ predicted from these two traces. The predictions were committed before the setti
 """
     if done.empty:
         return text + "\nNo setting is measured yet.\n"
+    kinds = [(str(kind), part) for kind, part in done.groupby("kind", sort=False)]
+    elsewhere = done[~done["kind"].isin([_OURS, _ITSELF])]
+    kinds.append(("DDP and FSDP2 at another rate, topology or type", elsewhere))
     summary = [
         [
             kind,
@@ -167,7 +172,7 @@ predicted from these two traces. The predictions were committed before the setti
             f"{part['error'].abs().median():.1%}",
             f"{part['error'].abs().quantile(0.9):.1%}",
         ]
-        for kind, part in done.groupby("kind", sort=False)
+        for kind, part in kinds
     ]
     right, pairs = order(done)
     load_text = f"While the settings were measured, {done['load'].iloc[0]}."
