@@ -19,8 +19,8 @@ def load(where: str | Path) -> pd.DataFrame:
     """Return one row per trial that trained, with the metrics of :func:`report.data.metrics.trials`.
 
     Times are in s and sizes in B, both per optimizer step (``report/quantities.csv``).  Column ``trial`` holds the
-    trial's definition in its canonical form.  Column ``losses`` holds a list of its validations, each a dict with
-    ``step``, ``loss``, ``train_seconds`` and ``inter_bytes``.
+    trial's definition in its canonical form.  Column ``losses`` holds the list of the trial's validations, each a dict
+    with ``step``, ``loss``, ``train_seconds`` and ``inter_bytes``.
     ``where`` is a suite's results folder, an archive of such a folder (``.tar.xz``), or a folder that holds several
     of these.
 
@@ -33,7 +33,9 @@ def load(where: str | Path) -> pd.DataFrame:
 
     path = Path(where)
     if not path.exists():
-        raise frames.ReportError(f"{path}: no such folder or archive")
+        raise frames.ReportError(
+            f"{path}: no such folder or archive; name a suite's results folder, its archive, or a folder of several"
+        )
     archives = [path] if path.is_file() else sorted(path.glob(f"*{archive.SUFFIX}"))
     folders = [folder for folder in (path, *sorted(path.glob("*"))) if any(folder.glob("*.json"))]
     if path in folders:

@@ -85,7 +85,7 @@ def _at_one_rate(derived: Derived, known: str) -> pd.DataFrame:
 
 
 def _bounds_in_words(data: pd.DataFrame) -> str:
-    """Caption text that defines the shortest possible step, with a footnote if a share above 1 is drawn."""
+    """Return caption text that defines the shortest possible step, with a footnote if a share above 1 is drawn."""
     drawn = data.groupby(["setting", "configuration"])["share"].median()
     above = f" {caveats.FOOTNOTES[caveats.ABOVE]}" if drawn.round(2).gt(1).any() else ""
     return formula("best possible step", "scheduled step", "best step by processors") + above
@@ -157,7 +157,7 @@ def _beside_published(derived: Derived) -> pd.DataFrame:
 
 
 def _speedup_or_published(rows: pd.DataFrame) -> Interval:
-    """The speed-up of pairs, as tables print it, or the one that was published."""
+    """Return the speed-up of measured pairs, as tables print it, or the published speed-up of published rows."""
     if rows["baseline"].notna().all():
         return speedups.speedup(rows)
     return Interval(float(rows["speedup"].median()), math.nan, math.nan, len(rows))
