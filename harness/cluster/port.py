@@ -22,7 +22,9 @@ class Port:
     shaped_mbit: float | None = (
         None  # rate to which the host limits the interface; NCCL must then use this interface
     )
-    hcas: str = ""  # InfiniBand adapters that NCCL may use, separated by commas; if empty, NCCL chooses
+    hcas: str = (
+        ""  # InfiniBand or RoCE adapters that NCCL may use, separated by commas; if empty, NCCL chooses
+    )
     control: str = ""  # Unix-domain socket of the keeper that can lift the link's rate (`lift_rate`), if any
 
 

@@ -78,7 +78,7 @@ class Rank:
 
     @contextlib.contextmanager
     def open_link(self) -> Iterator[None]:
-        """Lift the link's rate during the body; all ranks must call it.
+        """Lift the link's rate during the body; all ranks must call this method.
 
         The rate of real hosts' interfaces (link ``shaped``) is not lifted.
         """

@@ -272,7 +272,11 @@ def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Ite
         for rank, norm in enumerate(found):
             expected = norm.reduced / scale * factor
             if not abs(norm.stepped - expected) <= _SAME_NORM * expected and math.isfinite(expected):
-                asks = "" if clip is None else f" with the whole clipped from {whole:.6g} to {clip:g}"
+                asks = (
+                    ""
+                    if clip is None
+                    else f", after clipping the norm over all ranks from {whole:.6g} to {clip:g}"
+                )
                 yield (
                     f"in step {index} the optimizer of rank {rank} had gradients with a norm of {norm.stepped:.6g}, "
                     f"but its backward passes left {expected:.6g}{asks}"

@@ -56,9 +56,10 @@ class LedgerRow(_Part):
 
 
 class Step(_Part):
-    """Times of one optimizer step on one rank; ``exposed_*`` is how long the rank waited for messages in a part.
+    """Seconds of one optimizer step and of its parts on one rank.
 
-    They are 0 or None if the ranks were threads, whose seconds are not measured.
+    ``exposed_*`` are the seconds of a part in which the rank waited for messages.  All seconds are 0 or None if the
+    ranks were threads, whose seconds are not measured.
     """
 
     index: int
@@ -215,11 +216,11 @@ class InterfaceCounters(_Part):
 
 
 class AdapterCounters(_Part):
-    """Bytes that one node's InfiniBand adapters sent in the timed steps, with their packets' headers."""
+    """Bytes that one node's InfiniBand or RoCE adapters sent in the timed steps, with their packets' headers."""
 
     node: int
     tx_bytes: int  # sum of port_xmit_data of all ports that NCCL may use; other jobs may use these ports too
-    ports: list[str]  # as ``mlx5_0/1``
+    ports: list[str]  # names of these ports, such as ``mlx5_0/1``
     booked_bytes: int | None = None  # that the node's ranks booked to other nodes; None without a ledger
 
 
@@ -465,8 +466,12 @@ def read_as(model: type[Model], path: Path) -> Model:
     if not isinstance(data, dict) or "schema_version" not in data:
         raise RecordError(f"{path}: not a record: no schema_version{_REMEDY}")
     if data["schema_version"] != version:
-        versions = f"schema version {data['schema_version']}, this program reads and writes {version}"
-        raise RecordError(f"{path}: {versions}; move the folder aside or use the version that wrote it")
+        versions = (
+            f"schema version {data['schema_version']}, but this program reads and writes version {version}"
+        )
+        raise RecordError(
+            f"{path}: has {versions}; move the folder aside, or use the version that wrote the file"
+        )
     try:
         digest = digest_of(data)
     except (ValueError, RecursionError):
@@ -484,7 +489,7 @@ def read_as(model: type[Model], path: Path) -> Model:
 
 
 def wrong_field(error: ValidationError) -> str:
-    """Return the first field that pydantic refuses, and why."""
+    """Return text with the name of the first field that pydantic refuses, and its reason."""
     first = error.errors()[0]
     path, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     return f"{path}: {message}" if path else message

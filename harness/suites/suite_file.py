@@ -41,7 +41,7 @@ def load(path: Path, align: int | None = None) -> Suite:
 
 
 def name_of(path: Path) -> str:
-    """Return the name in a suite file without expanding it, so that no module of the user's is imported.
+    """Return the name in a suite file without expanding the suite, so that no module of the user's is imported.
 
     Raises:
         SuiteError: As :func:`load` does.

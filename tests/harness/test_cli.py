@@ -78,7 +78,7 @@ def record(failure: Failure | None = None, **fields: Any) -> Record:
     return written
 
 
-PADDING = "use smaller blocks or raise max_padding to 9.64: policy.max_padding = 9.64 in the suite"
+PADDING = "use smaller blocks or raise max_padding to 9.64: set policy.max_padding = 9.64 in the suite"
 
 
 @pytest.mark.parametrize(
@@ -132,17 +132,20 @@ def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: s
 
 def test_results_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that cannot be written is refused before anything runs, or is measured for two minutes."""
-    assert "m.toml: its folder not writable" in refused(folder, capsys, "calibrate", "/proc/m.toml")
+    assert "m.toml: its folder cannot be written" in refused(folder, capsys, "calibrate", "/proc/m.toml")
     (folder / "file").write_text("")
     for results in ("file/results", "/proc/none"):
         error = refused(folder, capsys, "run", suite(folder), "--results", results)
-        assert "results folder not writable" in error
+        assert "results folder cannot be written" in error
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"schema_version": 99}', f"schema version 99, this program reads and writes {SCHEMA_VERSION}"),
+        (
+            '{"schema_version": 99}',
+            f"has schema version 99, but this program reads and writes version {SCHEMA_VERSION}",
+        ),
         ("[" * 100_000, "0123456789ab.json: not a record"),  # beyond Python's limits
         ('{"schema_version": ' + "9" * 5000 + "}", "0123456789ab.json: not a record"),
     ],
