@@ -53,21 +53,21 @@ class Collective:
     kind: Kind
     elements: int  # of the whole buffer, that is, of all ranks' parts together
     item: float  # bytes of an element on the wire
-    group: tuple[int, ...]  # its ranks
+    group: tuple[int, ...]  # the ranks that take part
     phase: Phase
     unit: str  # FSDP's module whose weights or gradients it carries; empty if the trace does not say
     issued: tuple[float, float]  # when the host's operation, or the launch of the kernel, began and ended
-    ran: tuple[float, float]  # when this rank was in the collective
+    ran: tuple[float, float]  # when this rank entered the collective, and when it left
     lag: float = (
         0.0  # seconds from its issue to its beginning, without the time in which it waited for its turn
     )
     blocking: bool = False  # whether the host waits for it at once
     as_all_reduce: bool = False  # a reduce-scatter that is an all-reduce on the wire
-    kernel: Event | None = None  # with NCCL, its kernel
+    kernel: Event | None = None  # NCCL's kernel; None with gloo
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What all ranks of the group agree on."""
+        """The properties that are equal on all ranks of the group."""
         return self.kind, self.elements, self.item, self.group
 
     def wire_bytes(self, item: float | None = None) -> float:
@@ -141,8 +141,8 @@ def find(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
     for collective in found:
         if not 0 <= collective.elements < _MOST:
             raise Refusal(
-                f"{trace.path}: step {step.number}: {collective.kind} of an impossible number of elements: write the "
-                "trace again"
+                f"{trace.path}: step {step.number} has {collective.kind} of an impossible number of elements: write "
+                "the trace again"
             )
     return found
 
@@ -163,7 +163,10 @@ def _kind(trace: Trace, name: str) -> Kind | None:
 
 def _item(trace: Trace, name: str) -> int:
     if (size := _ITEM_BYTES.get(name.lower())) is None:
-        raise Refusal(f"{trace.path}: a collective of elements of type {name!r}, whose size is not known")
+        raise Refusal(
+            f"{trace.path}: has a collective of elements of type {name!r}, whose size is not known: trace a program "
+            "that sends numbers of another type"
+        )
     return size
 
 
