@@ -416,8 +416,8 @@ def _check_nearest(
         if len(nearest_baselines(trial, here)) > 1:
             where = _difference(trial, [other for other in others if other is not trial] or bases)
             raise SuiteError(
-                f"{several}, and a trial with {where} differs from two of these in equally few fields; let the baseline "
-                "match only one, or name a contrast"
+                f"{several}, and a trial with {where} differs from several of these in equally few fields; let the "
+                "baseline match only one, or name a contrast"
             )
 
 
