@@ -408,7 +408,7 @@ def test_run_with_sweeps(
     assert "occasion" not in zeropp("run", suite(folder)).stderr
     assert machinery[0] == ("sweep", "q", 1, RESULTS)
     assert "--sweeps" in refused(folder, capsys, "run", "q.toml", "--sweeps", "0")
-    assert "3000 trials; at most 2000" in refused(folder, capsys, "run", "q.toml", "--sweeps", "3000")
+    assert "3000 trials, but at most 2000" in refused(folder, capsys, "run", "q.toml", "--sweeps", "3000")
 
 
 def test_a_sweep_is_shown_beside_its_repeat(folder: Path, zeropp: Zeropp) -> None:
