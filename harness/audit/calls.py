@@ -74,8 +74,8 @@ class Rank:
     recorders: tuple[str, ...] = ()
     groups: dict[str, Group] = field(default_factory=dict)
     rows: dict[int, dict[Key, Count]] = field(default_factory=dict)  # by step
-    whole: int = 0  # steps whose calls were read
-    steps: int = 0  # steps that ended
+    whole: int = 0  # number of steps whose calls were read
+    steps: int = 0  # number of steps that ended
     model: dict[str, Any] | None = None
     # By step and interface, the bytes that the interface had sent by the end of the step.
     counters: dict[int, dict[str, int]] = field(default_factory=dict)

@@ -82,7 +82,7 @@ def options(
 
 
 def audit(options: Options) -> tuple[int, Report | None]:
-    """Run the program, and return its exit status and the report; None if there is nothing to report.
+    """Run the program, and return its exit status and the report, which is None if there is nothing to report.
 
     Lines about what was not seen go to standard error.
     """

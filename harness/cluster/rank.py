@@ -133,4 +133,6 @@ def _request(keeper: socket.socket, send: Callable[[], None], expected: bytes) -
     except OSError as error:
         raise LinkError(f"the keeper of the link does not answer: {error}") from error
     if answer != expected:
-        raise LinkError(f"the keeper of the link ended: {expected.decode()!r} was expected, not {answer!r}")
+        raise LinkError(
+            f"the link's keeper ended: it answered {answer!r} instead of {expected.decode()!r}: run the trial again"
+        )

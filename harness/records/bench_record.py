@@ -26,7 +26,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
     """One candidate, timed in every round together with a reference, so that drift cancels in their ratio."""
 
     kind: Kind
-    names: dict[str, str | int | float | None]  # which candidate, and under which conditions
+    names: dict[str, str | int | float | None]  # the candidate, and the conditions of its rounds
     sizes: dict[str, int] = {}  # bytes, elements and the like of one call or step
     seconds: list[float]  # of the slowest rank, by round; before :func:`merge_ranks`, of one rank
     reference_seconds: list[float]  # of the reference, by round

@@ -454,7 +454,7 @@ def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
 
 
 def _why_paced(trial: Trial, host: Host) -> str | None:
-    """Return why link ``auto`` becomes ``paced`` here, which delays messages in the process; None if it does not."""
+    """Return why link ``auto`` becomes ``paced``, so that ranks delay their own messages; None if it does not."""
     cluster = trial.cluster
     shaped = cluster.link == "auto" and cluster.launcher == "local" and cluster.nodes > 1
     return host.namespaces() if shaped and cluster.rate is not None else None

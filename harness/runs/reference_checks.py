@@ -100,7 +100,7 @@ class ComparedLoss:
     # as with dropout.
     trained: float | None = None
     step: int = 0  # the step before which they were compared; 0 is before training
-    sharded: float = math.nan  # of the sharded model
+    sharded: float = math.nan  # loss of the sharded model; NaN until it has run
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ _NUMBERS: Final = ("correlation", "stream")  # arguments of launches and kernels
 _BETWEEN: Final = re.compile(r"[\s,]*")
 _EVENTS: Final = re.compile(r'"traceEvents"\s*:\s*\[')
 _NOT_OURS: Final = (
-    "not a trace that torch.profiler wrote: export one with profile(...).export_chrome_trace(PATH)"
+    "is not a trace that torch.profiler wrote: export one with profile(...).export_chrome_trace(PATH)"
 )
 
 
@@ -151,7 +151,7 @@ def _raw_events(path: Path, file: IO[str], facts: dict[str, Any]) -> Iterator[An
         except (ValueError, RecursionError) as error:
             more = file.read(_CHUNK) if len(text) - place < _LARGEST else ""
             if not more:
-                cut = "truncated" if len(text) - place < _LARGEST else f"not JSON ({error})"
+                cut = "is truncated" if len(text) - place < _LARGEST else f"is not JSON ({error})"
                 raise Refusal(
                     f"{path}: {cut} in its events: wait until the profiler has written the file"
                 ) from None
@@ -166,7 +166,7 @@ def _facts(path: Path, text: str) -> dict[str, Any]:
     try:
         facts = json.loads(text, strict=False)
     except (ValueError, RecursionError):
-        raise Refusal(f"{path}: truncated, or {_NOT_OURS}") from None
+        raise Refusal(f"{path}: is truncated, or {_NOT_OURS}") from None
     return facts if isinstance(facts, dict) else {}
 
 
