@@ -68,7 +68,7 @@ class Estimate:
 
     interval: Interval
     form: Callable[[float], str]  # prints a number
-    what: str  # in words, for messages
+    what: str  # what the number is, in words for messages
     equal: float = math.nan  # the value that means "no difference": 1 for ratios, 0 for differences; else NaN
     more_is_better: bool = True
     expected: Prediction | None = None  # of a further run; None if it follows from the interval alone
@@ -366,7 +366,7 @@ def _loss_row(suite: str, name: str, at: str) -> loss_verdicts.Row:
 
 
 def loss_verdict(suite: str, name: str, at: str = "") -> str:
-    """Return ``not inferior``, ``inferior``, ``inconclusive`` or ``no power`` (docs/reference/metrics.md)."""
+    """Return the verdict on a loss: ``not inferior``, ``inferior``, ``inconclusive`` or ``no power``."""
     return str(_loss_row(suite, name, at)["verdict"])
 
 

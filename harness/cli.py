@@ -364,7 +364,7 @@ def show(
     else:
         records, broken = read_valid(folder)
         if not records and not broken:
-            raise Refusal(f"{folder}: no records in it; `zeropp run` writes them")
+            raise Refusal(f"{folder}: there are no records in it; `zeropp run` writes them")
         if records and not _print_rows(plan_rows.record_rows(records), as_json=as_json, as_csv=as_csv):
             terminal.records(records, out, folder)
         if broken:

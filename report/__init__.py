@@ -34,7 +34,8 @@ def load(where: str | Path) -> pd.DataFrame:
     path = Path(where)
     if not path.exists():
         raise frames.ReportError(
-            f"{path}: no such folder or archive; name a suite's results folder, its archive, or a folder of several"
+            f"{path}: there is no such folder or archive; name a suite's results folder or archive, or a folder "
+            "with several of them"
         )
     archives = [path] if path.is_file() else sorted(path.glob(f"*{archive.SUFFIX}"))
     folders = [folder for folder in (path, *sorted(path.glob("*"))) if any(folder.glob("*.json"))]
@@ -45,7 +46,9 @@ def load(where: str | Path) -> pd.DataFrame:
         parts = [_of_folder(archive.unpack(packed, Path(unpacked))) for packed in archives]
     parts += [_of_folder(folder) for folder in folders if folder.name not in suites]
     if not parts:
-        raise frames.ReportError(f"{path}: no records and no archives; `zeropp run SUITE` writes them")
+        raise frames.ReportError(
+            f"{path}: there are no records and no archives; `zeropp run SUITE` writes them"
+        )
     return pd.concat(parts, ignore_index=True)
 
 

@@ -55,7 +55,7 @@ def bundle(folder: Path, into: Path) -> Path:
     """
     records = read_all(folder)
     if not records:
-        raise RecordError(f"{folder}: no records in it; `zeropp run SUITE` writes them")
+        raise RecordError(f"{folder}: there are no records in it; `zeropp run SUITE` writes them")
     if not (runs := [record.run for record in records if record.run is not None]):
         raise RecordError(
             f"{folder}: the records do not say which run wrote them, because an older version made them; run the "

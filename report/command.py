@@ -279,7 +279,7 @@ def folder_of(suite: str, results: Path) -> Path | None:
     if suite.endswith(".toml"):
         folder = results / name_of(Path(suite))
         if not folder.is_dir():
-            raise Refusal(f"{folder}: no such results folder; `zeropp run` makes it")
+            raise Refusal(f"{folder}: there is no such results folder; `zeropp run` makes it")
         return folder
     folders = (Path(suite), results / suite) if suite else ()
     return next(filter(Path.is_dir, folders), None)

@@ -78,10 +78,12 @@ def run(command: Sequence[str], folder: Path) -> int:
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         status = process.wait()
     except FileNotFoundError as error:
-        raise Refusal(f"{command[0]}: no such program; give the command as you type it in a shell") from error
+        raise Refusal(
+            f"{command[0]}: there is no such program; give the command as you type it in a shell"
+        ) from error
     except PermissionError as error:
         raise Refusal(
-            f"{command[0]}: not executable; put its interpreter before it, as in python train.py"
+            f"{command[0]}: is not executable; put its interpreter before it, as in python train.py"
         ) from error
     finally:
         signal.signal(signal.SIGINT, before[0])

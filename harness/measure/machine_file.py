@@ -34,7 +34,7 @@ def read(path: Path) -> Machine:
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"{path}: not TOML: {error}; `zeropp calibrate` writes such a file") from None
+        raise Refusal(f"{path}: is not TOML: {error}; `zeropp calibrate` writes such a file") from None
     known = [field.name for field in fields(Machine)]
     for key in table:
         if key not in known:

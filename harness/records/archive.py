@@ -43,7 +43,9 @@ def pack(folder: Path, into: Path) -> Path:
     """
     files = sorted(folder.glob("*.json"))
     if not files:
-        raise RecordError(f"{folder}: no records in it; run its suite first, or name another folder")
+        raise RecordError(
+            f"{folder}: there are no records in it; run its suite first, or name another folder"
+        )
     for pattern in ("runs/*.json", "traces/trace-*.json", JOURNAL):
         files += sorted(folder.glob(pattern))
     buffer, total = io.BytesIO(), 0

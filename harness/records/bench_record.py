@@ -115,5 +115,5 @@ def read_all(folder: Path) -> list[Bench]:
     """
     benches = [read_as(Bench, path) for path in sorted(folder.glob("*.json"))]
     if not benches:
-        raise RecordError(f"{folder}: no records in it; `zeropp bench` writes them")
+        raise RecordError(f"{folder}: there are no records in it; `zeropp bench` writes them")
     return sorted(benches, key=lambda bench: (bench.started, bench.id))

@@ -99,7 +99,7 @@ def read(results: Path, run: str) -> Run:
     name = digest_of(json.loads(regular_file.read_text(path)))[:_LETTERS]
     if name != run:
         raise RecordError(
-            f"{path}: edited or damaged since it was written: the hash of its content is {name}; restore the file, or "
+            f"{path}: was edited or damaged since it was written: the hash of its content is {name}; restore it, or "
             "delete it with the records of its run and run again"
         )
     return record

@@ -86,7 +86,7 @@ def read_traces(folder: Path) -> list[Trace]:
         except ValidationError as error:
             why = wrong_field(error)
             raise RecordError(
-                f"{path}: not the trace of a step: {why}; delete the file, or write it again with `zeropp trace`"
+                f"{path}: is not the trace of a step: {why}; delete the file, or write it again with `zeropp trace`"
             ) from error
         if path != path_of(folder, trace.otherData.trial):
             raise RecordError(

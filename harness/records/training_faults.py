@@ -111,7 +111,7 @@ class Checked:
     encodes: bool = False  # whether the trial's policy has codecs other than casts
     random: str = ""  # digest of the state of torch's generator when training begins
     waited: float | None = None  # seconds of all steps spent waiting for messages; None for peers
-    sleeps_counted: bool = False  # whether sleep shows waiting for messages
+    sleeps_counted: bool = False  # whether the thread's sleep is counted, and is only waits for messages
     carried: int = 0  # bytes that the transports carried for this rank in the timed steps
     booked: int = 0  # bytes that its ledger booked in the same time
 

@@ -462,9 +462,9 @@ def read_as(model: type[Model], path: Path) -> Model:
     except UnicodeDecodeError as error:
         raise RecordError(f"{path}: cannot read: {error}") from error
     except (ValueError, RecursionError) as error:  # not JSON, or beyond Python's limits on numbers and depth
-        raise RecordError(f"{path}: not a record: {error}{_REMEDY}") from None
+        raise RecordError(f"{path}: is not a record: {error}{_REMEDY}") from None
     if not isinstance(data, dict) or "schema_version" not in data:
-        raise RecordError(f"{path}: not a record: no schema_version{_REMEDY}")
+        raise RecordError(f"{path}: is not a record: it has no schema_version{_REMEDY}")
     if data["schema_version"] != version:
         versions = (
             f"schema version {data['schema_version']}, but this program reads and writes version {version}"
@@ -478,13 +478,13 @@ def read_as(model: type[Model], path: Path) -> Model:
         digest = None
     if digest is not None and data.get("digest") not in (None, digest):
         digests = f"it states the digest {str(data['digest'])[:12]}, but its content has {digest[:12]}"
-        raise RecordError(f"{path}: edited or damaged since it was written: {digests}{_REMEDY}")
+        raise RecordError(f"{path}: was edited or damaged since it was written: {digests}{_REMEDY}")
     try:
         record = model.model_validate(data)
     except ValidationError as error:
-        raise RecordError(f"{path}: not a record: {wrong_field(error)}{_REMEDY}") from error
+        raise RecordError(f"{path}: is not a record: {wrong_field(error)}{_REMEDY}") from error
     if digest is None:
-        raise RecordError(f"{path}: not a record: it holds a number that is infinite or NaN{_REMEDY}")
+        raise RecordError(f"{path}: is not a record: it holds a number that is infinite or NaN{_REMEDY}")
     return record
 
 

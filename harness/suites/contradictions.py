@@ -64,7 +64,7 @@ def check(trial: Trial) -> None:
         if trial.host is not None:
             check_host(trial.host, policy)
         if policy.planes > 1 and trial.activation_checkpointing:
-            planes = f"policy.planes = {policy.planes}: not supported with activation_checkpointing = true"
+            planes = f"policy.planes = {policy.planes} is not supported with activation_checkpointing = true"
             raise ValueError(f"{planes}; set policy.planes = 1, or remove activation_checkpointing")
 
 
@@ -182,7 +182,7 @@ def _workload(trial: Trial) -> Iterator[str]:
     if (policy := trial.resolved_policy()) is None or trial.host is not None:
         yield f"{workload}: strategy {trial.strategy!r} cannot shard frozen models; choose a policy with our own engine"
     elif policy.offload != Offload():
-        yield f"policy.offload_optimizer, policy.offload_weights: not supported with {workload}; remove them"
+        yield f"policy.offload_optimizer and policy.offload_weights are not supported with {workload}; remove them"
     if (sequences := trial.tokens_per_rank // trial.sequence) % (group := trial.rlhf.group):
         batch = f"tokens_per_rank = {trial.tokens_per_rank} gives {sequences} sequences"
         yield f"{batch}: expected a multiple of rlhf.group = {group}"

@@ -270,7 +270,7 @@ def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[
 
 
 def _readable(trial: Trial) -> bool:
-    """Return whether the blocks of all codecs of a trial may be read."""
+    """Return whether the block sizes of all codecs of a trial may be read; those of a user's own may need an import."""
     policy = trial.resolved_policy()
     return policy is None or policy.readable
 

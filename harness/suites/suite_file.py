@@ -64,12 +64,12 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"byte {content[error.start]:#04x} in line {content.count(10, 0, error.start) + 1}"
-        raise SuiteError(f"not TOML: {where} is not UTF-8; save it as UTF-8") from None
+        raise SuiteError(f"is not TOML: {where} is not UTF-8; save it as UTF-8") from None
     try:
         tables = tomllib.loads(text)
         count = _count_keys(tables)
     except (ValueError, RecursionError) as error:  # numbers and nesting may exceed Python's limits
-        raise SuiteError(f"not TOML: {error}") from None
+        raise SuiteError(f"is not TOML: {error}") from None
     if count > MOST_KEYS:
         raise SuiteError(f"{count} keys, but a suite has at most {MOST_KEYS}: write several suites")
     _check_values(tables)

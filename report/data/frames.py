@@ -225,10 +225,10 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
     compared and ``across_pools`` is not set; a RecordError for a file with another schema.
     """
     if not results.is_dir():
-        raise ReportError(f"{results}: no such folder; `zeropp run SUITE` makes one")
+        raise ReportError(f"{results}: there is no such folder; `zeropp run SUITE` makes one")
     records = read_all(results)
     if not records:
-        raise ReportError(f"{results}: no records; `zeropp run SUITE` writes them")
+        raise ReportError(f"{results}: there are no records; `zeropp run SUITE` writes them")
     verified = chained_journal.verify(results, records)
     return Frames(records, read_traces(results), across_pools=across_pools, verified=verified)
 

@@ -146,8 +146,8 @@ def test_results_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) 
             '{"schema_version": 99}',
             f"has schema version 99, but this program reads and writes version {SCHEMA_VERSION}",
         ),
-        ("[" * 100_000, "0123456789ab.json: not a record"),  # beyond Python's limits
-        ('{"schema_version": ' + "9" * 5000 + "}", "0123456789ab.json: not a record"),
+        ("[" * 100_000, "0123456789ab.json: is not a record"),  # beyond Python's limits
+        ('{"schema_version": ' + "9" * 5000 + "}", "0123456789ab.json: is not a record"),
     ],
     ids=["other", "deep", "long"],
 )
@@ -169,7 +169,9 @@ def test_one_damaged_record(folder: Path, capsys: pytest.CaptureFixture[str], ze
         assert "; delete the file and run again" in refused(folder, capsys, *arguments)
     shown = zeropp("show", "q", status=cli.REFUSED)
     assert whole.id in shown.stdout
-    assert re.fullmatch(r".*0123456789ab.json: not a record.*; delete the file and run again\n", shown.stderr)
+    assert re.fullmatch(
+        r".*0123456789ab.json: is not a record.*; delete the file and run again\n", shown.stderr
+    )
     write(folder / "copied", whole).rename(folder / "results" / "q" / "0123456789ab.json")
     assert f"0123456789ab.json: is a copy of the record {whole.id}; delete" in refused(
         folder, capsys, "report", "q"
