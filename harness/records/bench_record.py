@@ -38,7 +38,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
         for name, values in self.timed.items():
             if len(values) != len(self.seconds) or not values:
                 raise ValueError(
-                    f"seconds has {len(self.seconds)} rounds, {name} has {len(values)}: expected equally many"
+                    f"seconds has {len(self.seconds)} rounds, but {name} has {len(values)}: expected equally many"
                 )
             if min(values) <= 0:
                 raise ValueError(f"{name} = {min(values):g}: expected seconds above 0")

@@ -156,8 +156,8 @@ def _kind(trace: Trace, name: str) -> Kind | None:
         if part in plain:
             return kind
     raise Refusal(
-        f"{trace.path}: has {name}, and only all-gathers, reduce-scatters, all-reduces, all-to-alls and broadcasts can "
-        "be predicted"
+        f"{trace.path}: has {name}, but only all-gathers, reduce-scatters, all-reduces, all-to-alls and broadcasts can "
+        "be predicted: trace a program without other collectives"
     )
 
 
@@ -227,7 +227,8 @@ def _gloo(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
         if event.name.startswith("c10d::"):
             if event.name.startswith(("c10d::send", "c10d::recv")):
                 raise Refusal(
-                    f"{trace.path}: has messages between two ranks ({event.name}), which cannot be predicted"
+                    f"{trace.path}: has messages between two ranks ({event.name}), which cannot be predicted: trace a "
+                    "program without them"
                 )
             if (kind := _kind(trace, event.name)) is not None:
                 issued.append((event, kind))
@@ -235,7 +236,7 @@ def _gloo(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
             ran.append(event)
     if len(issued) != len(ran):
         raise Refusal(
-            f"{trace.path}: step {step.number} issues {len(issued)} collectives, and gloo ran {len(ran)}: trace whole "
+            f"{trace.path}: step {step.number} issues {len(issued)} collectives, but gloo ran {len(ran)}: trace whole "
             "steps of a program in which each step waits for its collectives"
         )
     groups = {tuple(ranks) for ranks in trace.groups.values() if len(ranks) > 1}

@@ -93,7 +93,7 @@ def read(path: Path) -> Trace:
         with _opened(path) as file:
             events = [event for raw in _raw_events(path, file, facts) if (event := _event(path, raw))]
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise Refusal(f"{path}: truncated, or not compressed with gzip: write the trace again") from None
+        raise Refusal(f"{path}: is truncated, or not compressed with gzip: write the trace again") from None
     except UnicodeDecodeError:
         raise Refusal(f"{path}: {_NOT_OURS}") from None
     base = facts.get("baseTimeNanoseconds", 0)
