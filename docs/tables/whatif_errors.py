@@ -56,7 +56,7 @@ def sources(suite: Suite) -> dict[str, Trial]:
 
 @dataclass(frozen=True)
 class Question:
-    """A prediction: a trial of the suite, from the trace of another one."""
+    """What is predicted: a trial of the suite, from the trace of another trial."""
 
     trial: Trial
     source: str  # strategy of the traced trial
@@ -233,7 +233,10 @@ def rising(rows: pd.DataFrame) -> list[tuple[Any, Any]]:
 
 
 def order(rows: pd.DataFrame) -> tuple[int, int]:
-    """Return how many pairs of configurations of one setting are predicted in the right order, and of how many."""
+    """Return how many pairs of configurations of one setting are predicted in the right order, and how many there are.
+
+    Pairs whose measured steps differ by at most :data:`APART` are left out.
+    """
     right = pairs = 0
     for _, setting in rows.groupby(["topology", "rate_mbit"]):
         for first, second in combinations(setting.to_dict("records"), 2):

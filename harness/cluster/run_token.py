@@ -71,7 +71,7 @@ def of_session(token: str, nonces: list[str]) -> Seal:
 
 
 def digest_of(token: str) -> str:
-    """Return a digest by which processes that have a token recognise it; it may be public."""
+    """Return a digest, which may be public, by which processes that have a token recognise the token."""
     return hashlib.sha256(f"zeropp token {token}".encode()).hexdigest()
 
 

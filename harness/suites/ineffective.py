@@ -152,7 +152,7 @@ def check_tables(
             if identity in seen:
                 text = ", ".join(f"{path} = {value_text(setting.value)}" for path, setting in row.items())
                 table = next(iter(row.values())).table
-                raise SuiteError(f"{table} {text}: is listed twice; list each value once")
+                raise SuiteError(f"{table} {text} is listed twice: list each value once")
             seen.add(identity)
 
 

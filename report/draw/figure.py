@@ -38,7 +38,7 @@ _LAYOUTS: Final = 4  # most times that a figure is laid out; labels keep their w
 
 
 def _has_seconds(data: pd.DataFrame) -> bool:
-    """Whether a table holds seconds of trials, whose intervals depend on the occasion."""
+    """Return whether a table holds seconds of trials, whose intervals depend on the occasion."""
     return "occasion" in data and not {"step_seconds", "tokens_per_second"}.isdisjoint(data)
 
 

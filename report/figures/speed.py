@@ -165,7 +165,7 @@ def _beside_published(derived: Derived) -> pd.DataFrame:
 
 
 def _speedup_or_published(rows: pd.DataFrame) -> Interval:
-    """The speed-up of pairs, as tables print it, or the one that was published."""
+    """Return the speed-up of measured pairs, as tables print it, or the published speed-up of published rows."""
     if rows["baseline"].notna().all():
         return speedups.speedup(rows)
     return Interval(float(rows["speedup"].median()), math.nan, math.nan, len(rows))
