@@ -255,7 +255,7 @@ def _aligned(
 
 
 def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[int, float]) -> JointStep:
-    """Join one step, still without what depends on the link's rate."""
+    """Join one step of all ranks; the fields that depend on the link's rate are filled in later."""
     alone = len(ranks) == 1
     begins = {rank: step.begin - offsets.get(rank, 0.0) for rank, step in ranks.items()}
     ends = {rank: step.end - offsets.get(rank, 0.0) for rank, step in ranks.items()}

@@ -298,7 +298,7 @@ def _over_baselines(
     values: Mapping[Key, float], bases: Mapping[Key, tuple[str, ...]], *, same: float = 0.0,
     more_is_better: bool = False,
 ) -> dict[Key, Effect]:  # fmt: skip
-    """Compare counted values with those of the first baseline of the same setting that has a value."""
+    """Return each counted value's effect, compared with its configuration's first baseline that has a value."""
     effects: dict[Key, Effect] = {}
     for (setting, name), value in values.items():
         names = bases.get((setting, name), ())
