@@ -10,7 +10,7 @@ import csv
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from harness.suites.labels import differing, flatten, in_words
 from harness.suites.peers import BUCKET_MB, DEEPSPEED, family_of
 from harness.suites.trial import RECIPE, Trial
 from impl.deepspeed.config_to_policy import recipe
-from impl.plan.policy import Policy
+from impl.plan.policy import SETTINGS, Policy
 from impl.plan.topology import Topology
 from report.data.text import plain
 
@@ -46,14 +46,8 @@ with _FILE.open(encoding="utf-8", newline="") as _file:
 """In the order in which figures and tables list strategies."""
 
 NAMES: Final = {key: strategy.name for key, strategy in STRATEGIES.items()}
-_SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
-_LIMITS: Final = (
-    "prefetch", "max_live", "max_reuse", "persist_below", "persist_most", "reduce_bucket", "largest_unit",
-)  # fmt: skip
-_OF_EXECUTION: Final = {  # left out of names where all policies share them
-    "gather", "reduce", "chunks", "reduce every", "compute", "loss scale", "optimizer on the host",
-    "weights on the host", "order checked every", *(name.replace("_", " ") for name in _LIMITS),
-}  # fmt: skip
+_SHORT: Final = {each.label: each.short for each in SETTINGS if each.short}
+_OF_EXECUTION: Final = {each.label for each in SETTINGS if each.execution}
 
 
 _MODULE: Final = re.compile(r"^[\w.]+:")  # of a user's own class
@@ -120,22 +114,11 @@ def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
     """Return the fields of a policy that affect what is computed and sent, as text; empty without a policy."""
     if policy is None:
         return {}
-    values = {field.name: getattr(policy, field.name) for field in fields(policy)}
-    del values["align"], values["memory"], values["offload"]
-    values |= {
-        "group": policy.group_ranks(topology),
-        "gradients": "/".join(dict.fromkeys(map(str, policy.gradients))),
-        "secondary": policy.secondary_ranks(topology),
-        "inside": policy.inside or "as sent",
-        "reduce_every": policy.reduce_every.replace("_", "-"),
-        **{name: getattr(policy.memory, name) for name in _LIMITS},
-        "optimizer on the host": f"{policy.offload.optimizer:g}",
-        "weights on the host": f"{policy.offload.weights:g}",
-    }
-    names = {"secondary_format": "hpZ copy", "order_every": "order checked every"}
+    ranks = {"group": policy.group_ranks(topology), "secondary": policy.secondary_ranks(topology)}
     return {
-        names.get(name, name.replace("_", " ")): "none" if value is None else str(value)
-        for name, value in values.items()
+        each.label: each.in_words(ranks.get(each.name, each.of(policy)))
+        for each in sorted(SETTINGS, key=lambda each: each.part)
+        if each.label
     }
 
 
