@@ -157,7 +157,7 @@ def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]
 
 
 def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Event]]]:
-    """Return (number of timed steps, their policy, events before such a step) for each kind of step.
+    """Return for each kind of step the number of timed steps, their policy, and the passes that precede such a step.
 
     A policy with differences sends whole weights in some steps and differences in the others.  A step that sends
     differences is counted after a step that sent whole weights.  With a schedule, each of its policies is a kind.
