@@ -486,8 +486,7 @@ class Policy:
         _check_literals(self)
         self._read_reduce()
         errors = self._method_errors(), self._contradictions(), self._copy_errors(), self._budget_errors()
-        errors += (self._schedule_errors(),)
-        for reason in itertools.chain.from_iterable(errors):
+        for reason in itertools.chain(*errors, self._schedule_errors()):
             raise PolicyError(reason)
 
     def _read_reduce(self) -> None:

@@ -72,25 +72,24 @@ class Span:
     until: int | str | None
     every: int
     changes: tuple[tuple[str, Any], ...]
-    end: (
-        int | None
-    )  # number of optimizer steps at which it ends; None if it is not known, or the end of the run
+    end: int | None  # number of optimizer steps at which it ends; None: not known yet, or the end of the run
 
     def __init__(self, *, until: int | str | None = None, every: int = 1, **changes: Any) -> None:
         for name in changes:
             if (why := refusal(name)) is not None:
                 raise SpanError(why)
-        whole = isinstance(until, int) and not isinstance(until, bool)
-        if not (until is None or (whole and int(until) > 0)):
+        end = until if isinstance(until, int) and not isinstance(until, bool) and until > 0 else None
+        if until is not None and end is None:
             _share(until)
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        steps: object = every
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise SpanError(f"every = {every!r}: expected a number of steps, 1 or more")
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
         values = {
             "until": until,
             "every": every,
             "changes": tuple(given.items()),
-            "end": until if whole else None,
+            "end": end,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -258,7 +258,7 @@ def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
     ]
 
     def mean(name: str) -> float:
-        return sum(getattr(part, name) * share for part, share in parts)
+        return math.fsum(getattr(part, name) * share for part, share in parts)
 
     return StepTime(
         compute=mean("compute"),
