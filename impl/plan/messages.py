@@ -15,7 +15,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from impl.plan.hops import Hop, Sends, casts_alone, gather_hops, in_turns, reduction_hops
+from impl.plan.hops import (
+    Hop,
+    Sends,
+    casts_alone,
+    forwards_in_place,
+    gather_hops,
+    in_turns,
+    reduction_hops,
+)
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
@@ -94,7 +102,8 @@ def _reduction(policy: Policy, topology: Topology, unit: UnitGeometry) -> Iterat
 def _forwarded(hops: Sequence[Hop]) -> Iterator[Sequence[int]]:
     """Yield the bytes of the buffers in use at each hop of a gather.
 
-    A hop's own message lies in what it receives, and is copied from what the hop before has received.
+    A hop's own message lies in what it receives.  The first hop is received there, if the second only forwards it; what
+    later hops receive is copied to the next hop's message.
     """
-    sizes = [hop.axis.size * hop.nbytes for hop in hops]
-    yield from (sizes[max(0, number - 1) : number + 1] for number in range(len(sizes)))
+    sizes, first = [hop.axis.size * hop.nbytes for hop in hops], int(forwards_in_place(hops))
+    yield from (sizes[max(first, number - 1) : number + 1] for number in range(first, len(sizes)))
