@@ -48,13 +48,12 @@ def try_codec(operations: Operations, codec: Codec, device: torch.device) -> Non
     Raises:
         RuntimeError: if that fails; the message names the codec.
     """
-    raw = isinstance(codec, Raw)
-    if not (raw or has_kernels(codec)):
+    if not (isinstance(codec, Raw) or has_kernels(codec)):
         return
     x = torch.zeros(OCTET, device=device)
     frames = torch.zeros(codec.frame_bytes(OCTET), dtype=torch.uint8, device=device)
     try:
-        if raw:
+        if isinstance(codec, Raw):
             operations.encode(codec, x.to(DTYPES[codec.dtype]), frames)
             operations.decode_sum(codec, frames[None], x)
         else:
