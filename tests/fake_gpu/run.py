@@ -56,7 +56,7 @@ def stages(results: Path) -> Iterator[Stage]:
     """All stages: the tests first, then the commands that users call."""
     pytest = ("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider")
     zeropp, to = ("-m", "harness.cli"), ("--results", str(results))
-    yield Stage("tests", (*pytest, "tests/fake_gpu"), 300)
+    yield Stage("tests", (*pytest, "tests/fake_gpu"), 500)
     # tests/bench measures rates, and compares rows of 64 M elements, which take minutes on a CPU.
     yield Stage("gpu tests", (*pytest, "-m", "gpu", "tests", "--ignore=tests/bench"), 500)
     yield Stage("gpu_first", ("-m", "tests.gpu_first", "--tiny", "--out", str(results / "first.jsonl")), 240)
