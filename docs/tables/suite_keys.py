@@ -99,7 +99,8 @@ _VALUES: Final = {
     "policy.gradients": "codec; or a list of two: inside a node, and between nodes",
     "policy.sums": "`fp32`, or `fp16` as DeepSpeed: type in which a hop sums",
     "policy.blocks": "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes",
-    "policy.planes": "1, or 2: weights are quantised by rows for forward and by columns for backward",
+    "policy.planes": "1; or weights are quantised by rows for forward and by columns for backward. 2: every gather "
+    "sends both; `phase`: each gather sends the one that its pass computes with",
     "policy.feedback": "`none`, `classic` or `loco`, followed by `:decay<d>`, `:reset<n>`, `:last`, `:all`, "
     "`:fp32`, `:bf16`, `:fp16`",
     "policy.budget": "`none`, or `weights <bits>`, `gradients <bits>` or both, `every <steps> of <codecs>`",

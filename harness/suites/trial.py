@@ -207,7 +207,7 @@ class PolicyChanges(_Frozen):
     feedback: str | None = None
     sums: Literal["fp32", "fp16"] | None = None
     blocks: Literal["codec", "shape"] | None = None
-    planes: Literal[1, 2] | None = None
+    planes: Literal[1, 2, "phase"] | None = None
     budget: str | None = None
     reduce_every: Literal["stage", "micro_batch", "step"] | None = None
     compute: Literal["fp32", "bf16", "fp16"] | None = None
