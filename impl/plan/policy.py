@@ -478,10 +478,11 @@ class Policy:
         if self.planes == 2 and (self.stage < 3 or self.secondary != 0 or self.offload != Offload()):
             values = f"here stage {self.stage}, secondary={self.secondary!r}, {host}"
             yield f"planes=2 needs stage 3, without hpZ and offload; {values}: change these, or set planes=1"
-        frames = self.copy_codec == self.weights and not self.sends_copy
-        if self.planes == "phase" and (self.stage < 3 or not frames or self.offload != Offload()):
-            values = f"here stage {self.stage}, {host}, hpZ's copy in {self.copy_codec}"
-            needs = "needs stage 3, no offload, and hpZ's copy as frames (no secondary_format, inside or differences)"
+        changed = self.secondary_format != "frames" or self.sends_copy
+        if self.planes == "phase" and (self.stage < 3 or changed or self.offload != Offload()):
+            texts = f"inside={self.inside or 'none'}, differences={self.differences or 'none'}"
+            values = f"here stage {self.stage}, secondary_format={self.secondary_format!r}, {texts}, {host}"
+            needs = "needs stage 3, hpZ's copy as frames, without inside and differences, and no offload"
             yield f"planes='phase' {needs}; {values}: change these, or set planes=1"
 
     def _copy_errors(self) -> Iterator[str]:
