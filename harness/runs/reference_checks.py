@@ -51,7 +51,7 @@ from harness.measure.unsharded_loss import (
     evaluating,
     mean_loss,
 )
-from harness.records.trial_record import QuantisationError, Validation
+from harness.records.trial_record import LosslessSize, QuantisationError, Validation
 from harness.strategies.strategy import Strategy
 from harness.strategies.training_loop import run_passes
 from harness.suites.peers import PEERS, family_of
@@ -111,6 +111,7 @@ class Compared:
     gradient_errors: list[GradientError] = field(default_factory=list)  # by step and unit
     communicated: list[tuple[Place, list[float]]] = field(default_factory=list)  # sums of messages' errors
     errors: list[QuantisationError] = field(default_factory=list)  # of the grid of codecs, over all ranks
+    lossless: list[LosslessSize] = field(default_factory=list)  # over all ranks
     # Sums of errors of one unit's messages before the drawn step; they are judged, but not recorded.
     drawn: list[tuple[Place, list[float]]] = field(default_factory=list)
     wrong: str | None = None  # the first fault of the drawn unit's messages that this rank found itself
@@ -241,12 +242,13 @@ class Comparison:
         return expected
 
     def after_steps(self, strategy: Strategy) -> None:
-        """Try a grid of codecs on this rank's weights, and on the gradients of one further backward pass."""
+        """Try codecs on this rank's weights, and on the gradients of one further backward pass."""
         if strategy.zero is None or not self.measures:
             return
         self.rank.report(Progress("trying codecs"))
         run_passes(self.trial, strategy, self.data, self.trial.warmup + self.trial.steps)
         self.compared.errors = quantisation_error.measure(strategy.zero)
+        self.compared.lossless = quantisation_error.measure_lossless(strategy.zero)
 
     def _single_process(
         self,
@@ -334,7 +336,7 @@ class Comparison:
             data: Where batches come from.
             step: The step whose batches are used.
             columns: By parameter, values with which backward passes compute in place of the model's own
-                (``policy.planes = 2`` sends weights by rows forward and by columns backward).
+                (with ``policy.planes`` other than 1, weights are quantised by rows forward and by columns backward).
         """
         trial, policy = self.trial, None if self.trial.host is not None else self.trial.resolved_policy()
         compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)

@@ -63,8 +63,10 @@ def check(trial: Trial) -> None:
         policy.check(trial.topology())
         if trial.host is not None:
             check_host(trial.host, policy)
-        if policy.planes > 1 and trial.activation_checkpointing:
-            planes = f"policy.planes = {policy.planes} is not supported with activation_checkpointing = true"
+        if policy.planes != 1 and trial.activation_checkpointing:
+            planes = (
+                f"policy.planes = {policy.planes!r} is not supported with activation_checkpointing = true"
+            )
             raise ValueError(f"{planes}; set policy.planes = 1, or remove activation_checkpointing")
 
 

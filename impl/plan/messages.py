@@ -21,6 +21,7 @@ from impl.plan.hops import (
     casts_alone,
     forwards_in_place,
     gather_hops,
+    in_phase,
     in_turns,
     reduction_hops,
 )
@@ -61,7 +62,8 @@ def message_bytes(
         # Backward gathers from hpZ's copy, and so does the forward pass of a further micro-batch.
         again = policy.stage == 3 and backward and (index not in kept or micro_batches > 1)
         for codec in rules.candidates.get("weights", (rules.weights,)):
-            for held in _gathers(rules.with_choice("weights", codec), topology, unit, again=again):
+            chosen = rules.with_choice("weights", codec)
+            for held in _gathers(chosen, topology, unit, again=again, backward=backward):
                 most |= Counter(map(size_class, held))
         if not (backward and unit.trainable):
             continue
@@ -72,12 +74,15 @@ def message_bytes(
 
 
 def _gathers(
-    policy: Policy, topology: Topology, unit: UnitGeometry, *, again: bool
+    policy: Policy, topology: Topology, unit: UnitGeometry, *, again: bool, backward: bool
 ) -> Iterator[Sequence[int]]:
     """Yield the bytes of the buffers in use at each moment of a unit's gathers; ``again`` from hpZ's copy too."""
-    every: tuple[Sends, ...] = ("weights", "differences", "copy") if again else ("weights", "differences")
-    for sends in every:
-        hops = gather_hops(policy, topology, unit.shard, sends)
+    forward = "forward" if backward else "evaluate"
+    every: list[tuple[str, Sends]] = [(forward, "weights"), (forward, "differences")]
+    if again:
+        every += [("backward", "copy"), (forward, "copy")]
+    for phase, sends in every:
+        hops = gather_hops(policy, topology, unit.shard, in_phase(policy, phase, sends))
         if not casts_alone(hops, policy.compute):
             yield from _forwarded(hops)
 

@@ -23,6 +23,7 @@ from impl.codecs.codec import (
     FORMATS,
     FP32,
     ITEM_BYTES,
+    LOSSLESS,
     MX_BLOCK,
     Blocked,
     Codec,
@@ -423,12 +424,14 @@ class Policy:
         "codec", "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes", implied=True,
         alters=lambda policy, _: _raw(policy.weights, policy.gradients),
     )  # fmt: skip
-    # 2: weights are sent twice (MXFP8 in Megatron-FSDP, Megatron-LM's issue 7584); a unit without a matrix is sent
-    # once.  A block along columns spans as many whole rows of a shard as the codec's block has elements; rows that are
-    # left over are quantised along rows in both planes.  No unit stays gathered for backward, and recomputing a block
-    # of the model in backward (activation checkpointing) is refused.
-    planes: Literal[1, 2] = setting(
-        1, "1, or 2: weights are quantised by rows for forward and by columns for backward", implied=True,
+    # 2 is MXFP8 in Megatron-FSDP (Megatron-LM's issue 7584).  With ``phase`` and hpZ, forward brings both planes
+    # between nodes, hpZ's copy keeps the columns, and backward sends nothing between nodes.  A unit without a matrix is
+    # sent in one plane.  A block along columns spans as many whole rows of a shard as the codec's block has elements;
+    # rows that are left over are quantised along rows in both planes.  No unit stays gathered for backward, and
+    # recomputing a block of the model in backward (activation checkpointing) is refused.
+    planes: Literal[1, 2, "phase"] = setting(
+        1, "1; or weights are quantised by rows for forward and by columns for backward. 2: every gather sends both; "
+        "`phase`: each gather sends the one that its pass computes with", implied=True,
         alters=lambda policy, _: _raw(policy.weights),
     )  # fmt: skip
     reduce_every: Literal["stage", "micro_batch", "step"] = setting(  # the stage's: ``step`` below 2, else the other
@@ -548,21 +551,30 @@ class Policy:
             way_out = "set reduce='two_hop', or sums='fp32' and no feedback"
             yield f"reduce='ring' adds up partial sums in fp32, without error feedback; {values}: {way_out}"
         yield from self._chunk_errors(user_codecs=False)
+        for codec in self.own_codecs:
+            if codec.name in LOSSLESS:
+                yield _no_fixed_size(codec)
         for codec in (self.weights, *self.gradients, self.frozen or FP32) if self.blocks == "shape" else ():
             any_block = isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
             if not any_block and not isinstance(codec, Raw):
                 way_out = "use an int or fp8 codec without hadamard, or set blocks='codec'"
                 yield f"blocks='shape' chooses the size of blocks, but the size of {codec}'s blocks is fixed: {way_out}"
         codec = self.weights
-        if self.planes == 2 and (
+        if self.planes != 1 and (
             not isinstance(codec, Blocked) or codec.block == "shard" or codec.stochastic or codec.hadamard
         ):
             needs = "needs a codec with blocks, rounding to nearest and no hadamard"
-            yield f"planes=2 {needs}; here weights={codec}: use such a codec, or set planes=1"
+            yield f"planes={self.planes!r} {needs}; here weights={codec}: use such a codec, or set planes=1"
+        host = f"offload.optimizer={self.offload.optimizer:g}, offload.weights={self.offload.weights:g}"
         if self.planes == 2 and (self.stage < 3 or self.secondary != 0 or self.offload != Offload()):
-            host = f"offload.optimizer={self.offload.optimizer:g}, offload.weights={self.offload.weights:g}"
             values = f"here stage {self.stage}, secondary={self.secondary!r}, {host}"
             yield f"planes=2 needs stage 3, without hpZ and offload; {values}: change these, or set planes=1"
+        changed = self.secondary_format != "frames" or self.sends_copy
+        if self.planes == "phase" and (self.stage < 3 or changed or self.offload != Offload()):
+            texts = f"inside={self.inside or 'none'}, differences={self.differences or 'none'}"
+            values = f"here stage {self.stage}, secondary_format={self.secondary_format!r}, {texts}, {host}"
+            needs = "needs stage 3, hpZ's copy as frames, without inside and differences, and no offload"
+            yield f"planes='phase' {needs}; {values}: change these, or set planes=1"
 
     def _copy_errors(self) -> Iterator[str]:
         """Yield an error for each field that hpZ's copy of the weights does not allow."""
@@ -600,8 +612,10 @@ class Policy:
         if (budget := self.budget) is None:
             return
         text = f"budget '{budget}'"
-        if self.stage == 0 or self.group != 0 or self.blocks == "shape" or self.planes > 1:
-            values = f"stage {self.stage}, group={self.group!r}, blocks={self.blocks!r}, planes={self.planes}"
+        if self.stage == 0 or self.group != 0 or self.blocks == "shape" or self.planes != 1:
+            values = (
+                f"stage {self.stage}, group={self.group!r}, blocks={self.blocks!r}, planes={self.planes!r}"
+            )
             yield (
                 f"{text} needs stage 1 to 3, group=0, blocks='codec' and planes=1; here {values}: change these, or "
                 "remove budget"
@@ -777,6 +791,8 @@ class Policy:
         yield from self._chunk_errors(user_codecs=True)
         for codec in self.own_codecs:
             kinds = ", ".join(codec.definition.kinds)
+            if codec.definition.used_bytes is not None:
+                yield _no_fixed_size(codec)
             if "fp32" not in codec.definition.kinds:
                 yield f"{codec}: its kinds are {kinds}; add fp32, the type of master shards and of sums"
             if self.loss_scale is not None and Law.NONFINITE not in codec.laws:
@@ -839,6 +855,15 @@ def weight_block(shard: int) -> int:
     This is the largest multiple of 8 that is at most 8000 and divides ``shard``; 1 if there is none.
     """
     return next((size for size in range(_GROUP, 0, -8) if shard and shard % size == 0), 1)
+
+
+def _no_fixed_size(codec: OwnCodec) -> str:
+    """Returns the error for a codec whose number of bytes depends on the values."""
+    sizes = "cannot be sent, since its number of bytes depends on the values, and messages have fixed sizes"
+    way_out = (
+        "measure it with `zeropp bench formats`, or send gradients with reduce='examples.lossless:Lossless'"
+    )
+    return f"{codec} {sizes}: {way_out}"
 
 
 def _in_blocks(codec: Codec, block: int) -> Codec:
@@ -905,7 +930,7 @@ SUCCESSORS: Final[dict[str, Policy]] = {
     # Weights in MXFP4, in which Megatron gathers 4-bit parameters.
     "fp4-gather": Policy(weights=FloatCodec("e2m1", MX_BLOCK, scale="e8m0")),
     # Weights in MXFP8 along rows and along columns in every gather, as in Megatron-FSDP, which keeps vectors in
-    # 16 bits.
+    # 16 bits.  With ``planes="phase"`` the values are the same and the bytes of gathers half as many, as in its v2.
     "mxfp8-planes": Policy(weights=FloatCodec("e4m3", MX_BLOCK, scale="e8m0"), planes=2),
 }
 """Methods that others published.  Megatron's HFSDP (ZeRO-3 inside a node, ZeRO-1 across nodes) places

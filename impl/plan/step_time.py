@@ -23,13 +23,13 @@ from dataclasses import dataclass, field, fields
 from typing import Final, Literal
 
 from impl.codecs.codec import Codec
-from impl.plan.hops import Hop, gather_hops, reduction_hops
+from impl.plan.hops import Hop, gather_hops, in_phase, reduction_hops
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.timeline import Collective, Load, Pass, TimedHop, in_chunks, pass_time
 from impl.plan.topology import Topology
-from impl.plan.traffic import destinations
+from impl.plan.traffic import Phase, destinations
 
 BACKWARD: Final = 2.0  # ratio of a backward pass's operations to those of a forward pass
 FLOPS_PER_TOKEN: Final = 8  # per parameter: forward 2, repeated for activation checkpointing 2, backward 4
@@ -252,12 +252,19 @@ def passes_of(machine: Machine, step: Step) -> list[Pass]:
         for place, unit in enumerate(units):
             rules, share = policy.for_unit(unit), unit.padded / elements
             measured = step.computing[place] if step.computing else (forward * share, backward * share)
-            regather = seconds.gather(rules, unit, again=True) if rules.stage == 3 else Collective()
+            gathers = [
+                Collective(),
+                Collective(),
+            ]  # forward's and backward's; below stage 3 weights stay gathered
+            if rules.stage == 3 or index == 0:
+                gathers[0] = seconds.gather(rules, unit, "forward", again=index > 0)
+            if rules.stage == 3:
+                gathers[1] = seconds.gather(rules, unit, "backward", again=True)
             load = Load(
                 forward=measured[0],
                 backward=measured[1],
-                gather=seconds.gather(rules, unit, again=False) if index == 0 else regather,
-                regather=regather,
+                gather=gathers[0],
+                regather=gathers[1],
                 reduce=seconds.reduction(rules, unit) if unit.trainable else Collective(),
                 engine=seconds.stretch * (machine.unit + machine.element * unit.padded),
             )
@@ -281,13 +288,14 @@ class _Seconds:
         self._machine, self._topology, self._rate = machine, topology, rate
         self.stretch = machine.stretch(topology.nodes, topology.ranks_per_node)
 
-    def gather(self, policy: Policy, unit: UnitGeometry, *, again: bool) -> Collective:
+    def gather(self, policy: Policy, unit: UnitGeometry, phase: Phase, *, again: bool) -> Collective:
         """Returns the gather of a unit's weights; with ``again``, from hpZ's copy if there is one."""
         # A policy with differences sends the weights themselves only in the first step; any other step is modelled.
-        hops = gather_hops(policy, self._topology, unit.shard, "copy" if again else "differences")
+        sends = in_phase(policy, phase, "copy" if again else "differences")
+        hops = gather_hops(policy, self._topology, unit.shard, sends)
         previous, timed, before = hops[0], list[TimedHop](), 0.0
         if previous.source != "copy":
-            before = previous.planes * self._coding(previous.codec, unit.shard, "encode")
+            before = len(previous.planes) * self._coding(previous.codec, unit.shard, "encode")
         for hop in hops:
             # Differences are decoded even if the copy has their codec, since they are added to the copy.
             if hop.codec != previous.codec or (hop.source == "copy" and previous.keeps == "sum"):

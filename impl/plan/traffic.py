@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
-from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, reduction_hops
+from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, in_phase, reduction_hops
 from impl.plan.own_method import Declared, MethodMessage, axis_of
 from impl.plan.policy import Budgeted, Offload, Policy
 from impl.plan.prefetch_schedule import kept_units
@@ -290,7 +290,8 @@ class _Sender:
         """
         policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
         if not self.gathered:
-            hops = gather_hops(policy, book.topology, unit.shard, self._sends())
+            sends = in_phase(policy, phase, self._sends())
+            hops = gather_hops(policy, book.topology, unit.shard, sends)
             if placement.shard and not self.current and (placement.frames or not self.uploaded):
                 book.copied[CopyKey("to_device", "weights", unit.name)] += hops[0].nbytes
                 self.uploaded = True
@@ -298,7 +299,7 @@ class _Sender:
                 direction: Direction = "to_device" if self.current else "to_host"
                 book.copied[CopyKey(direction, "secondary", unit.name)] += secondary
             book.send(Tag(phase, "persistent" if unit.persistent else "weights", unit.name), hops)
-            self.current = policy.secondary != 0
+            self.current = policy.secondary != 0 and (self.current or sends != "rows")
         self.gathered = keep or policy.stage < 3
 
     def _sends(self) -> Sends:
