@@ -65,6 +65,7 @@ from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import Dtype
 from impl.codecs.rounding_noise import Clock
 from impl.errors import raised
+from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event
@@ -156,7 +157,7 @@ class Comparison:
         """Rehearse step ``index``, and compare its messages with exact values."""
         self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
         policy, errors = self.trial.resolved_policy(), SumsByPlace()
-        differ = policy is not None and communication_error.outcomes_differ(policy)
+        differ = policy is not None and communication_error.outcomes_differ(policy.policy_at(index))
         for repeated in (1, communication_error.REPEATED) if differ and index == self.steps[-1] else (1,):
             with _rehearsal(strategy) as observed:
                 if repeated == 1 and strategy.zero is not None:
@@ -192,7 +193,7 @@ class Comparison:
             gathered = next(sums for place, sums in errors.items() if place.purpose == "weights")
             wrong = communication_error.too_exact(index, zero, unit, gathered)
             wrong = wrong or _copied_between_nodes(zero, unit, count)
-            if zero.policy.differences is None and zero.policy.budget is None:
+            if zero.current_policy.differences is None and zero.policy.budget is None:
                 self._compare_passes(index, strategy, zero, data, unit)
             errors |= {
                 Place(index, "gradients", name, hop.number, hop.axis, str(hop.codec)): sums
@@ -207,11 +208,11 @@ class Comparison:
         Policies with differences, and gradients with error feedback, are left out: a single process, which encodes
         only once, would find other values.  Policies with a bit budget are left out because it chooses other codecs.
         """
-        if zero.policy.differences is not None or zero.policy.budget is not None:
+        if zero.current_policy.differences is not None or zero.policy.budget is not None:
             return
         with _rehearsal(strategy):
             expected = self._compare_passes(index, strategy, zero, self.data)
-            if expected.trained is not None and zero.policy.feedback is None:
+            if expected.trained is not None and zero.current_policy.feedback is None:
                 checks.note_rehearsal(index)
 
     def _compare_passes(
@@ -235,7 +236,9 @@ class Comparison:
         with evaluating(strategy.model):
             passes = run_passes(self.trial, strategy, data, index)
         # Errors that were carried from earlier steps are in the reduced gradient, and not in the single process's.
-        carries = zero.policy.feedback is not None or any(unit.reduction.remembers for unit in zero.units)
+        carries = zero.current_policy.feedback is not None or any(
+            unit.reduction.remembers for unit in zero.units
+        )
         if gradient is not None and not carries:
             self.compared.gradient_errors += _gradient_errors(gradient, strategy)
         self.compared.losses.append(replace(expected, sharded=passes.mean))
@@ -272,7 +275,8 @@ class Comparison:
             The losses on this rank's batches; and the mean gradient of all ranks, or None if the trial only decodes
             or its peer (DeepSpeed) does not show its gradients.
         """
-        trial, topology, policy = self.trial, self.rank.topology, self.trial.resolved_policy()
+        trial, topology, whole = self.trial, self.rank.topology, self.trial.resolved_policy()
+        policy = None if whole is None else whole.policy_at(clock.step if clock else 0)
         data, reference = data or self.data, math.nan
         try:
             if unit is None:
@@ -290,8 +294,8 @@ class Comparison:
                 # With peer.group = "node", each node is one copy of the states, sharded among its own ranks.
                 sharing = topology if trial.peer.group == "all" else Topology(1, topology.ranks_per_node)
                 units = fsdp2_groups(model, find_blocks(model), sharing)
-            elif policy is not None:
-                units = plan_units(model, topology, policy)
+            elif whole is not None:
+                units = plan_units(model, topology, whole)
             elif family == "ddp":
                 layouts = model_layouts(model)
             if units:
@@ -305,7 +309,7 @@ class Comparison:
                 return ComparedLoss(reference, loss, None, step), None
             if unit is not None:
                 layouts = [layout for layout in layouts if layout.geometry.name == unit]
-            loss, gradient = self._gradient(computed, layouts, data, step, columns)
+            loss, gradient = self._gradient(computed, layouts, data, step, columns=columns, policy=policy)
             if unit is not None:
                 # Presets have no dropout, so their loss in evaluation mode is their loss in training.  A check in
                 # evaluation mode runs other code than the training that it checks.
@@ -326,7 +330,9 @@ class Comparison:
         layouts: Sequence[Layout],
         data: Batches,
         step: int,
+        *,
         columns: Mapping[str, Tensor],
+        policy: Policy | None,
     ) -> tuple[float, FirstGradient]:
         """Return this rank's mean loss of a step's batches, and all ranks' mean gradient.
 
@@ -337,8 +343,9 @@ class Comparison:
             step: The step whose batches are used.
             columns: By parameter, values with which backward passes compute in place of the model's own
                 (with ``policy.planes`` other than 1, weights are quantised by rows forward and by columns backward).
+            policy: The policy of the step; None for a peer.
         """
-        trial, policy = self.trial, None if self.trial.host is not None else self.trial.resolved_policy()
+        trial, policy = self.trial, None if self.trial.host is not None else policy
         compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
         rounding = ROUNDING[compute]
         # If the secondary shard is not held as frames, backward passes compute with a rounded copy of the weights.
@@ -390,7 +397,10 @@ def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.
         count: Returns the (bytes, packets) that the node's interface has sent so far, or zeros; all ranks call it.
     """
     topology = zero.wire.mesh.topology
-    if topology.nodes == 1 or not 0 < zero.policy.secondary_ranks(topology) <= topology.ranks_per_node:
+    if (
+        topology.nodes == 1
+        or not 0 < zero.current_policy.secondary_ranks(topology) <= topology.ranks_per_node
+    ):
         return None
     (unit,) = (unit for unit in zero.units if unit.geometry.name == name)
     counts = [count()]

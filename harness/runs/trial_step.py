@@ -20,7 +20,7 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
     It is known if our own engine trains the trial's model, and reduces its gradients in hops.
     """
     policy = trial.resolved_policy()
-    own = policy is not None and policy.own_reduce is not None
+    own = policy is not None and policy.phases[0].own_reduce is not None
     if policy is None or own or trial.host is not None or trial.workload != "train":
         return None
     rate = trial.slowest_mbit if trial.cluster.nodes > 1 else None
@@ -31,6 +31,7 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
         parameters=parameters,
         tokens=trial.tokens_per_rank,
         micro_batches=trial.accumulation,
+        steps=(trial.warmup, trial.warmup + trial.steps),
         recompute=trial.activation_checkpointing,
         rate=math.inf if rate is None else rate * BYTES_PER_MBIT,
     )

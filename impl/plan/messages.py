@@ -51,14 +51,14 @@ def message_bytes(
 ) -> int:
     """Returns the bytes of all buffers for one rank's messages of weights and gradients, from the third step on.
 
-    The arguments are those of :func:`impl.plan.memory.memory`.  The result is an upper bound with a budget, for
-    any choice of its codecs, and with differences that are never refreshed, since the first step alone sends
-    weights.
+    The arguments are those of :func:`impl.plan.memory.memory`.  With a schedule, these are the buffers of all its spans
+    together.  The result is an upper bound with a budget, for any choice of its codecs, and with differences that are
+    never refreshed, since the first step alone sends weights.
     """
     most = Counter[int]()  # by class, the most buffers in use at once
     kept = kept_units(policy, units)
-    for index, unit in enumerate(units):
-        rules = policy.for_unit(unit)
+    for (index, unit), phase in itertools.product(enumerate(units), policy.phases):
+        rules = phase.for_unit(unit)
         # Backward gathers from hpZ's copy, and so does the forward pass of a further micro-batch.
         again = policy.stage == 3 and backward and (index not in kept or micro_batches > 1)
         for codec in rules.candidates.get("weights", (rules.weights,)):

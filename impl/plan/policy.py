@@ -41,6 +41,7 @@ from impl.named_object import is_name
 from impl.plan.own_method import OwnMethod, method
 from impl.plan.setting import out_of_range, setting, settings
 from impl.plan.shard_layout import UnitGeometry
+from impl.plan.spans import Span, SpanError, check_order, in_words, over
 from impl.plan.topology import Axis, Topology
 
 Stage = Literal[0, 1, 2, 3]
@@ -345,6 +346,10 @@ def _raw(*codecs: Codec | Iterable[Codec]) -> bool:
     return all(isinstance(codec, Raw) if isinstance(codec, Codec) else _raw(*codec) for codec in codecs)
 
 
+def _schedule_in_words(spans: Sequence[Span]) -> str:
+    return in_words((span.text, span.until) for span in spans) if spans else "none"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """One point of the ablation space of ZeRO: everything that decides what is sent, held and computed.
@@ -465,6 +470,9 @@ class Policy:
         1, "whole number: parameters start on multiples of so many elements; a suite sets it for all its policies",
         least=1, unset=1, label="",
     )  # fmt: skip
+    # What changes while training, span by span: a step has the fields of its span, and else the policy's own.  In suites
+    # the key is a list of tables (``SpanChanges`` in ``harness.suites.trial``).
+    schedule: tuple[Span, ...] = setting((), in_words=_schedule_in_words)
 
     def __post_init__(self) -> None:
         hops: object = self.gradients
@@ -472,7 +480,7 @@ class Policy:
             raise PolicyError(
                 f"gradients = {hops!r}: expected a tuple of two codecs, for hop 1 and for hop 2"
             )
-        for codec in self.codecs:
+        for codec in self._own_codecs():
             if not isinstance(codec, Codec):
                 kind = type(codec).__name__
                 raise PolicyError(
@@ -481,6 +489,7 @@ class Policy:
         _check_literals(self)
         self._read_reduce()
         errors = self._method_errors(), self._contradictions(), self._copy_errors(), self._budget_errors()
+        errors += (self._schedule_errors(),)
         for reason in itertools.chain.from_iterable(errors):
             raise PolicyError(reason)
 
@@ -632,6 +641,33 @@ class Policy:
             if isinstance(codec, Blocked) and codec.block == "shard":
                 yield f"budget: {codec} has one scale for a whole shard: use a codec with blocks of elements"
 
+    def _schedule_errors(self) -> Iterator[str]:
+        """Yield an error for spans that cannot follow one another, or that would move memory."""
+        spans: object = self.schedule
+        if not isinstance(spans, tuple) or not all(isinstance(span, Span) for span in spans):
+            yield f"schedule = {spans!r}: expected a tuple of Span"
+        if not self.schedule:
+            return
+        yield from check_order(self.schedule)
+        if self.budget is not None:
+            yield f"budget '{self.budget}' chooses codecs by itself, and so does schedule: remove one of the two"
+        phases = self.phases  # raises if a span's fields contradict one another
+        groups = {phase.secondary for phase in phases} - {0}
+        if len(groups) > 1:
+            values = ", ".join(f"secondary={group!r}" for group in sorted(groups, key=str))
+            yield f"schedule has {values}, and copies of other groups are on other ranks: use one of them, or 0"
+        carried = {phase.feedback for phase in phases} - {None}
+        if len(carried) > 1:
+            values = ", ".join(f"'{feedback}'" for feedback in carried)
+            yield f"schedule has feedback of {values}, whose errors differ in memory: use one of them, or none"
+        if carried and len({phase.reduce for phase in phases if phase.feedback is not None}) > 1:
+            yield "schedule changes reduce, and with it the memory of feedback's errors: remove one of the two"
+        if any(phase.own_reduce != phases[0].own_reduce for phase in phases):
+            yield "schedule changes reduce to or from a class of your own, which keeps a state: use it in all spans"
+        if self.offload != Offload() and len({phase.gathering for phase in phases}) > 1:
+            keeps = "offload keeps encoded weights in host memory"
+            yield f"schedule changes how weights are sent, and {keeps}: let spans change gradients only"
+
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec whose messages cannot be cut into chunks.
 
@@ -656,10 +692,70 @@ class Policy:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """All codecs of the policy: those of weights and of both gradient hops, then the optional ones."""
+        """All codecs of the policy: those of weights and of both gradient hops, then the optional ones.
+
+        With a schedule, they are the codecs of all steps.
+        """
+        if not self.schedule:
+            return self._own_codecs()
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(phase.codecs for phase in self.phases)))
+
+    def _own_codecs(self) -> tuple[Codec, ...]:
+        """Returns the codecs of the policy's own fields, without those of its schedule."""
         budget = () if self.budget is None else self.budget.codecs
         others = (self.inside, self.differences, self.frozen, *budget)
         return (self.weights, *self.gradients, *(codec for codec in others if codec is not None))
+
+    # Schedules
+
+    @property
+    def phases(self) -> tuple[Policy, ...]:
+        """The different policies of a run's steps, which have no schedule, in the order of their first steps."""
+        return _compiled(self)[0] if self.schedule else (self,)
+
+    def phase_at(self, step: int) -> int:
+        """Returns the number, in :attr:`phases`, of the policy of the step after ``step`` optimizer steps."""
+        begin = 0
+        for end, every, changed, own in _compiled(self)[1] if self.schedule else ():
+            if step < end:
+                return own if (step - begin) % every else changed
+            begin = int(end)
+        return 0
+
+    def policy_at(self, step: int) -> Policy:
+        """Returns the policy, without a schedule, of the step after ``step`` optimizer steps."""
+        return self.phases[self.phase_at(step)]
+
+    def for_steps(self, steps: int) -> Policy:
+        """Returns the policy for a run of so many optimizer steps, in which each span of its schedule has its steps.
+
+        Raises PolicyError: if a span has no step, or if the spans do not end with the run.
+        """
+        try:
+            return replace(self, schedule=over(self.schedule, steps)) if self.schedule else self
+        except SpanError as error:
+            raise PolicyError(str(error)) from None
+
+    @property
+    def schedule_in_words(self) -> str:
+        """The schedule on one line, such as ``gradients int4:256 until 50 %, then gradients bf16``; or ``none``."""
+        return _schedule_in_words(self.schedule)
+
+    @property
+    def gathering(self) -> tuple[object, ...]:
+        """The fields that decide how weights are gathered.
+
+        At a step whose policy has other values here than the one before, weights themselves are gathered anew.
+        """
+        copy = self.secondary, self.secondary_format, self.inside, self.differences, self.refresh
+        return (self.weights, self.gather, *copy)
+
+    def _with_span(self, span: Span) -> Policy:
+        """Returns the policy of the steps in which the changes of ``span`` hold."""
+        changes = dict(span.changes)
+        if changes.get("secondary") == 0:
+            changes = _NO_COPY | changes
+        return replace(self, schedule=(), **changes)
 
     @property
     def candidates(self) -> dict[Budgeted, tuple[Codec, ...]]:
@@ -711,6 +807,10 @@ class Policy:
         Frozen units are sent in the codec in which they are kept.  The persistent unit, of small parameters, stays
         gathered and is sent unquantised: codecs that quantise are replaced with a cast to the compute type.
         """
+        if self.schedule:
+            raise PolicyError(
+                "the units of a policy with a schedule differ from step to step: ask one of its phases"
+            )
         changes: dict[str, Any] = {}
         if persistent:
             changes = _NO_COPY | {"feedback": None, "sums": "fp32", "planes": 1, "budget": None}
@@ -770,6 +870,15 @@ class Policy:
         Raises PolicyError: if the topology cannot be cut into the policy's groups, if a user's codec does not fit
         the policy, or if a budget needs a second node.
         """
+        if self.schedule:
+            if any(span.until is not None and span.end is None for span in self.schedule[:-1]):
+                way_out = "give its number of steps, policy.for_steps(steps)"
+                raise PolicyError(f"schedule ({self.schedule_in_words}) has shares of a run: {way_out}")
+            if (end := self.schedule[-1].end) is not None:
+                raise PolicyError(f"the last span of schedule ends at step {end}: remove its until")
+            for phase in self.phases:
+                phase.check(topology)
+            return
         try:
             topology.check_group("an hpZ group", self.secondary_ranks(topology))
             topology.check_group("a group", self.group_ranks(topology))
@@ -847,6 +956,27 @@ SETTINGS: Final = settings(Policy)
 _NO_COPY: Final[dict[str, Any]] = {  # the fields of a policy without hpZ
     "secondary": 0, "secondary_format": "frames", "inside": None, "differences": None, "refresh": 0,
 }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, int, int, int], ...]]:
+    """Returns the phases of a policy with a schedule, and for each span a row of numbers.
+
+    A row has the step at which the span ends, infinite for the last; ``every``; the number of the phase with the span's
+    changes; and the number of the phase of its other steps.
+
+    Raises PolicyError: if the fields of a span cannot be combined, naming the span.
+    """
+    own, numbers, rows = replace(policy, schedule=()), dict[Policy, int](), []
+    for number, span in enumerate(policy.schedule, 1):
+        try:
+            changed = policy._with_span(span)  # noqa: SLF001
+        except PolicyError as error:
+            raise PolicyError(f"span {number} of schedule: {error}") from None
+        pair = changed, own if span.every > 1 else changed
+        first, second = (numbers.setdefault(phase, len(numbers)) for phase in pair)
+        rows.append((math.inf if span.end is None else float(span.end), span.every, first, second))
+    return tuple(numbers), tuple(rows)
 
 
 def weight_block(shard: int) -> int:

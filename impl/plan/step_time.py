@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Final, Literal
 
 from impl.codecs.codec import Codec
@@ -217,6 +218,8 @@ class Step:
     parameters: float  # parameters of the model, without padding
     tokens: float  # tokens of a rank in a micro-batch
     micro_batches: int = 1  # micro-batches in a step
+    # For a policy with a schedule: the optimizer steps over which the mean is taken, as (first, end).
+    steps: tuple[int, int] = (0, 1)
     recompute: bool = False  # whether backward runs the forward pass again (activation checkpointing)
     rate: float = math.inf  # bytes a second of all adapters of the slowest node; infinite: no limit
     # Measured seconds of (forward, backward) of each unit in a micro-batch; empty: the machine predicts them.
@@ -227,8 +230,11 @@ def step_of(machine: Machine, step: Step) -> StepTime:
     """Predicts a step of this engine by simulating it, unit by unit, for the rank that sends most.
 
     The model's computation is divided among units in proportion to their elements.  The first pass gathers all
-    weights anew, not from hpZ's copy, since the optimizer step before has changed them.
+    weights anew, not from hpZ's copy, since the optimizer step before has changed them.  With a schedule, the result is
+    the mean over ``step.steps``.
     """
+    if step.policy.schedule:
+        return _mean_of_phases(machine, step)
     policy, units, passes = step.policy, step.units, passes_of(machine, step)
     stretch = machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
     optimizer = machine.optimizer * stretch * sum(unit.shard for unit in units if unit.trainable)
@@ -238,6 +244,28 @@ def step_of(machine: Machine, step: Step) -> StepTime:
         seconds=sum(float(run.seconds) for run in passes) + optimizer,
         calibrated=machine.knows(step.parameters, step.tokens) and all(map(machine.times, policy.codecs)),
         exposed=sum(float(run.exposed) for run in passes),
+        spread=machine.spread,
+    )
+
+
+def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
+    """Predicts the mean of the steps of a policy with a schedule."""
+    numbers = Counter(map(step.policy.phase_at, range(*step.steps)))
+    phases, total = step.policy.phases, sum(numbers.values())
+    parts = [
+        (step_of(machine, replace(step, policy=phases[number])), count / total)
+        for number, count in numbers.items()
+    ]
+
+    def mean(name: str) -> float:
+        return sum(getattr(part, name) * share for part, share in parts)
+
+    return StepTime(
+        compute=mean("compute"),
+        wire=mean("wire"),
+        seconds=mean("seconds"),
+        calibrated=all(part.calibrated for part, _ in parts),
+        exposed=mean("exposed"),
         spread=machine.spread,
     )
 
