@@ -97,6 +97,8 @@ _VALUES: Final = {
     "policy.differences": "codec of the differences from hpZ's copy, which are sent instead of weights; or `none`",
     "policy.refresh": "steps after which whole weights are sent instead of differences; 0: never",
     "policy.gradients": "codec; or a list of two: inside a node, and between nodes",
+    "policy.owned": "codec; or a list of two: with [Muon](muon.md), of the momentum that is sent to the owners of "
+    "matrices, and of the updates that come back",
     "policy.sums": "`fp32`, or `fp16` as DeepSpeed: type in which a hop sums",
     "policy.blocks": "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes",
     "policy.planes": "1, or 2: weights are quantised by rows for forward and by columns for backward",
@@ -116,14 +118,16 @@ _VALUES: Final = {
     "cluster.latency": "text with us or ms: delay one way, in addition to the time for the bytes",
     "model.name": f"{', '.join(MODELS)}, or `module:function`",
     "model.arguments": "table: arguments of the model",
-    "optimizer.name": "class of torch.optim, or `module:class`",
+    "optimizer.name": "class of torch.optim, [`Muon`](muon.md#in-suites) included, or `module:class`",
+    "optimizer.matrices": "pattern of the names of parameters that Muon steps; empty: the hidden matrices",
     "optimizer.schedule.warmup": "steps of a linear warm-up",
     "optimizer.schedule.start": "factor of the learning rate before the first step of the warm-up",
     "optimizer.schedule.decay": "`none`, `linear`, `cosine`: after the warm-up, until the last step",
     "optimizer.schedule.floor": "factor of the learning rate at the last step",
     "tokenizer": "`module:function` that makes tokens from a text; without it bytes are tokens",
     "activation_checkpointing": "true: blocks keep only their inputs, and run again in the backward pass",
-    "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000",
+    "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000; `adamw` is a table of those of Muon's "
+    "AdamW",
     "corpus": "`stdlib`, a text, token files or `module:function`; for a model that reads images `glyphs`, which is "
     "then the default",
     "sequence": "tokens; images have 1, 4, 16, 64 (the default), 256 or 1024 patches",

@@ -17,7 +17,7 @@ from harness.suites.labels import flatten, look_up, value_text
 from harness.suites.peers import PEERS, READ_BY, Family, family_of
 from harness.suites.repeat_order import configuration_of
 from harness.suites.suite import SuiteError, SuiteTables
-from harness.suites.trial import Trial
+from harness.suites.trial import MUON, Trial
 
 _OF_SECONDS: Final = ("step", "rate", "nodes", "tokens")  # quantities that are seconds
 _LATE: Final = 0.25  # a margin in steps is measured over this last share of training
@@ -102,6 +102,15 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "policy.prefetch": _of_stage_3,
     "policy.max_live": _of_stage_3,
     "policy.max_reuse": _of_stage_3,
+    "policy.owned": lambda trial: (
+        _with_policy(trial)
+        or _trains(trial)
+        or (
+            None
+            if trial.optimizer.orthogonalises
+            else f"optimizer.name = {trial.optimizer.name!r} (only {MUON}'s matrices have owners)"
+        )
+    ),
     "policy.persist_most": lambda trial: None if trial.policy.persist_below else "no policy.persist_below",
     "policy": _with_policy,
     **{f"peer.{name}": _read_by(*families) for name, families in READ_BY.items()},

@@ -16,8 +16,9 @@ import hashlib
 import ipaddress
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -53,6 +54,7 @@ from impl.named_object import is_name
 from impl.plan import policy as policies
 from impl.plan.learning_rate import Schedule
 from impl.plan.own_method import OwnMethod, method
+from impl.plan.owners import MATRICES
 from impl.plan.policy import PRESETS, Policy
 from impl.plan.topology import Topology
 
@@ -156,20 +158,54 @@ class LearningRates(_Frozen):
     floor: float = Field(0.0, ge=0, le=1)
 
 
+MUON: Final = "Muon"  # the optimizer whose matrices have owners
+
+
 class Optimizer(_Frozen):
-    """An elementwise optimizer: a class of ``torch.optim`` by its name, or ``module:class``."""
+    """``Muon``, or an elementwise optimizer: a class of ``torch.optim`` by its name, or ``module:class``.
+
+    Muon steps matrices, and AdamW everything else; the argument ``adamw`` is a table of AdamW's arguments.
+    """
 
     name: str = "AdamW"
-    arguments: dict[str, float | bool | list[float]] = {"lr": 3e-4}
+    arguments: dict[
+        str,
+        float
+        | bool
+        | list[float]
+        | Literal["original", "match_rms_adamw"]
+        | dict[str, float | bool | list[float]],
+    ] = {"lr": 3e-4}
+    matrices: str = Field("", pattern=r"^[\w.*?\[\]!-]*$")
     schedule: LearningRates = LearningRates()
 
     @field_validator("arguments")
     @classmethod
     def _learning_rate(cls, value: dict[str, Any]) -> dict[str, Any]:
-        rate = value.get("lr")
-        if isinstance(rate, float | int) and not abs(rate) < _LARGEST_LR:
-            raise ValueError(f"lr = {rate:g}: expected less than {_LARGEST_LR:g}")
+        adamw = value.get("adamw")
+        for name, rate in (
+            ("lr", value.get("lr")),
+            ("adamw.lr", adamw.get("lr") if isinstance(adamw, dict) else 0),
+        ):
+            if isinstance(rate, float | int) and not abs(rate) < _LARGEST_LR:
+                raise ValueError(f"{name} = {rate:g}: expected less than {_LARGEST_LR:g}")
         return value
+
+    @property
+    def orthogonalises(self) -> bool:
+        """Whether matrices are stepped by Muon."""
+        return self.name == MUON
+
+    def group(self, name: str, shape: Sequence[int], *, hidden: bool) -> int:
+        """Return the optimizer group of a parameter: that of matrices if Muon steps it, else 0.
+
+        Args:
+            name: The parameter's name.
+            shape: Its shape.
+            hidden: Whether it is a parameter of a block of the model, and no embedding.
+        """
+        chosen = fnmatchcase(name, self.matrices) if self.matrices else hidden and len(shape) == 2
+        return MATRICES if self.orthogonalises and chosen else 0
 
 
 # A user's own class, which is not imported here.
@@ -181,7 +217,7 @@ def _parse_or_none(text: str) -> Codec | None:
 
 
 _TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
-    "weights": parse, "gradients": parse, "frozen": _parse_or_none, "differences": _parse_or_none,
+    "weights": parse, "gradients": parse, "owned": parse, "frozen": _parse_or_none, "differences": _parse_or_none,
     "feedback": policies.parse_feedback, "loss_scale": policies.parse_loss_scale,
     "budget": policies.parse_budget,
 }  # fmt: skip
@@ -213,6 +249,7 @@ class PolicyChanges(_Frozen):
     compute: Literal["fp32", "bf16", "fp16"] | None = None
     loss_scale: str | None = None
     frozen: str | None = None
+    owned: str | tuple[str, str] | None = None
     prefetch: int | None = Field(None, ge=0)
     max_live: int | None = Field(None, ge=0)
     max_reuse: int | None = Field(None, ge=0)
@@ -226,7 +263,9 @@ class PolicyChanges(_Frozen):
     order_every: int | None = Field(None, ge=0)
     align: int = Field(1, ge=1)
 
-    @field_validator("weights", "gradients", "differences", "feedback", "budget", "loss_scale", "frozen")
+    @field_validator(
+        "weights", "gradients", "owned", "differences", "feedback", "budget", "loss_scale", "frozen"
+    )
     @classmethod
     def _means_something(cls, value: Any, info: ValidationInfo) -> Any:
         for text in (value,) if isinstance(value, str) else value or ():
@@ -251,8 +290,9 @@ class PolicyChanges(_Frozen):
         memory = {name: changes.pop(name) for name in limits & changes.keys()}
         shares = [name for name in changes if name.startswith("offload_")]
         offload = {name.removeprefix("offload_"): changes.pop(name) for name in shares}
-        if isinstance(self.gradients, str):
-            changes["gradients"] = (self.gradients,) * 2
+        for name in ("gradients", "owned"):
+            if isinstance(getattr(self, name), str):
+                changes[name] = (changes[name],) * 2
         if isinstance(self.weights, tuple):  # one codec for hops inside an hpZ group, one for earlier hops
             inside, changes["weights"] = self.weights
             changes["inside"] = None if inside == changes["weights"] else parse(inside)

@@ -25,6 +25,7 @@ from impl.codecs.codec import (
     ITEM_BYTES,
     MX_BLOCK,
     Blocked,
+    BuiltIn,
     Codec,
     Dtype,
     FloatCodec,
@@ -369,6 +370,9 @@ class Policy:
     compute: Dtype = "fp32"  # type of gathered weights and local gradients; micro-batches are summed in fp32
     loss_scale: LossScale | None = None  # for compute in fp16
     frozen: Codec | None = None  # codec of frozen weights, kept and sent; None: fp32, sent as ``weights``
+    # Codecs of the two exchanges with which Muon orthogonalises a matrix at its owner (:mod:`impl.plan.owners`): of
+    # its momentum, and of its update.  Newton-Schulz computes in bf16, so bf16 messages change no bit, also in `exact`.
+    owned: tuple[Codec, Codec] = (BF16, BF16)
     memory: MemoryLimits = MemoryLimits()
     offload: Offload = Offload()
     budget: BitBudget | None = None  # limit within which codecs are chosen while training
@@ -391,7 +395,10 @@ class Policy:
                 )
         _check_literals(self)
         self._read_reduce()
-        errors = self._method_errors(), self._contradictions(), self._copy_errors(), self._budget_errors()
+        errors = (
+            *(self._method_errors(), self._contradictions(), self._copy_errors()),
+            *(self._budget_errors(), self._owned_errors()),
+        )
         for reason in itertools.chain.from_iterable(errors):
             raise PolicyError(reason)
 
@@ -526,6 +533,17 @@ class Policy:
                 yield f"budget: {codec} is a codec of your own, whose bytes are not known here: use built-in codecs"
             if isinstance(codec, Blocked) and codec.block == "shard":
                 yield f"budget: {codec} has one scale for a whole shard: use a codec with blocks of elements"
+
+    def _owned_errors(self) -> Iterator[str]:
+        """Yield an error for each codec with which matrices cannot be sent to their owners."""
+        codecs: object = self.owned
+        if not isinstance(codecs, tuple) or len(codecs) != 2:
+            yield f"owned = {codecs!r}: expected a tuple of two codecs, for momentum and for updates"
+            return
+        for codec in codecs:
+            if not isinstance(codec, BuiltIn) or codec.stochastic:
+                needs = "needs built-in codecs that round to nearest"
+                yield f"owned={', '.join(map(str, codecs))} {needs}: use bf16 or, for example, int8:256"
 
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec whose messages cannot be cut into chunks.

@@ -125,6 +125,7 @@ def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
     values |= {
         "group": policy.group_ranks(topology),
         "gradients": "/".join(dict.fromkeys(map(str, policy.gradients))),
+        "owned": "/".join(dict.fromkeys(map(str, policy.owned))),
         "secondary": policy.secondary_ranks(topology),
         "inside": policy.inside or "as sent",
         "reduce_every": policy.reduce_every.replace("_", "-"),
