@@ -409,7 +409,8 @@ class TrialRun:
         zero, matrix = self.strategy.zero, self.checks.matrix
         if zero is not None and matrix is not None and matrix.drawn == index:
             with self._untimed():
-                self.comparison.after_step(index, self.strategy, zero, matrix)
+                wrong = self.comparison.after_step(index, self.strategy, zero, matrix)
+            self.checked.wrong = self.checked.wrong or wrong
         if waited is not None and (now := self.strategy.exposed_seconds()) is not None:
             self.checked.waited = (self.checked.waited or 0.0) + now - waited
         if self.trial.validate_every and (index + 1) % self.trial.validate_every == 0:

@@ -227,12 +227,15 @@ class Comparison:
         part = slice(start - first, end - first)
         return MatrixWitness(optimizer, matrix, master, part, self.stepped_again, self.rank.rank)
 
-    def after_step(self, index: int, strategy: Strategy, zero: Zero, witness: MatrixWitness) -> None:
-        """Take step ``index`` of one matrix again, from the whole of it; all ranks must call it."""
+    def after_step(self, index: int, strategy: Strategy, zero: Zero, witness: MatrixWitness) -> str | None:
+        """Take step ``index`` of one matrix again, from the whole of it, and return how it differs; else None.
+
+        All ranks must call it.
+        """
         assert strategy.wire is not None  # noqa: S101  # the engine has one
         parts, unit, slot = witness.parts, zero.units[witness.matrix.unit], witness.matrix.slot
         if parts is None:  # the step was skipped, on all ranks
-            return
+            return None
         number = unit.geometry.slots.index(slot)
         with strategy.wire.observed(Observer()):
             value, momentum, gradient, after = (
@@ -246,9 +249,9 @@ class Comparison:
         # Both multiply in bf16, and may add up in another order.
         off = (after - expected).abs() - (_MUON_ULPS * expected.abs() + _MUON_ERROR * rate)
         if bool((off <= 0).all()):
-            return
+            return None
         at = int(off.argmax())
-        self.compared.wrong = self.compared.wrong or (
+        return (
             f"after step {index} element {at} of matrix {slot.spec.name!r} is {float(after.view(-1)[at]):.9g}, but "
             f"Muon gives {float(expected.view(-1)[at]):.9g} from its whole momentum and gradient"
         )
