@@ -418,7 +418,9 @@ SABOTAGES: Final[dict[str, Row]] = {
     "half the learning rate": (half_the_rate, "but the trial's AdamW gives", {}),
     "a frozen unit": (a_frozen_unit, "but the trial's AdamW gives", {}),
     "lost moments": (lost_moments, "exp_avg of drawn elements on rank", {}),
-    "each micro-batch by itself": (each_micro_batch, "something else changed weights or momentum of matrix", MUON),
+    "each micro-batch by itself": (  # weights change inside the step, so its loss is wrong too
+        each_micro_batch, "trained at a loss of .* but a single|changed weights or momentum of matrix", MUON
+    ),
     "not orthogonal": (not_orthogonal, "after step . element .* of matrix .* but Muon gives", MUON),
     "lost momentum": (lost_momentum, "the momentum of matrix .* is not what Muon gives", MUON),
     "hpZ across nodes": (
