@@ -449,8 +449,8 @@ class Policy:
     frozen: Codec | None = setting(  # None: kept in fp32, sent as ``weights``
         None, "codec in which untrained weights are stored and sent, or `none`", read=parse_codec
     )
-    # Of the two exchanges with which Muon orthogonalises a matrix at its owner (:mod:`impl.plan.owners`).  Newton-Schulz
-    # computes in bf16, so that messages in bf16 change no bit, also in ``exact``.
+    # Of the two exchanges with which Muon orthogonalises a matrix at its owner (:mod:`impl.plan.owners`).  Messages in
+    # bf16 change no bit, also in ``exact``, because Newton-Schulz computes in bf16.
     owned: tuple[Codec, Codec] = setting(
         (BF16, BF16), "codec; or a list of two: with Muon, of the momentum that is sent to the owners of matrices, and "
         "of the updates that come back", read=parse, pair=True, scope="training",
