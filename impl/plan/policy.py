@@ -26,6 +26,7 @@ from impl.codecs.codec import (
     LOSSLESS,
     MX_BLOCK,
     Blocked,
+    BuiltIn,
     Codec,
     Dtype,
     FloatCodec,
@@ -456,6 +457,13 @@ class Policy:
     frozen: Codec | None = setting(  # None: kept in fp32, sent as ``weights``
         None, "codec in which untrained weights are stored and sent, or `none`", read=parse_codec
     )
+    # Of the two exchanges with which Muon orthogonalises a matrix at its owner (:mod:`impl.plan.owners`).  Messages in
+    # bf16 change no bit, also in ``exact``, because Newton-Schulz computes in bf16.
+    owned: tuple[Codec, Codec] = setting(
+        (BF16, BF16), "codec; or a list of two: with Muon, of the momentum that is sent to the owners of matrices, and "
+        "of the updates that come back", read=parse, pair=True, scope="training",
+        in_words=lambda codecs: "/".join(dict.fromkeys(map(str, codecs))),
+    )  # fmt: skip
     memory: MemoryLimits = MemoryLimits()
     offload: Offload = Offload()
     budget: BitBudget | None = setting(  # limit within which codecs are chosen while training
@@ -470,8 +478,8 @@ class Policy:
         1, "whole number: parameters start on multiples of so many elements; a suite sets it for all its policies",
         least=1, unset=1, label="",
     )  # fmt: skip
-    # What changes while training, span by span: a step has the fields of its span, and else the policy's own.  In suites
-    # the key is a list of tables (``SpanChanges`` in ``harness.suites.trial``).
+    # What changes while training, span by span: a step has the fields of its span, and else the policy's own.  In a
+    # suite the key is a list of tables (``SpanChanges`` in ``harness.suites.trial``).
     schedule: tuple[Span, ...] = setting((), in_words=_schedule_in_words)
 
     def __post_init__(self) -> None:
@@ -488,8 +496,10 @@ class Policy:
                 )
         _check_literals(self)
         self._read_reduce()
-        errors = self._method_errors(), self._contradictions(), self._copy_errors(), self._budget_errors()
-        errors += (self._schedule_errors(),)
+        errors = (
+            *(self._method_errors(), self._contradictions(), self._copy_errors()),
+            *(self._budget_errors(), self._schedule_errors(), self._owned_errors()),
+        )
         for reason in itertools.chain.from_iterable(errors):
             raise PolicyError(reason)
 
@@ -560,9 +570,9 @@ class Policy:
             way_out = "set reduce='two_hop', or sums='fp32' and no feedback"
             yield f"reduce='ring' adds up partial sums in fp32, without error feedback; {values}: {way_out}"
         yield from self._chunk_errors(user_codecs=False)
-        for codec in self.own_codecs:
-            if codec.name in LOSSLESS:
-                yield _no_fixed_size(codec)
+        for own in self.own_codecs:
+            if own.name in LOSSLESS:
+                yield _no_fixed_size(own)
         for codec in (self.weights, *self.gradients, self.frozen or FP32) if self.blocks == "shape" else ():
             any_block = isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
             if not any_block and not isinstance(codec, Raw):
@@ -667,6 +677,17 @@ class Policy:
         if self.offload != Offload() and len({phase.gathering for phase in phases}) > 1:
             keeps = "offload keeps encoded weights in host memory"
             yield f"schedule changes how weights are sent, and {keeps}: let spans change gradients only"
+
+    def _owned_errors(self) -> Iterator[str]:
+        """Yield an error for each codec with which matrices cannot be sent to their owners."""
+        codecs: object = self.owned
+        if not isinstance(codecs, tuple) or len(codecs) != 2:
+            yield f"owned = {codecs!r}: expected a tuple of two codecs, for momentum and for updates"
+            return
+        for codec in codecs:
+            if not isinstance(codec, BuiltIn) or codec.stochastic:
+                needs = "needs built-in codecs that round to nearest"
+                yield f"owned={', '.join(map(str, codecs))} {needs}: use bf16 or, for example, int8:256"
 
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec whose messages cannot be cut into chunks.

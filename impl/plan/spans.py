@@ -81,7 +81,7 @@ class Span:
             if (why := refusal(name)) is not None:
                 raise SpanError(why)
         whole = isinstance(until, int) and not isinstance(until, bool)
-        if not (until is None or (whole and int(until) > 0)):
+        if until is not None and not (whole and int(until) > 0):
             _share(until)
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise SpanError(f"every = {every!r}: expected a number of steps, 1 or more")

@@ -151,15 +151,21 @@ def lossless(derived: Derived) -> Table:
     sums = whole.groupby(["purpose", "codec"], as_index=False)[["elements", "bytes"]].sum()
     tried = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id").merge(same)
     tried = tried[tried["codec"].astype(str).str.endswith(f":{_BESIDE}")]
-    rows = [
-        {**row, "bytes": row["bytes"] / row["elements"], "vnmse": errors["vnmse"].median()}
-        for row in sums.to_dict("records")
-        for errors in [whole[whole["purpose"].eq(row["purpose"]) & whole["codec"].eq(row["codec"])]]
+    medians = whole.groupby(["purpose", "codec"])["vnmse"].median()
+    rows: list[dict[str, Any]] = [
+        {"purpose": purpose, "codec": codec, "bytes": size / elements, "vnmse": medians[purpose, codec]}
+        for purpose, codec, elements, size in sums.itertuples(index=False)
     ]
+    others = tried.groupby(["purpose", "codec"], as_index=False)["vnmse"].median()
     rows += [
-        {"purpose": purpose, "codec": codec, "bytes": parse(codec).frame_bytes(_MANY) / _MANY, "vnmse": median}
-        for (purpose, codec), median in tried.groupby(["purpose", "codec"])["vnmse"].median().items()
-    ]  # fmt: skip
+        {
+            "purpose": purpose,
+            "codec": codec,
+            "bytes": parse(codec).frame_bytes(_MANY) / _MANY,
+            "vnmse": median,
+        }
+        for purpose, codec, median in others.itertuples(index=False)
+    ]
     rows = [row | {"of_bf16": row["bytes"] / ITEM_BYTES["bf16"]} for row in rows]
     where = "".join(first["configuration"] + " (" + first["where"] + ")")
     return table_of(
