@@ -83,7 +83,8 @@ class Span:
         whole = isinstance(until, int) and not isinstance(until, bool)
         if until is not None and not (whole and int(until) > 0):
             _share(until)
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        number: object = every
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise SpanError(f"every = {every!r}: expected a number of steps, 1 or more")
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
         values = {
