@@ -36,6 +36,7 @@ FIXED: Final = {
     "offload": "it moves states between host and device",
     "budget": "it chooses codecs by itself",
     "order_every": "it counts the passes of the whole run",
+    "owned": "the buffers of owners hold for the whole run",
     "align": "it changes the layout of units",
     "schedule": "a span has no spans of its own",
 }
