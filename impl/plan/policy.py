@@ -478,8 +478,8 @@ class Policy:
         1, "whole number: parameters start on multiples of so many elements; a suite sets it for all its policies",
         least=1, unset=1, label="",
     )  # fmt: skip
-    # What changes while training, span by span: a step has the fields of its span, and else the policy's own.  In a
-    # suite the key is a list of tables (``SpanChanges`` in ``harness.suites.trial``).
+    # What changes while training, span by span: a step has the fields of its span, and else the policy's own.  In
+    # suites the key is a list of tables (``SpanChanges`` in ``harness.suites.trial``).
     schedule: tuple[Span, ...] = setting((), in_words=_schedule_in_words)
 
     def __post_init__(self) -> None:
