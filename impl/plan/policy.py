@@ -10,6 +10,7 @@ Pure: no torch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
