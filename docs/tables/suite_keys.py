@@ -78,14 +78,16 @@ _VALUES: Final = {
     "cluster.latency": "text with us or ms: delay one way, in addition to the time for the bytes",
     "model.name": f"{', '.join(MODELS)}, or `module:function`",
     "model.arguments": "table: arguments of the model",
-    "optimizer.name": "class of torch.optim, or `module:class`",
+    "optimizer.name": "class of torch.optim, [`Muon`](muon.md#in-suites) included, or `module:class`",
+    "optimizer.matrices": "pattern of the names of parameters that Muon steps; empty: the hidden matrices",
     "optimizer.schedule.warmup": "steps of a linear warm-up",
     "optimizer.schedule.start": "factor of the learning rate before the first step of the warm-up",
     "optimizer.schedule.decay": "`none`, `linear`, `cosine`: after the warm-up, until the last step",
     "optimizer.schedule.floor": "factor of the learning rate at the last step",
     "tokenizer": "`module:function` that makes tokens from a text; without it bytes are tokens",
     "activation_checkpointing": "true: blocks keep only their inputs, and run again in the backward pass",
-    "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000",
+    "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000; `adamw` is a table of those of Muon's "
+    "AdamW",
     "corpus": "`stdlib`, a text, token files or `module:function`; for a model that reads images `glyphs`, which is "
     "then the default",
     "sequence": "tokens; images have 1, 4, 16, 64 (the default), 256 or 1024 patches",
@@ -99,7 +101,9 @@ _VALUES: Final = {
     "used; `unordered`, gradients are not reordered before the two hops; `late_schedule`, each span of "
     "`policy.schedule` begins one step late, which the trial's checks find",
     **{
-        f"policy.{name}": each.says.replace("a method of your own", "[a method of your own](own_method.md)")
+        f"policy.{name}": each.says.replace(
+            "a method of your own", "[a method of your own](own_method.md)"
+        ).replace("with Muon", "with [Muon](muon.md)")
         for name, each in KEYS.items()
     },
 }

@@ -194,7 +194,7 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
     (unit,) = (unit for unit in zero.units if unit.geometry.name == only)
     codec = unit.policy.weights
     policy = zero.current_policy
-    other = policy.differences is not None or policy.budget is not None or unit.policy.planes > 1
+    other = policy.differences is not None or policy.budget is not None or unit.policy.planes != 1
     if isinstance(codec, Raw | OwnCodec) or codec.stochastic or other:
         return None  # the masters were not sent in exactly this codec
     master = unit.master_shard.master.detach().contiguous().cpu()
@@ -250,7 +250,8 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     first measured step.  Second, the error of hpZ's copy is at most the error of the copied weights, plus the copy's
     own rounding.  The first rule does not apply to gradients with error feedback or a user's own reduction, to codecs
     that a budget changes, and to the first step of differences, since these errors may grow.  With a schedule, it
-    applies to the steps of one policy, and to no differences.
+    applies to the steps of one policy, and to no differences.  The second does not apply to a copy that holds another
+    plane than the forward pass computes with.
     """
     ends = [
         (error, error.squared_error / error.squared_value)
@@ -267,7 +268,7 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
         copied = weights.get((error.step, error.unit, error.codec), math.inf)
         units = error.unit or "all units"
         sentence = f"in step {error.step} the vNMSE of {error.purpose} of {units} is {vnmse:.3g}"
-        if error.purpose == "secondary" and vnmse > 1.001 * copied + rounding:
+        if error.purpose == "secondary" and policy.planes == 1 and vnmse > 1.001 * copied + rounding:
             return f"{sentence}, but the vNMSE of the copied weights is {copied:.3g}"
         gradients = error.purpose == "gradients"
         budgeted = ("gradients" if gradients else "weights") in now.candidates

@@ -174,6 +174,20 @@ class QuantisationError(_Part):
     largest: float  # max |decoded - x| / max |x|
 
 
+class LosslessSize(_Part):
+    """Bytes of one unit's weights or reduced gradients in a codec without loss; they were encoded but not sent.
+
+    A codec that ends in ``bf16`` casts the elements to bf16 first, and loses nothing more.
+    """
+
+    purpose: str
+    unit: str
+    codec: str
+    elements: int  # of all ranks, with padding
+    bytes: int
+    vnmse: float  # of the cast to bf16; 0 without
+
+
 class CommunicationError(_Part):
     """Error of one unit's messages in one step, summed over all ranks.
 
@@ -348,6 +362,7 @@ class Record(_Part):
     adapters: list[AdapterCounters] = []
     validations: list[Validation] = []
     quantisation: list[QuantisationError] = []
+    lossless: list[LosslessSize] = []
     communication_errors: list[CommunicationError] = []
     chosen_codecs: list[ChosenCodec] = []
     predicted: Predicted | None = None

@@ -73,6 +73,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "check_seconds": round(max(o.compared.seconds + o.checked.seconds for o in outcomes), 6),
             "communication_errors": communication_error.combine([dict(c.communicated) for c in compared]),
             "quantisation": compared[0].errors,
+            "lossless": compared[0].lossless,
         }
     )
     if (error := next(_errors(outcomes, record), None)) is not None:

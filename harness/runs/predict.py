@@ -17,12 +17,13 @@ from harness.errors import Refusal
 from harness.records.trial_record import Record
 from harness.suites.peers import PEERS, zero_stage
 from harness.suites.trial import Model, Trial
-from harness.workloads.preset_parameters import parameters_of
+from harness.workloads.preset_parameters import parameters_of_trial
 from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.errors import raised
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
 from impl.plan.own_method import Declared
+from impl.plan.owners import Owners
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.topology import Topology
@@ -55,7 +56,7 @@ def model_to_plan(trial: Trial, models: Models) -> nn.Module | Listed | Refusal:
     if ":" in trial.model.name or trial.host is not None or trial.workload == "rlhf" or cut:
         return build_model(trial.model, trial.sequence, models)
     try:
-        return Listed(*parameters_of(trial.model, trial.sequence))
+        return Listed(*parameters_of_trial(trial))
     except Refusal as error:
         return error
 
@@ -84,6 +85,7 @@ def per_node_bytes(
     *,
     judges: bool = False,
     methods: Declared | None = None,
+    owners: Owners | None = None,
 ) -> tuple[int, int]:
     """Return the mean bytes that the ranks of one node send in a timed step, to other nodes and inside the node.
 
@@ -96,6 +98,7 @@ def per_node_bytes(
         trial: The trial.
         judges: Whether ``units`` are those of the frozen models that score in workload ``rlhf``.
         methods: By unit, the messages of each reduction that a user's own method declares.
+        owners: The owners of matrices, if Muon steps them.  The nodes do not send them equally many bytes.
 
     Returns:
         (bytes to other nodes, bytes inside the node).
@@ -121,7 +124,15 @@ def per_node_bytes(
             step = _step(none, first, both, later)
             for link, size in at_most(phase, topology, zero_units, step).items():
                 total[link] += steps * size
-    return total["inter"] // trial.steps, total["intra"] // trial.steps
+    inter, intra = total["inter"] // trial.steps, total["intra"] // trial.steps
+    if owners is not None:
+        books = [traffic.Book(topology, rank) for rank in range(topology.world)]
+        for book in books:
+            book.optimizer_step(owners)
+        sent = [(key.link, each.bytes) for book in books for key, each in book.sent.items()]
+        inter += sum(nbytes for link, nbytes in sent if link == "inter") // topology.nodes
+        intra += sum(nbytes for link, nbytes in sent if link == "intra") // topology.nodes
+    return inter, intra
 
 
 def _step(

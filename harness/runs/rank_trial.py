@@ -196,12 +196,15 @@ class TrialRun:
         self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer, read)
         self.checks, self.checked, self.witness = checks, checks.checked, self.loop.clock.witness
         self.checked.trainable, self._read = trained, read
+        if (zero := self.strategy.zero) is not None:
+            checks.matrix = self.comparison.watched_matrix(zero, self.loop.optimizer)
         # All ranks built the same model; from here on each draws its own random numbers, as for dropout.
         torch.manual_seed(draw(f"{trial.seed}/{rank.rank}/torch", 2**63))
         self.checked.random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
         if policy is not None:
-            self.checked.encodes = any(not isinstance(codec, Raw) for codec in policy.codecs)
-            self.checked.kernel = wrong_kernel(policy.codecs, self.device)
+            codecs = (*policy.codecs, *(policy.owned if trial.optimizer.orthogonalises else ()))
+            self.checked.encodes = any(not isinstance(codec, Raw) for codec in codecs)
+            self.checked.kernel = wrong_kernel(codecs, self.device)
         self.events = self.loop.events
         self.events += self.comparison.events
         self.generator = self._generator() if trial.workload == "generate" else None
@@ -361,7 +364,7 @@ class TrialRun:
         return compute_alone.measure(
             as_computed(trial, model),
             next(batches_of(self.data)),
-            partial(optimizers.build, trial.optimizer),
+            partial(optimizers.of_share, trial.optimizer, optimizers.owned_shapes(trial, model)),
             ranks=trial.topology().world,
             when=when,
             count=count,
@@ -428,6 +431,11 @@ class TrialRun:
         stepped = self.loop.step(index, warmup=index < self.trial.warmup)
         if self.scheduled and stepped.done:  # otherwise an overflow: the schedule goes on with the next step
             self.sent_until.append(self._sent_in_training())
+        zero, matrix = self.strategy.zero, self.checks.matrix
+        if zero is not None and matrix is not None and matrix.drawn == index:
+            with self._untimed():
+                wrong = self.comparison.after_step(index, self.strategy, zero, matrix)
+            self.checked.wrong = self.checked.wrong or wrong
         if waited is not None and (now := self.strategy.exposed_seconds()) is not None:
             self.checked.waited = (self.checked.waited or 0.0) + now - waited
         if self.trial.validate_every and (index + 1) % self.trial.validate_every == 0:

@@ -17,8 +17,9 @@ import ipaddress
 import json
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, Union, get_args, get_origin
 
@@ -57,6 +58,7 @@ from impl.deepspeed.keys import load as load_configuration
 from impl.named_object import is_name
 from impl.plan.learning_rate import Schedule
 from impl.plan.own_method import OwnMethod, method
+from impl.plan.owners import MATRICES
 from impl.plan.policy import PRESETS, SETTINGS, Policy, PolicyError
 from impl.plan.setting import Setting
 from impl.plan.spans import VARYING, Span, SpanError, refusal
@@ -162,20 +164,54 @@ class LearningRates(_Frozen):
     floor: float = Field(0.0, ge=0, le=1)
 
 
+MUON: Final = "Muon"  # the optimizer whose matrices have owners
+
+
 class Optimizer(_Frozen):
-    """An elementwise optimizer: a class of ``torch.optim`` by its name, or ``module:class``."""
+    """``Muon``, or an elementwise optimizer: a class of ``torch.optim`` by its name, or ``module:class``.
+
+    Muon steps matrices, and AdamW everything else; the argument ``adamw`` is a table of AdamW's arguments.
+    """
 
     name: str = "AdamW"
-    arguments: dict[str, float | bool | list[float]] = {"lr": 3e-4}
+    arguments: dict[
+        str,
+        float
+        | bool
+        | list[float]
+        | Literal["original", "match_rms_adamw"]
+        | dict[str, float | bool | list[float]],
+    ] = {"lr": 3e-4}
+    matrices: str = Field("", pattern=r"^[\w.*?\[\]!-]*$")
     schedule: LearningRates = LearningRates()
 
     @field_validator("arguments")
     @classmethod
     def _learning_rate(cls, value: dict[str, Any]) -> dict[str, Any]:
-        rate = value.get("lr")
-        if isinstance(rate, float | int) and not abs(rate) < _LARGEST_LR:
-            raise ValueError(f"lr = {rate:g}: expected less than {_LARGEST_LR:g}")
+        adamw = value.get("adamw")
+        for name, rate in (
+            ("lr", value.get("lr")),
+            ("adamw.lr", adamw.get("lr") if isinstance(adamw, dict) else 0),
+        ):
+            if isinstance(rate, float | int) and not abs(rate) < _LARGEST_LR:
+                raise ValueError(f"{name} = {rate:g}: expected less than {_LARGEST_LR:g}")
         return value
+
+    @property
+    def orthogonalises(self) -> bool:
+        """Whether matrices are stepped by Muon."""
+        return self.name == MUON
+
+    def group(self, name: str, shape: Sequence[int], *, hidden: bool) -> int:
+        """Return the optimizer group of a parameter: that of matrices if Muon steps it, else 0.
+
+        Args:
+            name: The parameter's name.
+            shape: Its shape.
+            hidden: Whether it is a parameter of a block of the model, and no embedding.
+        """
+        chosen = fnmatchcase(name, self.matrices) if self.matrices else hidden and len(shape) == 2
+        return MATRICES if self.orthogonalises and chosen else 0
 
 
 # A user's own class, which is not imported here.

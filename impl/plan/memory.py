@@ -13,6 +13,7 @@ from typing import Final
 from impl.codecs.codec import BF16, ITEM_BYTES
 from impl.plan.hops import copy_bytes, reduction_hops
 from impl.plan.messages import message_bytes
+from impl.plan.owners import MOMENTUM_BYTES, Owners
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
@@ -32,6 +33,32 @@ PARTS: Final = (
 def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
     """Returns ``parts`` of :func:`memory`, for an optimizer with ``size`` bytes of state an element instead of Adam."""
     return parts | {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
+
+
+def with_muon(
+    parts: dict[str, int], units: Sequence[UnitGeometry], owners: Owners, rank: int
+) -> dict[str, int]:
+    """Returns ``parts`` of :func:`memory`, for a ``rank`` whose matrices are stepped by Muon and the rest by AdamW.
+
+    - ``optimizer``: 4 bytes for each element of a matrix (the momentum), 8 for each other element
+    - ``owned``: two buffers in fp32, of the largest matrix that the rank owns, and of the largest unit's matrices in
+      its shard
+
+    Ranks differ by the matrices that their shards hold and that they own.  The messages of the exchanges with owners
+    are not counted.
+    """
+    group = owners.matrices[0].slot.spec.group
+    spans = [
+        (number == group, end - start)
+        for unit in units
+        if unit.trainable
+        for number, start, end in unit.spans(rank)
+    ]
+    me = owners.axis.digit(rank)
+    owned = [matrix.slot.spec.numel for matrix in owners.matrices if matrix.owner == me]
+    buffers = max(owned, default=0) + max(numel for matrices, numel in spans if matrices)
+    state = sum((MOMENTUM_BYTES if matrices else ADAM_BYTES) * numel for matrices, numel in spans)
+    return parts | {"optimizer": state, "owned": MASTER_BYTES * buffers}
 
 
 def memory(

@@ -36,6 +36,7 @@ FIXED: Final = {
     "offload": "it moves states between host and device",
     "budget": "it chooses codecs by itself",
     "order_every": "it counts the passes of the whole run",
+    "owned": "the buffers of owners hold for the whole run",
     "align": "it changes the layout of units",
     "schedule": "a span has no spans of its own",
 }
@@ -72,24 +73,26 @@ class Span:
     until: int | str | None
     every: int
     changes: tuple[tuple[str, Any], ...]
-    end: int | None  # number of optimizer steps at which it ends; None: not known yet, or the end of the run
+    end: (
+        int | None
+    )  # number of optimizer steps at which it ends; None if it is not known, or the end of the run
 
     def __init__(self, *, until: int | str | None = None, every: int = 1, **changes: Any) -> None:
         for name in changes:
             if (why := refusal(name)) is not None:
                 raise SpanError(why)
-        end = until if isinstance(until, int) and not isinstance(until, bool) and until > 0 else None
-        if until is not None and end is None:
+        whole = isinstance(until, int) and not isinstance(until, bool)
+        if until is not None and not (whole and int(until) > 0):
             _share(until)
-        steps: object = every
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        number: object = every
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise SpanError(f"every = {every!r}: expected a number of steps, 1 or more")
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
         values = {
             "until": until,
             "every": every,
             "changes": tuple(given.items()),
-            "end": end,
+            "end": until if whole else None,
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)

@@ -17,15 +17,16 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
-from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, reduction_hops
+from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, in_phase, reduction_hops
 from impl.plan.own_method import Declared, MethodMessage, axis_of
+from impl.plan.owners import Owners
 from impl.plan.policy import Budgeted, Offload, Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis, Topology
 
 Phase = Literal["forward", "backward", "evaluate", "step"]
-Purpose = Literal["weights", "gradients", "persistent", "buffers", "control", "state"]
+Purpose = Literal["weights", "gradients", "persistent", "momentum", "update", "buffers", "control", "state"]
 Link = Literal["inter", "intra"]
 Direction = Literal["to_host", "to_device"]
 Copied = Literal["weights", "secondary", "gradients", "state"]
@@ -45,6 +46,10 @@ class Tag(NamedTuple):
     phase: Phase
     purpose: Purpose
     unit: str = ""
+
+
+MOMENTUM: Final = Tag("step", "momentum")  # to the owners of matrices
+UPDATE: Final = Tag("step", "update")  # back from them
 
 
 class LedgerKey(NamedTuple):
@@ -106,6 +111,20 @@ def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Ma
     return {link: count for link, count in counts.items() if count}
 
 
+def uneven(topology: Topology, axis: Axis, rank: int, sizes: Sequence[int]) -> Mapping[Link, Sent]:
+    """Returns what ``rank`` sends over each kind of link if it sends ``sizes[i]`` bytes to the i-th rank of its group.
+
+    It sends nothing to itself, and no message of 0 bytes.
+    """
+    sent: dict[Link, Sent] = {}
+    for target, size in zip(axis.group(rank), sizes, strict=True):
+        if target != rank and size:
+            link: Link = "intra" if topology.node_of(target) == topology.node_of(rank) else "inter"
+            nbytes, messages = sent.get(link, (0, 0))
+            sent[link] = Sent(nbytes + size, messages + 1)
+    return sent
+
+
 @dataclass(slots=True)
 class Book:
     """Adds up one rank's messages, and its copies between host and device; all sizes are in bytes."""
@@ -142,6 +161,19 @@ class Book:
         """Count one message of ``size`` to every other rank."""
         self.exchange(Tag("step", purpose), self.topology.world_axis, size)
 
+    def uneven(self, tag: Tag, axis: Axis, sizes: Sequence[int]) -> None:
+        """Count a message of ``sizes[i]`` bytes to the i-th rank along ``axis``, where that is not this rank or 0."""
+        for link, (nbytes, messages) in uneven(self.topology, axis, self.rank, sizes).items():
+            key = LedgerKey(*tag, axis.name, link)
+            before = self.sent.get(key, (0, 0))
+            self.sent[key] = Sent(before[0] + nbytes, before[1] + messages)
+
+    def optimizer_step(self, owners: Owners) -> None:
+        """Count what Muon sends to the owners of matrices, and what these send back."""
+        me = owners.axis.digit(self.rank)
+        self.uneven(MOMENTUM, owners.axis, owners.to_owners[me])
+        self.uneven(UPDATE, owners.axis, owners.from_owners[me])
+
     def send(self, tag: Tag, hops: Iterable[Hop]) -> None:
         """Count the messages of a gather or of a reduction."""
         for hop in hops:
@@ -160,6 +192,7 @@ def predict(
     decisions: Collection[Decision] = (),
     methods: Declared | None = None,
     begun: int = 0,
+    owners: Owners | None = None,
 ) -> Book:
     """Predicts everything that ``rank`` sends in ``events``, and its copies between host and device.
 
@@ -186,6 +219,7 @@ def predict(
         methods: by unit, the messages that a user's own reduction declares; the messages of a reduction that declares
             none are not counted.
         begun: optimizer steps before the first event, which decide where in its schedule the policy begins.
+        owners: the owners of matrices, if Muon steps them.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
@@ -207,6 +241,8 @@ def predict(
                 for sender in senders:
                     if event != "step" or sender.unit.trainable:
                         sender.weights_changed(event)
+                if event == "step" and owners is not None:
+                    book.optimizer_step(owners)
                 if event == "step" and policy.budget is not None:
                     # Ranks exchange the sum of squared values, and for each codec the sum of squared errors.
                     if steps % policy.budget.every == 0:
@@ -309,7 +345,8 @@ class _Sender:
         """
         policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
         if not self.gathered:
-            hops = gather_hops(policy, book.topology, unit.shard, self._sends())
+            sends = in_phase(policy, phase, self._sends())
+            hops = gather_hops(policy, book.topology, unit.shard, sends)
             if placement.shard and not self.current and (placement.frames or not self.uploaded):
                 book.copied[CopyKey("to_device", "weights", unit.name)] += hops[0].nbytes
                 self.uploaded = True
@@ -317,7 +354,7 @@ class _Sender:
                 direction: Direction = "to_device" if self.current else "to_host"
                 book.copied[CopyKey(direction, "secondary", unit.name)] += secondary
             book.send(Tag(phase, "persistent" if unit.persistent else "weights", unit.name), hops)
-            self.current = policy.secondary != 0
+            self.current = policy.secondary != 0 and (self.current or sends != "rows")
         self.gathered = keep or policy.stage < 3
 
     def _sends(self) -> Sends:

@@ -143,6 +143,7 @@ class Frames:
         self.validations = self._without_seconds(validations, "train_seconds")
         # Errors of the codecs that were tried.
         self.quantisation = _parts(trained, schema.QuantisationError, "quantisation")
+        self.lossless = _parts(trained, schema.LosslessSize, "lossless")
         self.communication_errors = _parts(trained, schema.CommunicationError, "communication_errors")
         self.chosen_codecs = _parts(trained, schema.ChosenCodec, "chosen_codecs")  # those that a budget chose
         # ``seconds`` and ``before`` are the durations of the traced step and of the step before it.
