@@ -17,6 +17,7 @@ from impl.plan.policy import (
     parse_feedback,
     parse_loss_scale,
 )
+from impl.plan.spans import Span
 from report.data.configuration import NAMES, fields_of, label_of
 
 LAYOUT = {"align"}  # it changes the layout alone
@@ -44,6 +45,7 @@ def test_every_field_of_a_policy_tells_configurations_apart() -> None:
         "reduce_every": "step",
         "order_every": 7,
         "owned": (BF16, PRESETS["zeropp"].weights),
+        "schedule": (Span(until=2, chunks=2), Span()),
         "memory": replace(PRESETS["zero3"].memory, prefetch=1),
         "offload": Offload(optimizer=1.0),
     }
