@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from impl.plan.policy import Policy as Policy
     from impl.plan.policy import PolicyError as PolicyError
     from impl.plan.policy import preset as preset
+    from impl.plan.spans import Span as Span
     from impl.plan.topology import Topology as Topology
     from impl.quantized_collectives import quantized_all_gather as quantized_all_gather
     from impl.quantized_collectives import quantized_reduce_scatter as quantized_reduce_scatter
@@ -84,6 +85,7 @@ _HOME: Final = {  # for each name, where it is defined: "module", or "module:nam
     "simulate": "impl.simulate:simulate",
     # policies
     "Policy": "impl.plan.policy:Policy",
+    "Span": "impl.plan.spans:Span",
     "preset": "impl.plan.policy:preset",
     "MemoryLimits": "impl.plan.policy:MemoryLimits",
     "Offload": "impl.plan.policy:Offload",

@@ -63,6 +63,8 @@ _VALUES: Final = {
     "margin": "steps of training by which a loss may be worse; 0: 1 % of the baseline's loss instead",
     "seconds": "name of the suite whose records have the seconds of a step, "
     "[for net speed-ups](#seconds-of-a-step-from-another-suite); empty: its own",
+    "policy.schedule": "list of spans, tables with `until` (steps, or a share such as `50 %`), `every` and policy "
+    "fields: [what changes while training](#policies-that-change-while-training)",
     "cluster.slow": "number: rate of the last node's link as a share of the others'",
     "cluster.inner_rate": "text with kbit/s, Mbit/s or Gbit/s: rate between ranks of a node",
     "cluster.launcher": "`local`, `torchrun`, `hosts`, `slurm` ([across hosts](cluster.md))",
@@ -96,7 +98,8 @@ _VALUES: Final = {
     "memory_limit": "text with MiB or GiB",
     "control": "`none`, or a change that makes training worse on purpose: `stale_secondary`, hpZ's copy is never "
     "renewed; `late_secondary`, it is renewed one step late; `half_batch`, only the first half of each batch is "
-    "used; `unordered`, gradients are not reordered before the two hops",
+    "used; `unordered`, gradients are not reordered before the two hops; `late_schedule`, each span of "
+    "`policy.schedule` begins one step late, which the trial's checks find",
     **{
         f"policy.{name}": each.says.replace(
             "a method of your own", "[a method of your own](own_method.md)"

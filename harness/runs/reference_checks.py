@@ -52,7 +52,7 @@ from harness.measure.unsharded_loss import (
     evaluating,
     mean_loss,
 )
-from harness.records.trial_record import QuantisationError, Validation
+from harness.records.trial_record import LosslessSize, QuantisationError, Validation
 from harness.strategies.optimizers import group_of, muon_arguments, set_rates
 from harness.strategies.strategy import Strategy
 from harness.strategies.training_loop import run_passes
@@ -71,6 +71,7 @@ from impl.codecs.rounding_noise import Clock
 from impl.comm.wire import Observer
 from impl.engine.muon import Muon
 from impl.errors import raised
+from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event
@@ -122,6 +123,7 @@ class Compared:
     gradient_errors: list[GradientError] = field(default_factory=list)  # by step and unit
     communicated: list[tuple[Place, list[float]]] = field(default_factory=list)  # sums of messages' errors
     errors: list[QuantisationError] = field(default_factory=list)  # of the grid of codecs, over all ranks
+    lossless: list[LosslessSize] = field(default_factory=list)  # over all ranks
     # Sums of errors of one unit's messages before the drawn step; they are judged, but not recorded.
     drawn: list[tuple[Place, list[float]]] = field(default_factory=list)
     wrong: str | None = None  # the first fault of the drawn unit's messages that this rank found itself
@@ -169,7 +171,7 @@ class Comparison:
         """Rehearse step ``index``, and compare its messages with exact values."""
         self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
         policy, errors = self.trial.resolved_policy(), SumsByPlace()
-        differ = policy is not None and communication_error.outcomes_differ(policy)
+        differ = policy is not None and communication_error.outcomes_differ(policy.policy_at(index))
         for repeated in (1, communication_error.REPEATED) if differ and index == self.steps[-1] else (1,):
             with _rehearsal(strategy) as observed:
                 if repeated == 1 and strategy.zero is not None:
@@ -205,7 +207,7 @@ class Comparison:
             gathered = next(sums for place, sums in errors.items() if place.purpose == "weights")
             wrong = communication_error.too_exact(index, zero, unit, gathered)
             wrong = wrong or _copied_between_nodes(zero, unit, count)
-            if zero.policy.differences is None and zero.policy.budget is None:
+            if zero.current_policy.differences is None and zero.policy.budget is None:
                 self._compare_passes(index, strategy, zero, data, unit)
             errors |= {
                 Place(index, "gradients", name, hop.number, hop.axis, str(hop.codec)): sums
@@ -262,11 +264,11 @@ class Comparison:
         Policies with differences, and gradients with error feedback, are left out: a single process, which encodes
         only once, would find other values.  Policies with a bit budget are left out because it chooses other codecs.
         """
-        if zero.policy.differences is not None or zero.policy.budget is not None:
+        if zero.current_policy.differences is not None or zero.policy.budget is not None:
             return
         with _rehearsal(strategy):
             expected = self._compare_passes(index, strategy, zero, self.data)
-            if expected.trained is not None and zero.policy.feedback is None:
+            if expected.trained is not None and zero.current_policy.feedback is None:
                 checks.note_rehearsal(index)
 
     def _compare_passes(
@@ -290,19 +292,22 @@ class Comparison:
         with evaluating(strategy.model):
             passes = run_passes(self.trial, strategy, data, index)
         # Errors that were carried from earlier steps are in the reduced gradient, and not in the single process's.
-        carries = zero.policy.feedback is not None or any(unit.reduction.remembers for unit in zero.units)
+        carries = zero.current_policy.feedback is not None or any(
+            unit.reduction.remembers for unit in zero.units
+        )
         if gradient is not None and not carries:
             self.compared.gradient_errors += _gradient_errors(gradient, strategy)
         self.compared.losses.append(replace(expected, sharded=passes.mean))
         return expected
 
     def after_steps(self, strategy: Strategy) -> None:
-        """Try a grid of codecs on this rank's weights, and on the gradients of one further backward pass."""
+        """Try codecs on this rank's weights, and on the gradients of one further backward pass."""
         if strategy.zero is None or not self.measures:
             return
         self.rank.report(Progress("trying codecs"))
         run_passes(self.trial, strategy, self.data, self.trial.warmup + self.trial.steps)
         self.compared.errors = quantisation_error.measure(strategy.zero)
+        self.compared.lossless = quantisation_error.measure_lossless(strategy.zero)
 
     def _single_process(
         self,
@@ -326,7 +331,8 @@ class Comparison:
             The losses on this rank's batches; and the mean gradient of all ranks, or None if the trial only decodes
             or its peer (DeepSpeed) does not show its gradients.
         """
-        trial, topology, policy = self.trial, self.rank.topology, self.trial.resolved_policy()
+        trial, topology, whole = self.trial, self.rank.topology, self.trial.resolved_policy()
+        policy = None if whole is None else whole.policy_at(clock.step if clock else 0)
         data, reference = data or self.data, math.nan
         try:
             if unit is None:
@@ -344,8 +350,8 @@ class Comparison:
                 # With peer.group = "node", each node is one copy of the states, sharded among its own ranks.
                 sharing = topology if trial.peer.group == "all" else Topology(1, topology.ranks_per_node)
                 units = fsdp2_groups(model, find_blocks(model), sharing)
-            elif policy is not None:
-                units = plan_units(model, topology, policy, group_of=group_of(trial.optimizer, model))
+            elif whole is not None:
+                units = plan_units(model, topology, whole, group_of=group_of(trial.optimizer, model))
             elif family == "ddp":
                 layouts = model_layouts(model)
             if units:
@@ -359,7 +365,7 @@ class Comparison:
                 return ComparedLoss(reference, loss, None, step), None
             if unit is not None:
                 layouts = [layout for layout in layouts if layout.geometry.name == unit]
-            loss, gradient = self._gradient(computed, layouts, data, step, columns)
+            loss, gradient = self._gradient(computed, layouts, data, step, columns=columns, policy=policy)
             if unit is not None:
                 # Presets have no dropout, so their loss in evaluation mode is their loss in training.  A check in
                 # evaluation mode runs other code than the training that it checks.
@@ -380,7 +386,9 @@ class Comparison:
         layouts: Sequence[Layout],
         data: Batches,
         step: int,
+        *,
         columns: Mapping[str, Tensor],
+        policy: Policy | None,
     ) -> tuple[float, FirstGradient]:
         """Return this rank's mean loss of a step's batches, and all ranks' mean gradient.
 
@@ -390,9 +398,10 @@ class Comparison:
             data: Where batches come from.
             step: The step whose batches are used.
             columns: By parameter, values with which backward passes compute in place of the model's own
-                (``policy.planes = 2`` sends weights by rows forward and by columns backward).
+                (with ``policy.planes`` other than 1, weights are quantised by rows forward and by columns backward).
+            policy: The policy of the step; None for a peer.
         """
-        trial, policy = self.trial, None if self.trial.host is not None else self.trial.resolved_policy()
+        trial, policy = self.trial, None if self.trial.host is not None else policy
         compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
         rounding = ROUNDING[compute]
         # If the secondary shard is not held as frames, backward passes compute with a rounded copy of the weights.
@@ -491,7 +500,10 @@ def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.
         count: Returns the (bytes, packets) that the node's interface has sent so far, or zeros; all ranks call it.
     """
     topology = zero.wire.mesh.topology
-    if topology.nodes == 1 or not 0 < zero.policy.secondary_ranks(topology) <= topology.ranks_per_node:
+    if (
+        topology.nodes == 1
+        or not 0 < zero.current_policy.secondary_ranks(topology) <= topology.ranks_per_node
+    ):
         return None
     (unit,) = (unit for unit in zero.units if unit.geometry.name == name)
     counts = [count()]

@@ -24,7 +24,7 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
     a record, which have no parameters, are planned anew; this is possible for presets.
     """
     policy = trial.resolved_policy()
-    own = policy is not None and policy.own_reduce is not None
+    own = policy is not None and policy.phases[0].own_reduce is not None
     if policy is None or own or trial.host is not None or trial.workload != "train":
         return None
     owners = None
@@ -42,6 +42,7 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
         parameters=parameters,
         tokens=trial.tokens_per_rank,
         micro_batches=trial.accumulation,
+        steps=(trial.warmup, trial.warmup + trial.steps),
         recompute=trial.activation_checkpointing,
         rate=math.inf if rate is None else rate * BYTES_PER_MBIT,
         owners=owners,

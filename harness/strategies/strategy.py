@@ -44,7 +44,7 @@ from impl.plan.own_method import Declared
 from impl.plan.owners import Owners, owners_of
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
-from impl.plan.traffic import CopyKey, Decision, Event, LedgerKey, Purpose, Sent, predict
+from impl.plan.traffic import Book, CopyKey, Decision, Event, LedgerKey, Purpose, Sent, predict
 from impl.zero import Zero, shard
 
 # What one rank sent through our wire (None if it sends outside), and the bytes it copied between host and device.
@@ -183,6 +183,14 @@ class Strategy:
     def predicted(self, events: Sequence[Event]) -> Books:
         """Predict the :meth:`books` after the passes and steps in ``events``; empty for peers."""
         return None, {}
+
+    def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
+        """Predict the bytes sent to other nodes and inside the node until each step.
+
+        The first pair is what was sent after the events ``before``; then follows a pair for each step in ``events``.
+        Evaluations are not counted.  Empty for peers.
+        """
+        return []
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
@@ -335,12 +343,21 @@ class Sharded(Strategy):
 
     def predicted(self, events: Sequence[Event]) -> Books:
         """See :meth:`Strategy.predicted`; computed by ``impl.plan.traffic``."""
+        book = self._book(events)
+        return book.sent, book.copied
+
+    def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
+        """See :meth:`Strategy.predicted_steps`."""
+        totals = [self._book(before).trained, *self._book([*before, *events]).steps]
+        return [(sent.get("inter", 0), sent.get("intra", 0)) for sent in totals]
+
+    def _book(self, events: Sequence[Event]) -> Book:
+        """Predict the messages and copies of all ``events``."""
         policy, mesh = self.zero.policy, self.zero.wire.mesh
         kept: dict[str, Any] = {"buffer_bytes": self.zero.buffers.nbytes, "decisions": self.decisions}
         kept["methods"] = self._declared()
         kept["owners"] = self.owners
-        book = predict(policy, mesh.topology, self.units, mesh.rank, events, **kept)
-        return book.sent, book.copied
+        return predict(policy, mesh.topology, self.units, mesh.rank, events, **kept)
 
     @property
     def owners(self) -> Owners | None:

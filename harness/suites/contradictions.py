@@ -63,8 +63,16 @@ def check(trial: Trial) -> None:
         policy.check(trial.topology())
         if trial.host is not None:
             check_host(trial.host, policy)
-        if policy.planes > 1 and trial.activation_checkpointing:
-            planes = f"policy.planes = {policy.planes} is not supported with activation_checkpointing = true"
+        if policy.schedule and trial.workload != "train":
+            counts = "a schedule counts steps of training"
+            raise ValueError(
+                f"policy.schedule with workload = {trial.workload!r}: {counts}; set workload = 'train', or remove "
+                "policy.schedule"
+            )
+        if policy.planes != 1 and trial.activation_checkpointing:
+            planes = (
+                f"policy.planes = {policy.planes!r} is not supported with activation_checkpointing = true"
+            )
             raise ValueError(f"{planes}; set policy.planes = 1, or remove activation_checkpointing")
 
 
@@ -225,6 +233,11 @@ def _control(trial: Trial) -> Iterator[str]:
         if engine_policy is None or len(axes) < 2 or reached < topology.world:
             found = f"{strategy} on {topology} reduces gradients in {len(axes)} hops"
             yield f"{found}; this control needs two hops over all ranks"
+    scheduled = policy is not None and bool(policy.schedule)
+    if trial.control == "late_schedule" and not scheduled:
+        yield f"{strategy} has no policy.schedule that could be late; set policy.schedule, or remove control"
+    if trial.control in ("stale_secondary", "late_secondary", "unordered") and scheduled:
+        yield f"{strategy} has a policy.schedule, and this control spoils its first span only; remove one of the two"
     if trial.control in ("stale_secondary", "late_secondary"):
         if engine_policy is None or not engine_policy.secondary_ranks(topology):
             yield f"{strategy} keeps no secondary shard; choose a strategy with hpZ"

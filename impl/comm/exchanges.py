@@ -136,19 +136,33 @@ def point_to_point(
 
 
 def collective(
-    group: Group, kind: Kind, received: Tensor, sent: Tensor, _: int, *, splits: Splits | None = None
+    group: Group,
+    kind: Kind,
+    received: Tensor,
+    sent: Tensor,
+    _: int,
+    *,
+    in_line: bool = False,
+    splits: Splits | None = None,
 ) -> list[dist.Work]:
-    """Post an exchange as one collective of the backend."""
-    handle = group.process_group
+    """Post an exchange as one collective of the backend.
+
+    With ``in_line``, NCCL runs it on the current stream, and there is nothing to wait for.  Otherwise NCCL has a stream
+    of its own for the group, and an event before and after the collective orders the two streams.
+    """
+    handle, apart = group.process_group, not in_line
     if splits is not None:
-        return [dist.all_to_all_single(received, sent, splits.come, splits.go, group=handle, async_op=True)]
+        work = dist.all_to_all_single(received, sent, splits.come, splits.go, group=handle, async_op=apart)
+        return [work] if apart else []
     if kind == "all_gather":
-        return [_all_gather(received, sent, group=handle, async_op=True)]
+        work = _all_gather(received, sent, group=handle, async_op=apart)
+        return [work] if apart else []
     come = go = None  # bytes by rank; None for equal parts
     if kind == "shift":
         before, after = ((group.index + step) % group.size for step in (-1, 1))
         come, go = ([sent.numel() if i == end else 0 for i in range(group.size)] for end in (before, after))
-    return [dist.all_to_all_single(received, sent, come, go, group=handle, async_op=True)]
+    work = dist.all_to_all_single(received, sent, come, go, group=handle, async_op=apart)
+    return [work] if apart else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +316,8 @@ class InMemory:
 class Distributed:
     """An exchange that torch.distributed carries; a ``pacer`` delays its messages as a modelled link would.
 
-    The memory of messages comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.
+    The memory of messages comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.  An
+    exchange ``in_line`` that is posted on a side stream runs on this stream.
     """
 
     def __init__(
@@ -315,8 +330,9 @@ class Distributed:
         into: Tensor | None,
         pacer: Pacer | None,
         monitor: HangMonitor | None = None,
+        in_line: bool = False,
     ) -> None:
-        self._watchdog, self._step, self._route = watchdog, step, route
+        self._watchdog, self._step, self._route, self._in_line = watchdog, step, route, in_line
         self._buffers, self._pacer, self._arrival = buffers, pacer, 0.0
         self._works: Sequence[dist.Work] = ()
         self._monitor = monitor  # watches the exchange, if the host does not wait for it
@@ -343,6 +359,10 @@ class Distributed:
         if self._pacer is not None and route.inter_bytes:
             self._arrival = self._pacer.book(route.inter_bytes)
         start = point_to_point if route.direct else collective
+        # The end of the work that is being enqueued on a side stream, if this exchange is part of it.
+        arrival = self._buffers.arrival if self._in_line else None
+        if arrival is not None:
+            start = partial(collective, in_line=True)
         # The tag is part of the fingerprint of all exchanges so far.  Thus gloo does not match messages of ranks
         # that have opened different exchanges.
         mark = self._step[2] % _TAGS
@@ -353,7 +373,7 @@ class Distributed:
         except RuntimeError as error:  # gloo may find here already that a rank is lost
             raise self._watchdog.error(f"could not finish {label(self._step)}", error, self._step) from error
         if self._monitor is not None:
-            self._monitor.posted(self._step, self._works)
+            self._monitor.posted(self._step, self._works if arrival is None else (arrival,))
 
     def wait(self) -> Tensor:
         return self._arrived().view(self._route.rows, -1)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
-from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, reduction_hops
+from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, in_phase, reduction_hops
 from impl.plan.own_method import Declared, MethodMessage, axis_of
 from impl.plan.owners import Owners
 from impl.plan.policy import Budgeted, Offload, Policy
@@ -133,6 +133,9 @@ class Book:
     rank: int
     sent: dict[LedgerKey, Sent] = field(default_factory=dict)
     copied: Counter[CopyKey] = field(default_factory=Counter)
+    # Bytes sent over each kind of link so far, without evaluations: now, and at the end of each optimizer step.
+    trained: Counter[Link] = field(default_factory=Counter)
+    steps: list[dict[Link, int]] = field(default_factory=list)
 
     def exchange(self, tag: Tag, axis: Axis, size: int, *, ring: bool = False) -> None:
         """Count one message of ``size`` to every other rank along ``axis``."""
@@ -140,6 +143,7 @@ class Book:
             key = LedgerKey(*tag, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * size, messages + count)
+            self.trained[link] += count * size if tag.phase != "evaluate" else 0
 
     def method_message(self, unit: str, message: MethodMessage) -> None:
         """Count a message of a user's own reduction."""
@@ -151,6 +155,7 @@ class Book:
             key = LedgerKey("backward", "gradients", unit, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * message.nbytes, messages + count)
+            self.trained[link] += count * message.nbytes
 
     def control(self, size: int, purpose: Purpose = "control") -> None:
         """Count one message of ``size`` to every other rank."""
@@ -186,6 +191,7 @@ def predict(
     buffer_bytes: int = 0,
     decisions: Collection[Decision] = (),
     methods: Declared | None = None,
+    begun: int = 0,
     owners: Owners | None = None,
 ) -> Book:
     """Predicts everything that ``rank`` sends in ``events``, and its copies between host and device.
@@ -212,6 +218,7 @@ def predict(
         decisions: the choices of the policy's budget.
         methods: by unit, the messages that a user's own reduction declares; the messages of a reduction that declares
             none are not counted.
+        begun: optimizer steps before the first event, which decide where in its schedule the policy begins.
         owners: the owners of matrices, if Muon steps them.
 
     Raises:
@@ -219,12 +226,13 @@ def predict(
     """
     policy.check(topology)
     book = Book(topology, rank)
+    phases = [[phase.for_unit(unit) for phase in policy.phases] for unit in units]
     senders = [
-        _Sender(book, policy.for_unit(unit), unit, placement)
-        for unit, placement in zip(units, placements_of(policy.offload, units), strict=True)
+        _Sender(book, rules[policy.phase_at(begun)], unit, placement)
+        for rules, unit, placement in zip(phases, units, placements_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)
-    buffers_differ, passes, steps = bool(buffer_bytes), 0, 0
+    buffers_differ, passes, steps = bool(buffer_bytes), 0, begun
     for event in events:
         match event:
             case "norm":
@@ -241,10 +249,14 @@ def predict(
                         chosen = sum(unit.trainable and not unit.persistent for unit in units)
                         sums = sum(1 + len(codecs) for codecs in policy.candidates.values())
                         book.control(SQUARES_BYTES * chosen * sums)
-                    steps += 1
                     for choice, sender in itertools.product(decisions, senders):
-                        if (choice.step, choice.unit) == (steps, sender.unit.name):
+                        if (choice.step, choice.unit) == (steps + 1, sender.unit.name):
                             sender.policy = sender.policy.with_choice(choice.purpose, choice.codec)
+                if event == "step":
+                    steps += 1
+                    book.steps.append(dict(book.trained))
+                    for sender, rules in zip(senders, phases, strict=True) if policy.schedule else ():
+                        sender.follow(rules[policy.phase_at(steps)])
             case "dropped":
                 for sender in senders:
                     sender.steps = None
@@ -319,6 +331,13 @@ class _Sender:
         elif event == "step" and self.steps is not None:
             self.steps += 1
 
+    def follow(self, policy: Policy) -> None:
+        """Send by ``policy`` from here on; if it gathers weights differently, they are gathered anew."""
+        if policy.gathering != self.policy.gathering:
+            self.gathered = self.current = False
+            self.steps = None
+        self.policy = policy
+
     def gather(self, phase: Phase, *, keep: bool) -> None:
         """Count a gather of the weights, unless they are gathered already.
 
@@ -326,7 +345,8 @@ class _Sender:
         """
         policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
         if not self.gathered:
-            hops = gather_hops(policy, book.topology, unit.shard, self._sends())
+            sends = in_phase(policy, phase, self._sends())
+            hops = gather_hops(policy, book.topology, unit.shard, sends)
             if placement.shard and not self.current and (placement.frames or not self.uploaded):
                 book.copied[CopyKey("to_device", "weights", unit.name)] += hops[0].nbytes
                 self.uploaded = True
@@ -334,7 +354,7 @@ class _Sender:
                 direction: Direction = "to_device" if self.current else "to_host"
                 book.copied[CopyKey(direction, "secondary", unit.name)] += secondary
             book.send(Tag(phase, "persistent" if unit.persistent else "weights", unit.name), hops)
-            self.current = policy.secondary != 0
+            self.current = policy.secondary != 0 and (self.current or sends != "rows")
         self.gathered = keep or policy.stage < 3
 
     def _sends(self) -> Sends:
