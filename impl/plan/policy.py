@@ -551,9 +551,9 @@ class Policy:
             way_out = "set reduce='two_hop', or sums='fp32' and no feedback"
             yield f"reduce='ring' adds up partial sums in fp32, without error feedback; {values}: {way_out}"
         yield from self._chunk_errors(user_codecs=False)
-        for codec in self.own_codecs:
-            if codec.name in LOSSLESS:
-                yield _no_fixed_size(codec)
+        for own in self.own_codecs:
+            if own.name in LOSSLESS:
+                yield _no_fixed_size(own)
         for codec in (self.weights, *self.gradients, self.frozen or FP32) if self.blocks == "shape" else ():
             any_block = isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
             if not any_block and not isinstance(codec, Raw):

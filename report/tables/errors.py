@@ -148,24 +148,21 @@ def lossless(derived: Derived) -> Table:
     first = whole.sort_values(["place", "first"], kind="stable").head(1)
     same = first[["configuration", "setting"]]
     whole = whole.merge(same, on=["configuration", "setting"])
-    sums = whole.groupby(["purpose", "codec"], as_index=False)[["elements", "bytes"]].sum()
+    sizes = whole.groupby(["purpose", "codec"], as_index=False).agg(
+        {"elements": "sum", "bytes": "sum", "vnmse": "median"}
+    )
+    sizes["bytes"] /= sizes["elements"]
     tried = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id").merge(same)
     tried = tried[tried["codec"].astype(str).str.endswith(f":{_BESIDE}")]
-    rows = [
-        {**row, "bytes": row["bytes"] / row["elements"], "vnmse": errors["vnmse"].median()}
-        for row in sums.to_dict("records")
-        for errors in [whole[whole["purpose"].eq(row["purpose"]) & whole["codec"].eq(row["codec"])]]
-    ]
-    rows += [
-        {"purpose": purpose, "codec": codec, "bytes": parse(codec).frame_bytes(_MANY) / _MANY, "vnmse": median}
-        for (purpose, codec), median in tried.groupby(["purpose", "codec"])["vnmse"].median().items()
-    ]  # fmt: skip
-    rows = [row | {"of_bf16": row["bytes"] / ITEM_BYTES["bf16"]} for row in rows]
+    integers = tried.groupby(["purpose", "codec"], as_index=False)[["vnmse"]].median()
+    integers["bytes"] = [parse(codec).frame_bytes(_MANY) / _MANY for codec in integers["codec"]]
+    rows = pd.concat([sizes, integers]).sort_values(["purpose", "bytes"], ascending=[True, False])
+    rows["of_bf16"] = rows["bytes"] / ITEM_BYTES["bf16"]
     where = "".join(first["configuration"] + " (" + first["where"] + ")")
     return table_of(
         "lossless",
         "Bytes without loss",
-        sorted(rows, key=lambda row: (row["purpose"], -row["bytes"])),
+        rows,
         Column("purpose", "Of"),
         Column("codec", "Codec"),
         Column("bytes", "Bytes a value", number(3), "Bytes a value: scales included."),
