@@ -55,6 +55,15 @@ class LedgerRow(_Part):
     messages: int
 
 
+class StepsSent(_Part):
+    """Consecutive optimizer steps, warm-up included, in each of which one rank sent the same numbers of bytes."""
+
+    first: int  # number of the first of these steps
+    steps: int
+    inter: int  # bytes of each step to other nodes, without evaluations
+    intra: int  # bytes of each step inside the node
+
+
 class Step(_Part):
     """Seconds of one optimizer step and of its parts on one rank.
 
@@ -143,6 +152,7 @@ class RankRecord(_Part):
     memory: Memory
     tokens: list[Token] = []
     alone: list[Alone] = []
+    sent_by_step: list[StepsSent] = []  # for trials with policy.schedule
 
 
 class GradientCheck(_Part):
@@ -295,6 +305,7 @@ class Predicted(_Part):
     # Purposes of messages that were measured and not predicted, because a method of the user's own declares no bytes.
     # All other rows equal their predictions.
     unpredicted: list[str] = []
+    sent_by_step: list[list[StepsSent]] = []  # by rank; for trials with policy.schedule
 
 
 PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")

@@ -115,12 +115,12 @@ class Zstd(_Lossless):
         coder = ZstdCompressor(
             compression_params=settings
         )  # a coder serves one thread, and ranks may be threads
-        return coder.compress(plain)
+        return bytes(coder.compress(plain))
 
     def _decompress(self, compressed: bytes, size: int) -> bytes:
         from zstandard import ZstdDecompressor
 
-        return ZstdDecompressor().decompress(compressed, max_output_size=size)
+        return bytes(ZstdDecompressor().decompress(compressed, max_output_size=size))
 
 
 class _Bf16(_Lossless):

@@ -203,6 +203,11 @@ def casts_alone(hops: Sequence[Hop], dtype: str) -> bool:
     return hop.source == "master" and hop.axis.size == 1 and hop.sends_elements(dtype)
 
 
+def forwards_in_place(hops: Sequence[Hop]) -> bool:
+    """Returns whether a gather's first hop can be received in the message of the second, which only forwards it."""
+    return len(hops) > 1 and hops[1].source == "received" and hops[0].axis.size > 1 < hops[1].axis.size
+
+
 def copy_bytes(policy: Policy, topology: Topology, shard: int, kept: Codec | None = None) -> int:
     """Returns the bytes of hpZ's copy of a unit on one rank; 0 without hpZ.
 

@@ -376,7 +376,7 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
         "model": trial.model.name,
         "rate_mbit": trial.cluster.rate,
         "achieved_mbit": statistics.median(measured) if measured else None,
-        "secondary": policy.secondary_ranks(topology) if policy else 0,
+        "secondary": max(phase.secondary_ranks(topology) for phase in policy.phases) if policy else 0,
         "units": len(record.units),
         "numel": sum(numel for _, numel, _ in record.units) or record.parameters,
         "padding_share": record.padding,

@@ -148,21 +148,30 @@ def lossless(derived: Derived) -> Table:
     first = whole.sort_values(["place", "first"], kind="stable").head(1)
     same = first[["configuration", "setting"]]
     whole = whole.merge(same, on=["configuration", "setting"])
-    sizes = whole.groupby(["purpose", "codec"], as_index=False).agg(
-        {"elements": "sum", "bytes": "sum", "vnmse": "median"}
-    )
-    sizes["bytes"] /= sizes["elements"]
+    sums = whole.groupby(["purpose", "codec"], as_index=False)[["elements", "bytes"]].sum()
     tried = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id").merge(same)
     tried = tried[tried["codec"].astype(str).str.endswith(f":{_BESIDE}")]
-    integers = tried.groupby(["purpose", "codec"], as_index=False)[["vnmse"]].median()
-    integers["bytes"] = [parse(codec).frame_bytes(_MANY) / _MANY for codec in integers["codec"]]
-    rows = pd.concat([sizes, integers]).sort_values(["purpose", "bytes"], ascending=[True, False])
-    rows["of_bf16"] = rows["bytes"] / ITEM_BYTES["bf16"]
+    medians = whole.groupby(["purpose", "codec"])["vnmse"].median()
+    rows: list[dict[str, Any]] = [
+        {"purpose": purpose, "codec": codec, "bytes": size / elements, "vnmse": medians[purpose, codec]}
+        for purpose, codec, elements, size in sums.itertuples(index=False)
+    ]
+    others = tried.groupby(["purpose", "codec"], as_index=False)["vnmse"].median()
+    rows += [
+        {
+            "purpose": purpose,
+            "codec": codec,
+            "bytes": parse(codec).frame_bytes(_MANY) / _MANY,
+            "vnmse": median,
+        }
+        for purpose, codec, median in others.itertuples(index=False)
+    ]
+    rows = [row | {"of_bf16": row["bytes"] / ITEM_BYTES["bf16"]} for row in rows]
     where = "".join(first["configuration"] + " (" + first["where"] + ")")
     return table_of(
         "lossless",
         "Bytes without loss",
-        rows,
+        sorted(rows, key=lambda row: (row["purpose"], -row["bytes"])),
         Column("purpose", "Of"),
         Column("codec", "Codec"),
         Column("bytes", "Bytes a value", number(3), "Bytes a value: scales included."),

@@ -43,6 +43,7 @@ def test_every_field_of_a_policy_tells_configurations_apart() -> None:
         "frozen": PRESETS["zeropp"].weights,
         "reduce_every": "step",
         "order_every": 7,
+        "owned": (BF16, PRESETS["zeropp"].weights),
         "memory": replace(PRESETS["zero3"].memory, prefetch=1),
         "offload": Offload(optimizer=1.0),
     }
