@@ -210,7 +210,10 @@ class Policy:
             raise PolicyError(
                 f"gradients = {hops!r}: expected a tuple of two codecs, for hop 1 and for hop 2"
             )
-        for codec in self._own_codecs():
+        spans: object = self.schedule
+        if not isinstance(spans, tuple) or not all(isinstance(span, Span) for span in spans):
+            raise PolicyError(f"schedule = {spans!r}: expected a tuple of Span")
+        for codec in self._fields_codecs():
             if not isinstance(codec, Codec):
                 kind = type(codec).__name__
                 raise PolicyError(
@@ -375,9 +378,6 @@ class Policy:
 
     def _schedule_errors(self) -> Iterator[str]:
         """Yield an error for spans that cannot follow one another, or that would move memory."""
-        spans: object = self.schedule
-        if not isinstance(spans, tuple) or not all(isinstance(span, Span) for span in spans):
-            yield f"schedule = {spans!r}: expected a tuple of Span"
         if not self.schedule:
             return
         yield from check_order(self.schedule)
@@ -440,10 +440,10 @@ class Policy:
         With a schedule, they are the codecs of all steps.
         """
         if not self.schedule:
-            return self._own_codecs()
+            return self._fields_codecs()
         return tuple(dict.fromkeys(itertools.chain.from_iterable(phase.codecs for phase in self.phases)))
 
-    def _own_codecs(self) -> tuple[Codec, ...]:
+    def _fields_codecs(self) -> tuple[Codec, ...]:
         """Returns the codecs of the policy's own fields, without those of its schedule."""
         budget = () if self.budget is None else self.budget.codecs
         others = (self.inside, self.differences, self.frozen, *budget)
