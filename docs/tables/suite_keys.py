@@ -66,9 +66,11 @@ _VALUES: Final = {
     "policy.secondary": "number of ranks that share hpZ's copy, 0 for no copy, or `node`",
     "policy.secondary_format": "hpZ's copy: `frames` keeps the codes that were received, `bf16`, `fp16` or "
     "`fp32` casts the weights",
-    "policy.gather": "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes",
+    "policy.gather": "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes; "
+    "`module:Class`, [a gather of your own](own_method.md#a-gather-of-your-own)",
     "policy.reduce": "`ring`; `one_hop`: one all-to-all over all ranks; `two_hop`: inside nodes, then between; or "
     "`module:Class`, [a method of your own](own_method.md)",
+    "gather_method": "table: arguments of [a gather of your own](own_method.md#a-gather-of-your-own)",
     "method": "table: arguments of [a method or strategy of your own](own_method.md); `none` gives no argument",
     "policy.chunks": "whole number: parts in which a shard is reduced, so that hops overlap",
     "policy.reduce_every": "`micro_batch` reduces after each micro-batch and adds up in shards; `step` adds up "

@@ -21,7 +21,7 @@ from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.errors import raised
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
-from impl.plan.own_method import Declared
+from impl.plan.own_method import Declared, DeclaredGathers
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.topology import Topology
@@ -83,6 +83,7 @@ def per_node_bytes(
     *,
     judges: bool = False,
     methods: Declared | None = None,
+    gathers: DeclaredGathers | None = None,
 ) -> tuple[int, int]:
     """Return the mean bytes that the ranks of one node send in a timed step, to other nodes and inside the node.
 
@@ -95,6 +96,7 @@ def per_node_bytes(
         trial: The trial.
         judges: Whether ``units`` are those of the frozen models that score in workload ``rlhf``.
         methods: By unit, the messages of each reduction that a user's own method declares.
+        gathers: By unit, a function that returns the messages that a user's own gather declares.
 
     Returns:
         (bytes to other nodes, bytes inside the node).
@@ -104,11 +106,18 @@ def per_node_bytes(
     if judges:  # their weights never change, so that copies kept from earlier steps are still current
         timed: list[Event] = ["evaluate"] * trial.steps
         loads, later, beginnings = (timed, timed), 0, [(1, ["evaluate"] * trial.warmup)]
+    elif (
+        policy.own_gather is not None and trial.workload == "train"
+    ):  # each of its steps may send something else
+        norms = 0 if trial.clip is None else 1
+        step = traffic.passes(policy, micro_batches=trial.accumulation, norms=norms)
+        loads, later, beginnings = (step * trial.steps,) * 2, 0, [(1, step * trial.warmup)]
     zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # without FSDP2's groups
 
     def nbytes(rank: int, events: list[Event]) -> dict[LedgerKey, int]:
         if trial.host is None:
-            ledger = traffic.predict(policy, topology, zero_units, rank, events, methods=methods).sent
+            own = {"methods": methods, "gathers": gathers}
+            ledger = traffic.predict(policy, topology, zero_units, rank, events, **own).sent  # type: ignore[arg-type]
         else:
             ledger = predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
         return {key: sent.bytes for key, sent in ledger.items()}
@@ -117,8 +126,8 @@ def per_node_bytes(
     for rank in range(topology.ranks_per_node):
         for steps, before in beginnings:
             none, first, both = (nbytes(rank, [*before, *load]) for load in ([], *loads))
-            step = _step(none, first, both, later)
-            for link, size in at_most(policy, topology, zero_units, step).items():
+            sent = _step(none, first, both, later)
+            for link, size in at_most(policy, topology, zero_units, sent).items():
                 total[link] += steps * size
     return total["inter"] // trial.steps, total["intra"] // trial.steps
 

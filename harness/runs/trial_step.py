@@ -17,10 +17,10 @@ BYTES_PER_MBIT: Final = 1e6 / 8
 def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
     """Return the work of a trial's step; None if it is not known.
 
-    It is known if our own engine trains the trial's model, and reduces its gradients in hops.
+    It is known if our own engine trains the trial's model, and gathers weights and reduces gradients in hops.
     """
     policy = trial.resolved_policy()
-    own = policy is not None and policy.own_reduce is not None
+    own = policy is not None and (policy.own_reduce is not None or policy.own_gather is not None)
     if policy is None or own or trial.host is not None or trial.workload != "train":
         return None
     rate = trial.slowest_mbit if trial.cluster.nodes > 1 else None

@@ -197,7 +197,7 @@ class PolicyChanges(_Frozen):
     group: int | Literal["node"] | None = None
     weights: str | tuple[str, str] | None = None
     gradients: str | tuple[str, str] | None = None
-    gather: Literal["flat", "hierarchical"] | None = None
+    gather: Literal["flat", "hierarchical"] | OwnClass | None = None
     reduce: Literal["ring", "one_hop", "two_hop"] | OwnClass | None = None
     chunks: int | None = Field(None, ge=1, le=policies.MOST_CHUNKS)
     secondary: int | Literal["node"] | None = None
@@ -239,14 +239,21 @@ class PolicyChanges(_Frozen):
         """Turn the default ``frames`` into None, so that a trial that sets it has the id of one that does not."""
         return None if value == "frames" else value
 
-    def applied(self, base: Policy, arguments: Mapping[str, Any] | None = None) -> Policy:
+    def applied(
+        self,
+        base: Policy,
+        arguments: Mapping[str, Any] | None = None,
+        gather_arguments: Mapping[str, Any] | None = None,
+    ) -> Policy:
         """Return ``base`` with these fields in place of its own; raises a PolicyError if no topology could run it.
 
-        A class that ``reduce`` names gets the ``arguments``.
+        A class that ``reduce`` names gets the ``arguments``, one that ``gather`` names the ``gather_arguments``.
         """
         changes = {name: value for name, value in self if value is not None}
         if ":" in (self.reduce or ""):
             changes["reduce"] = method(str(self.reduce), **(arguments or {}))
+        if ":" in (self.gather or ""):
+            changes["gather"] = method(str(self.gather), **(gather_arguments or {}))
         limits = {field.name for field in dataclasses.fields(policies.MemoryLimits)}
         memory = {name: changes.pop(name) for name in limits & changes.keys()}
         shares = [name for name in changes if name.startswith("offload_")]
@@ -333,6 +340,7 @@ class Trial(_Frozen):
     strategy: str = "zeropp"
     policy: PolicyChanges = PolicyChanges()
     method: dict[str, bool | int | float | str | list[bool | int | float | str]] = {}
+    gather_method: dict[str, bool | int | float | str | list[bool | int | float | str]] = {}
     peer: PeerSettings = PeerSettings()
     deepspeed_config: Annotated[str | None, BeforeValidator(configuration_text)] = None
     cluster: Cluster = Cluster()
@@ -371,7 +379,7 @@ class Trial(_Frozen):
         """Turn ``"none"``, which a suite writes in an axis, into None."""
         return None if value == "none" else value
 
-    @field_validator("method")
+    @field_validator("method", "gather_method")
     @classmethod
     def _given(cls, value: dict[str, Any]) -> dict[str, Any]:
         """Leave out arguments that are ``"none"``, which a suite writes for classes that do not take them."""
@@ -473,6 +481,12 @@ class Trial(_Frozen):
         return method(named, **arguments) if named is not None and ":" in named else None
 
     @property
+    def own_gather(self) -> OwnMethod | None:
+        """The class of a user's own that gathers weights, with its arguments; None without one."""
+        named = self.policy.gather if self.strategy not in PEERS else None
+        return method(named, **self.gather_method) if named is not None and ":" in named else None
+
+    @property
     def own_strategy(self) -> bool:
         """Whether the strategy is a class of a user's own, ``module:Class``."""
         return ":" in self.strategy
@@ -489,4 +503,5 @@ class Trial(_Frozen):
             PolicyError: If no topology could run the policy.
         """
         base = self.base_policy()
-        return None if base is None else self.policy.applied(base, {} if self.own_strategy else self.method)
+        arguments = {} if self.own_strategy else self.method
+        return None if base is None else self.policy.applied(base, arguments, self.gather_method)

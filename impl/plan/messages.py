@@ -70,7 +70,7 @@ def _gathers(
     every: tuple[Sends, ...] = ("weights", "differences", "copy") if again else ("weights", "differences")
     for sends in every:
         hops = gather_hops(policy, topology, unit.shard, sends)
-        if not casts_alone(hops, policy.compute):
+        if hops and not casts_alone(hops, policy.compute):  # a user's own gather has none
             yield from _forwarded(hops)
 
 

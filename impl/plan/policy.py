@@ -37,7 +37,7 @@ from impl.codecs.codec import (
     parse,
 )
 from impl.named_object import is_name
-from impl.plan.own_method import OwnMethod, method
+from impl.plan.own_method import MethodError, OwnMethod, Role, method
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis, Topology
 
@@ -328,8 +328,8 @@ class Policy:
     weights: Codec = BF16  # codec of weight gathers; qwZ: an integer codec
     gradients: tuple[Codec, Codec] = (BF16, BF16)  # codecs of hop 1, inside nodes, and 2, between them (qgZ)
     # ``hierarchical``: between nodes, then inside them, so a shard crosses each link between nodes once;
-    # ``flat``: one ring over all ranks.
-    gather: Gather = "hierarchical"
+    # ``flat``: one ring over all ranks.  Or a gather of your own: ``method(Differences)``, or ``mine:Differences``.
+    gather: Gather | OwnMethod = "hierarchical"
     # ``two_hop``: inside nodes, then between them; ``one_hop``: one all-to-all over all ranks; ``ring``: over
     # all ranks, where each of ``world - 1`` steps encodes the partial sum again (the paper's counter-example).
     # Or a reduction of your own: ``method(PowerSGD, rank=4)``, or ``mine:PowerSGD`` (:mod:`impl.plan.own_method`).
@@ -390,25 +390,58 @@ class Policy:
                     f"codec {codec!r} is a {kind}: expected a codec, such as codec.parse() returns"
                 )
         _check_literals(self)
-        self._read_reduce()
-        errors = self._method_errors(), self._contradictions(), self._copy_errors(), self._budget_errors()
+        self._read_method("reduce", get_args(Reduce))
+        self._read_method("gather", get_args(Gather))
+        methods = self._method_errors(), self._gather_errors()
+        errors = *methods, self._contradictions(), self._copy_errors(), self._budget_errors()
         for reason in itertools.chain.from_iterable(errors):
             raise PolicyError(reason)
 
-    def _read_reduce(self) -> None:
-        """Make a method of a ``reduce`` that names a class."""
-        if isinstance(self.reduce, str) and is_name(self.reduce):
-            object.__setattr__(self, "reduce", method(self.reduce))
-        elif not isinstance(self.reduce, OwnMethod) and self.reduce not in get_args(Reduce):
-            known = ", ".join(get_args(Reduce))
+    def _read_method(self, name: Role, known: Sequence[str]) -> None:
+        """Make a method of field ``name``, if its value is the name of a class and not one of the ``known`` words."""
+        value = getattr(self, name)
+        if isinstance(value, str) and is_name(value):
+            value = method(value)
+            object.__setattr__(self, name, value)
+        elif not isinstance(value, OwnMethod) and value not in known:
+            listed = ", ".join(known)
             raise PolicyError(
-                f"reduce = {self.reduce!r}: expected one of {known}, 'module:Class' or method(Class, ...)"
+                f"{name} = {value!r}: expected one of {listed}, 'module:Class' or method(Class, ...)"
             )
+        if isinstance(value, OwnMethod) and value.kind is not None:
+            try:
+                value.check_role(name)
+            except MethodError as error:
+                raise PolicyError(str(error)) from None
 
     @property
     def own_reduce(self) -> OwnMethod | None:
         """The reduction of a user's own; None if gradients are reduced in hops."""
         return self.reduce if isinstance(self.reduce, OwnMethod) else None
+
+    @property
+    def own_gather(self) -> OwnMethod | None:
+        """The gather of a user's own; None if weights are gathered in hops."""
+        return self.gather if isinstance(self.gather, OwnMethod) else None
+
+    def _gather_errors(self) -> Iterator[str]:
+        """Yield an error for each field that a gather of a user's own does not allow."""
+        if (own := self.own_gather) is None:
+            return
+        way_out = "or set gather='hierarchical'"
+        if self.stage == 0:
+            yield f"gather='{own}' needs stage 1 to 3: in stage 0 every rank has all weights; set stage=3, {way_out}"
+        if self.secondary != 0:
+            keeps = "since hpZ keeps a copy of what hops bring"
+            yield f"gather='{own}' does not allow secondary={self.secondary!r}, {keeps}: set secondary=0, {way_out}"
+        if self.planes != 1:
+            yield f"gather='{own}' does not allow planes=2, which a codec sends: set planes=1, {way_out}"
+        if self.offload != Offload():
+            keeps = "which keeps masters or encoded weights on the host"
+            yield f"gather='{own}' does not allow offload, {keeps}: remove offload, {way_out}"
+        if self.budget is not None and self.budget.weights is not None:
+            chooses = "which chooses codecs of weights, and a method has none"
+            yield f"gather='{own}' does not allow budget '{self.budget}', {chooses}: remove weights from it"
 
     def _method_errors(self) -> Iterator[str]:
         """Yield an error for each field that a reduction of a user's own does not allow."""
@@ -612,6 +645,8 @@ class Policy:
             changes["stage"], changes["weights"] = min(self.stage, 2), self._unquantised(self.weights)
             changes["gradients"] = tuple(map(self._unquantised, self.gradients))
             changes |= {} if self.own_reduce is None else {"reduce": "two_hop"}
+        if self.own_gather is not None and (persistent or not trainable):
+            changes["gather"] = "hierarchical"
         if not trainable:  # frozen weights do not change, so there are no differences to send
             changes |= {"differences": None, "refresh": 0, "budget": None}
             changes |= {} if self.frozen is None else {"planes": 1, "weights": self.frozen}
@@ -699,7 +734,12 @@ class Policy:
         return topology.ranks_per_node if self.group == "node" else self.group or topology.world
 
     def gather_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], int]:
-        """Returns the hops of a weight gather, first hop first, and how many of them hpZ's copy saves."""
+        """Returns the hops of a weight gather, first hop first, and how many of them hpZ's copy saves.
+
+        There are none for a user's own gather, whose messages are not known here.
+        """
+        if self.own_gather is not None:
+            return (), 0
         group = self.group_ranks(topology)
         if self.stage == 0 or group < topology.world:
             axes, outside = topology.gather_axes(group)

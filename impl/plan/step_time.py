@@ -285,6 +285,8 @@ class _Seconds:
         """Returns the gather of a unit's weights; with ``again``, from hpZ's copy if there is one."""
         # A policy with differences sends the weights themselves only in the first step; any other step is modelled.
         hops = gather_hops(policy, self._topology, unit.shard, "copy" if again else "differences")
+        if not hops:  # a user's own gather
+            return Collective()
         previous, timed, before = hops[0], list[TimedHop](), 0.0
         if previous.source != "copy":
             before = previous.planes * self._coding(previous.codec, unit.shard, "encode")

@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
 from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, reduction_hops
-from impl.plan.own_method import Declared, MethodMessage, axis_of
+from impl.plan.own_method import Change, Declared, DeclaredGathers, GatherInfo, MethodMessage, axis_of
 from impl.plan.policy import Budgeted, Offload, Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
@@ -122,14 +122,14 @@ class Book:
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * size, messages + count)
 
-    def method_message(self, unit: str, message: MethodMessage) -> None:
-        """Count a message of a user's own reduction."""
+    def method_message(self, tag: Tag, message: MethodMessage) -> None:
+        """Count a message of a user's own reduction or gather."""
         axis, shift = axis_of(self.topology, message.axis), message.kind == "shift"
         for link, others in destinations(self.topology, axis, self.rank, ring=shift).items():
             count = (
                 1 if shift else others
             )  # a shift is one step of a ring, and destinations() counts all steps
-            key = LedgerKey("backward", "gradients", unit, axis.name, link)
+            key = LedgerKey(*tag, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * message.nbytes, messages + count)
 
@@ -154,6 +154,7 @@ def predict(
     buffer_bytes: int = 0,
     decisions: Collection[Decision] = (),
     methods: Declared | None = None,
+    gathers: DeclaredGathers | None = None,
 ) -> Book:
     """Predicts everything that ``rank`` sends in ``events``, and its copies between host and device.
 
@@ -179,6 +180,7 @@ def predict(
         decisions: the choices of the policy's budget.
         methods: by unit, the messages that a user's own reduction declares; the messages of a reduction that declares
             none are not counted.
+        gathers: by unit, a function that returns the messages that a user's own gather declares.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
@@ -186,7 +188,7 @@ def predict(
     policy.check(topology)
     book = Book(topology, rank)
     senders = [
-        _Sender(book, policy.for_unit(unit), unit, placement)
+        _Sender(book, policy.for_unit(unit), unit, placement, (gathers or {}).get(unit.name))
         for unit, placement in zip(units, placements_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)
@@ -211,7 +213,7 @@ def predict(
                             sender.policy = sender.policy.with_choice(choice.purpose, choice.codec)
             case "dropped":
                 for sender in senders:
-                    sender.steps = None
+                    sender.steps, sender.change = None, "loaded"
             case "forward" | "evaluate":
                 if buffers_differ:
                     book.control(buffer_bytes, "buffers")
@@ -224,7 +226,7 @@ def predict(
                     if event == "backward" and sender.unit.trainable:
                         sender.reduce()
                         for message in (methods or {}).get(sender.unit.name) or ():
-                            book.method_message(sender.unit.name, message)
+                            book.method_message(Tag("backward", "gradients", sender.unit.name), message)
                 passes += 1
                 if policy.order_every and passes % policy.order_every == 0:
                     book.control(ORDER_BYTES)
@@ -266,11 +268,14 @@ class _Sender:
     policy: Policy
     unit: UnitGeometry
     placement: Placement
+    # Returns the messages that a user's own gather declares; None without one.
+    own_gather: Callable[[GatherInfo], Sequence[MethodMessage] | None] | None = None
     gathered: bool = False  # whether the weights are still gathered from the pass before
     current: bool = False  # whether hpZ's copy holds the current weights
     uploaded: bool = False  # whether the device holds the current frame of an offloaded master
     # Optimizer steps since the weights themselves were sent; None: they are sent next, not differences.
     steps: int | None = None
+    change: Change = "loaded"  # how the weights have changed since the last gather of a user's own
 
     def weights_changed(self, event: Event) -> None:
         """Mark all copies of the weights as stale.
@@ -279,9 +284,10 @@ class _Sender:
         """
         self.gathered = self.current = self.uploaded = False
         if event == "changed":
-            self.steps = None
+            self.steps, self.change = None, "loaded"
         elif event == "step" and self.steps is not None:
             self.steps += 1
+            self.change = "stepped" if self.change == "unchanged" else self.change
 
     def gather(self, phase: Phase, *, keep: bool) -> None:
         """Count a gather of the weights, unless they are gathered already.
@@ -289,7 +295,9 @@ class _Sender:
         Afterwards they stay gathered with ``keep`` or below stage 3; otherwise they are resharded.
         """
         policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
-        if not self.gathered:
+        if not self.gathered and policy.own_gather is not None:
+            self._gather_by_method(phase)
+        elif not self.gathered:
             hops = gather_hops(policy, book.topology, unit.shard, self._sends())
             if placement.shard and not self.current and (placement.frames or not self.uploaded):
                 book.copied[CopyKey("to_device", "weights", unit.name)] += hops[0].nbytes
@@ -300,6 +308,15 @@ class _Sender:
             book.send(Tag(phase, "persistent" if unit.persistent else "weights", unit.name), hops)
             self.current = policy.secondary != 0
         self.gathered = keep or policy.stage < 3
+
+    def _gather_by_method(self, phase: Phase) -> None:
+        """Count the messages that a user's own gather declares."""
+        if self.change == "loaded" or self.steps is None:
+            self.steps = 0
+        assert phase != "step"  # noqa: S101  # gathers are of passes
+        info, self.change = GatherInfo(phase, self.change, self.steps), "unchanged"
+        for message in (self.own_gather and self.own_gather(info)) or ():
+            self.book.method_message(Tag(phase, "weights", self.unit.name), message)
 
     def _sends(self) -> Sends:
         """Returns what the next gather sends."""
