@@ -114,7 +114,8 @@ class OwnWeightGather:
         flat: FlatBuffer,
     ) -> None:
         self.own = OwnGather(method, geometry, context.wire, flat.dtype)
-        self._master_shard, self._flat, self._clock = master_shard, flat, context.clock
+        self._master_shard, self._flat = master_shard, flat
+        self._clock, self._passes = context.clock, context.passes
         self.version: Version = (-1, -1)  # the version of the weights that are gathered
         self._change: Change = "loaded"  # how the weights have changed since the last gather
         self._seen = -1  # torch's version of the master at the last gather
@@ -128,7 +129,9 @@ class OwnWeightGather:
         change, self._change = self._present(), "loaded"  # stays so if this method is interrupted
         if change == "loaded":
             self._begun = step
+        self._passes.failed = True
         self.own.start(weights, GatherInfo(phase, change, step - self._begun))
+        self._passes.failed = False
         self._change, self._seen = "unchanged", self.version[1]
 
     def advance(self) -> None:
@@ -136,8 +139,15 @@ class OwnWeightGather:
         self.own.advance()
 
     def finish(self) -> None:
-        """Finish the gather, and copy the weights to the flat buffer."""
-        self._flat.attach().copy_(self.own.finish())
+        """Finish the gather, and copy the weights to the flat buffer.
+
+        After an error in the class, torch still runs the hooks after modules; these must not raise a second error.
+        """
+        flat = self._flat.attach()
+        if not self._passes.failed:
+            self._passes.failed = True
+            flat.copy_(self.own.finish())
+            self._passes.failed = False
 
     def _present(self) -> Change:
         """Return how the weights have changed by now; a user may have written the master without a report."""

@@ -83,6 +83,7 @@ class Unit:
         self.flat.used_outside = self._used_outside
         self.members: Sequence[Member] = self.flat.members  # the unit's parameters, in slot order
         parts, own = (geometry, context, self.master_shard, self.flat), self.policy.own_gather
+        self._own_gather = own is not None
         self.weight_gather = WeightGather(*parts) if own is None else OwnWeightGather(own, *parts)
         self.reduction = GradientReduction(geometry, context, self.master_shard, self.members)
         self.state = State.SHARDED
@@ -157,7 +158,7 @@ class Unit:
             if unit.state is State.SHARDED and len(self._passes.gathering) <= MOST_AHEAD:
                 unit.start_gather(phase)
         if not current:
-            if self.policy.own_gather is not None:
+            if self._own_gather:
                 self._advance_others()
             self.wait()
 

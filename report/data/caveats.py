@@ -145,8 +145,9 @@ def warnings(derived: Derived) -> list[str]:
     ):
         if not bounded:
             sentences.append(
-                f"The weights that {name} gathered were not compared with the masters, since the class promises no bound "
-                "of its error; losses and gradients were compared with a single process that has the gathered weights."
+                f"The weights that {name} gathered were not compared with the masters, since the class promises no "
+                "bound of its error; losses and gradients were compared with a single process that has the gathered "
+                "weights."
             )
         if group["weights_measured"].any():
             sentences.append(
