@@ -143,7 +143,7 @@ def test_arguments_are_axes() -> None:
         }
     )  # fmt: skip
     assert [(t.policy.gather, t.gather_method) for t in suite.combinations] == [
-        (None, {}), ("nowhere:Class", {"block": 1}), ("nowhere:Class", {"block": 4}),
+        ("hierarchical", {}), ("nowhere:Class", {"block": 1}), ("nowhere:Class", {"block": 4}),
     ]  # fmt: skip
     policies = [str(t.resolved_policy().gather) for t in suite.combinations]  # type: ignore[union-attr]
     assert policies == ["hierarchical", "nowhere:Class(block=1)", "nowhere:Class(block=4)"]
