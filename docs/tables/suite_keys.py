@@ -14,7 +14,7 @@ from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.peers import PEERS
 from harness.suites.repeat_order import Repeats
 from harness.suites.suite import Kind, Override, SuiteTables
-from harness.suites.trial import Trial
+from harness.suites.trial import KEYS, Trial
 
 _TYPES: Final = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
 _OVERRIDE: Final = (
@@ -59,52 +59,11 @@ _VALUES: Final = {
     "peer.group": "`all`, `node`: ranks that share one copy of FSDP2's states; with `node`, nodes are replicas (HSDP)",
     "peer.bucket_mb": "number: largest bucket of DDP's gradients, in MB",
     "deepspeed_config": "for strategy `recipe` or `deepspeed`: a file next to the suite, or a table",
-    "policy.align": "whole number: parameters start on multiples of so many elements; a suite sets it for all "
-    "its policies",
-    "policy.stage": "0, 1, 2 or 3: what is sharded",
-    "policy.group": "number of ranks that share one copy of all states, 0 for all ranks, or `node`",
-    "policy.secondary": "number of ranks that share hpZ's copy, 0 for no copy, or `node`",
-    "policy.secondary_format": "hpZ's copy: `frames` keeps the codes that were received, `bf16`, `fp16` or "
-    "`fp32` casts the weights",
-    "policy.gather": "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes; "
-    "`module:Class`, [a gather of your own](own_method.md#a-gather-of-your-own)",
-    "policy.reduce": "`ring`; `one_hop`: one all-to-all over all ranks; `two_hop`: inside nodes, then between; or "
-    "`module:Class`, [a method of your own](own_method.md)",
     "gather_method": "table: arguments of [a gather of your own](own_method.md#a-gather-of-your-own)",
     "method": "table: arguments of [a method or strategy of your own](own_method.md); `none` gives no argument",
-    "policy.chunks": "whole number: parts in which a shard is reduced, so that hops overlap",
-    "policy.reduce_every": "`micro_batch` reduces after each micro-batch and adds up in shards; `step` adds up "
-    "locally and reduces once; `stage`: as the stage implies",
-    "policy.compute": "`fp32`, `bf16`, `fp16`: type of gathered weights and local gradients; masters stay fp32",
-    "policy.loss_scale": "`none`, a number, or `dynamic` followed by `:from<scale>`, `:window<steps>`",
     "margin": "steps of training by which a loss may be worse; 0: 1 % of the baseline's loss instead",
     "seconds": "name of the suite whose records have the seconds of a step, "
     "[for net speed-ups](#seconds-of-a-step-from-another-suite); empty: its own",
-    "policy.frozen": "codec in which untrained weights are stored and sent, or `none`",
-    "policy.prefetch": "elements that are gathered ahead of their use. The next unit is gathered ahead even if it is "
-    "larger; 0: no unit is",
-    "policy.max_live": "most elements that are gathered at the same time: beyond this number no further unit is "
-    "gathered ahead or kept. Not given: 1,000,000,000, and the next unit is gathered ahead even beyond this number",
-    "policy.max_reuse": "a unit stays gathered until backward if fewer elements than this run in between; 0: never",
-    "policy.persist_below": "parameters with fewer elements stay gathered and are never quantised; 0: none",
-    "policy.persist_most": "most elements that stay gathered because of `persist_below`; in model "
-    "order, a parameter that would exceed it is sharded instead",
-    "policy.largest_unit": "most elements of a unit; larger blocks are cut into their submodules; 0: no limit",
-    "policy.reduce_bucket": "gradient elements that may be in reduction at the same time",
-    "policy.max_padding": "largest share of a unit that may be padding",
-    "policy.offload_optimizer": "share of trained elements whose masters and optimizer state are on the host",
-    "policy.offload_weights": "share of elements whose encoded and frozen shards are on the host",
-    "policy.order_every": "backward passes between checks of the order of messages; 0: never",
-    "policy.weights": "codec; or a list of two: inside an hpZ group, and between such groups",
-    "policy.differences": "codec of the differences from hpZ's copy, which are sent instead of weights; or `none`",
-    "policy.refresh": "steps after which whole weights are sent instead of differences; 0: never",
-    "policy.gradients": "codec; or a list of two: inside a node, and between nodes",
-    "policy.sums": "`fp32`, or `fp16` as DeepSpeed: type in which a hop sums",
-    "policy.blocks": "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes",
-    "policy.planes": "1, or 2: weights are quantised by rows for forward and by columns for backward",
-    "policy.feedback": "`none`, `classic` or `loco`, followed by `:decay<d>`, `:reset<n>`, `:last`, `:all`, "
-    "`:fp32`, `:bf16`, `:fp16`",
-    "policy.budget": "`none`, or `weights <bits>`, `gradients <bits>` or both, `every <steps> of <codecs>`",
     "cluster.slow": "number: rate of the last node's link as a share of the others'",
     "cluster.inner_rate": "text with kbit/s, Mbit/s or Gbit/s: rate between ranks of a node",
     "cluster.launcher": "`local`, `torchrun`, `hosts`, `slurm` ([across hosts](cluster.md))",
@@ -137,6 +96,12 @@ _VALUES: Final = {
     "control": "`none`, or a change that makes training worse on purpose: `stale_secondary`, hpZ's copy is never "
     "renewed; `late_secondary`, it is renewed one step late; `half_batch`, only the first half of each batch is "
     "used; `unordered`, gradients are not reordered before the two hops",
+    **{
+        f"policy.{name}": each.says.replace(
+            "a method of your own", "[a method of your own](own_method.md)"
+        ).replace("a gather of your own", "[a gather of your own](own_method.md#a-gather-of-your-own)")
+        for name, each in KEYS.items()
+    },
 }
 
 

@@ -161,7 +161,7 @@ def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
 
 
 def works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
-    """Yield all operations to time on the elements ``x`` (S,), of those ``backends`` that work on their device."""
+    """Yield all operations to time on the elements ``x`` (S,), by the backends that work on the device of ``x``."""
     kernels = [name for name in backends if name in (x.device.type, "reference")]
     kernels += [name for name in backends if name in kernel_ablation.ABLATED and x.is_cuda]
     for codec, name in product(map(parse, codecs), kernels):

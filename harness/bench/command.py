@@ -185,7 +185,7 @@ class _Run:
             raise Refusal(
                 f"{self._folder}: holds {counted(len(pools), 'record')} of another machine or version of the code "
                 f"(hash {pools[0]}, here {pool}), and such records cannot be compared; move the folder aside, or "
-                "name another one with --results"
+                "name another folder with --results"
             )
 
     def at(self, place: Place, target: Callable[[Rank], Sequence[Sample]]) -> list[Sample]:

@@ -253,7 +253,7 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
         return None
     return (
         f"in step {step} the weights of {only} were gathered with a squared error of {found:.3g}, but {codec} makes "
-        f"one of {expected:.3g}: they were not sent in this codec"
+        f"a squared error of {expected:.3g}: the weights were not sent in this codec"
     )
 
 
@@ -310,7 +310,7 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
         units = error.unit or "all units"
         sentence = f"in step {error.step} the vNMSE of {error.purpose} of {units} is {vnmse:.3g}"
         if error.purpose == "secondary" and vnmse > 1.001 * copied + rounding:
-            return f"{sentence}, but that of the weights that they copy is {copied:.3g}"
+            return f"{sentence}, but the vNMSE of the copied weights is {copied:.3g}"
         gradients = error.purpose == "gradients"
         budgeted = ("gradients" if gradients else "weights") in policy.candidates
         differs = policy.own_gather is not None or (policy.differences is not None and error.step == 0)
@@ -319,7 +319,9 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
             continue
         allowed = GROWTH * max(first.setdefault((error.purpose, error.unit, error.codec), vnmse), BF16_VNMSE)
         if vnmse > allowed:
-            return f"{sentence}: more than {allowed:.3g}, which the first measured step allows"
+            return (
+                f"{sentence}, but after the error in the first measured step at most {allowed:.3g} is allowed"
+            )
     return None
 
 
@@ -369,7 +371,7 @@ def drawn_step(seed: int, repeat: int, warmup: int, total: int) -> int | None:
     begins in the course of training is present in late steps, which is why early ones are not drawn.
 
     Returns:
-        The index of the step; None if the trial of ``total`` steps has no step after the first to draw.
+        The index of the step; None if no step of a trial of ``total`` steps lies after the first and the warm-up.
     """
     first = max(warmup, 1, total // 2)
     return None if first >= total else first + draw(f"{seed}/{repeat}/checked step", total - first)

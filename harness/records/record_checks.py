@@ -32,7 +32,7 @@ INTERFACE_WITHIN: Final = (0.99, 1.02)
 # announcements and a header with each part; each of these three takes 48 bytes.
 CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # rate that probes may measure, as a share of the requested rate
-# A trial with at least so many steps, warm-up included, must have a falling training loss; reports judge losses then.
+# In a trial of at least so many steps, warm-up included, the training loss must fall, and reports judge the losses.
 _LEARNS: Final = 100
 # Number of barriers around the timed steps.  There are as many around each validation, which itself is not counted.
 _BARRIERS: Final = 4

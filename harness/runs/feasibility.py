@@ -83,7 +83,7 @@ class Forecast:
     padded: int | None = None  # elements of its units, with padding; None for peers
     # Bytes that all ranks send between nodes in a step or generation; None for peers.
     inter: int | None = None
-    intra: int | None = None  # bytes that they send inside nodes
+    intra: int | None = None  # bytes that all ranks send inside nodes
     egress: int | None = None  # bytes that one node sends to all others in a step
     memory: dict[str, int] | None = None  # bytes of one rank by part, without activations
     wire_seconds: float | None = None  # time that ``egress`` takes at the link's rate; None without a rate
@@ -356,7 +356,9 @@ def check_writable(folder: Path, name: str) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise Refusal(f"{name} not writable: {existing}: {error.strerror}") from None
+        raise Refusal(
+            f"{name} cannot be written: {existing}: {error.strerror}; choose another folder"
+        ) from None
 
 
 def check_inputs(folder: Path, trials: Mapping[str, Trial], records: Sequence[Record]) -> None:
@@ -401,7 +403,7 @@ def _layout_problem(trial: Trial, error: Exception) -> str:
     """
     if not isinstance(error, PaddingError):
         return str(error)
-    problem, align = f"{error}: policy.max_padding = {error.needed:.2f} in the suite", trial.policy.align
+    problem, align = f"{error}: set policy.max_padding = {error.needed:.2f} in the suite", trial.policy.align
     unaligned = trial.policy.model_copy(update={"align": 1})
     policy = trial.model_copy(update={"policy": unaligned}).resolved_policy()
     if policy is None or policy.grain % align == 0:
@@ -413,7 +415,7 @@ def _layout_problem(trial: Trial, error: Exception) -> str:
 
 
 def _local_ranks(trial: Trial) -> int:
-    """Return the number of ranks on this machine: all, unless a launcher spreads the nodes over machines."""
+    """Return the number of ranks on this machine: all ranks, or those of one node if a launcher starts the nodes."""
     if trial.strategy == "single":
         return 1
     cluster = trial.cluster
@@ -429,13 +431,15 @@ def _memory_problems(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[
         sharing = sharing if trial.measures_time else ranks
         if (size := sharing * (per_rank - offloaded)) > min(host.gpus):
             need = "a rank needs" if sharing == 1 else f"{sharing} ranks that share a GPU need"
-            problems.append(f"{need} {gib(size)} without activations, a GPU here has {gib(min(host.gpus))}")
+            problems.append(
+                f"{need} {gib(size)} without activations, but a GPU here has {gib(min(host.gpus))}"
+            )
     size, processes = offloaded if cuda else per_rank, ranks if trial.measures_time else 1
     whole = ranks * size + processes * PROCESS_BYTES
     if whole > host.memory and (offloaded or not cuda):
         need = f"x {gib(whole / ranks)} = {gib(whole)} without activations"
         need = f"offload {gib(whole)}" if cuda else need
-        problems.append(f"{ranks} ranks {need}, this machine has {gib(host.memory)}")
+        problems.append(f"{ranks} ranks {need}, but this machine has {gib(host.memory)}")
     return tuple(f"too big for memory: {problem}" for problem in problems)
 
 
@@ -452,19 +456,19 @@ def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
     cuda, single = trial.cluster.device == "cuda", trial.strategy == "single"
     apart = trial.cluster.transport != "staged" and trial.measures_time
     if cuda and apart and not single and ranks > gpus:
-        shared = "ranks share GPUs with cluster.transport = 'staged'"
-        yield f"cluster.device = 'cuda': {ranks} ranks need a GPU each, this machine has {gpus}; {shared}"
+        shared = "let ranks share GPUs with cluster.transport = 'staged', or set device = 'cpu'"
+        yield f"cluster.device = 'cuda': {ranks} ranks need a GPU each, but this machine has {gpus}; {shared}"
     if cuda and not gpus:
-        yield "cluster.device = 'cuda': NVML shows no GPU on this machine"
+        yield "cluster.device = 'cuda': NVML shows no GPU on this machine; set device = 'cpu', or install a driver"
     if ranks > most and not cuda and trial.measures_time:
         yield (
             f"{ranks} ranks are more than this machine can hold: {gib(PROCESS_BYTES)} each before any "
-            f"model, at most {most} in {gib(host.memory)}"
+            f"model, at most {most} in {gib(host.memory)}; set a smaller cluster.nodes or cluster.ranks_per_node"
         )
 
 
 def _why_paced(trial: Trial, host: Host) -> str | None:
-    """Return why link ``auto`` becomes ``paced`` here, which delays messages in the process; None if it does not."""
+    """Return why link ``auto`` becomes ``paced``, so that ranks delay their own messages; None if it does not."""
     cluster = trial.cluster
     shaped = cluster.link == "auto" and cluster.launcher == "local" and cluster.nodes > 1
     return host.namespaces() if shaped and cluster.rate is not None else None

@@ -82,7 +82,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
 
 
 def _with_ledger(adapters: AdapterCounters, ranks: Sequence[RankRecord], trained: bool) -> AdapterCounters:
-    """Return a node's counters, to which the bytes that its ranks booked to other nodes are added.
+    """Return a node's counters together with the bytes that the node's ranks booked to other nodes.
 
     Without ledgers, the counters are returned unchanged.  If the workload is training (``trained``), evaluations run
     between steps: neither the counters nor these bytes include them.
@@ -162,7 +162,7 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
     if scaler is not None and count and scaler["skipped"] >= count:
         yield (
             f"all {count} steps were skipped because gradients overflowed, the last one at a loss scale of "
-            f"{scaler['scale']:g}; start policy.loss_scale from a smaller one"
+            f"{scaler['scale']:g}; start policy.loss_scale from a smaller scale"
         )
     for rank, outcome in enumerate(outcomes):
         if outcome.compared.wrong is not None:

@@ -165,7 +165,7 @@ def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]
 
 
 def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, list[Event]]]:
-    """Return (number of timed steps, events before such a step) for each kind of step.
+    """Return a pair for each kind of step: the number of timed steps, and the passes that precede such a step.
 
     A policy with differences sends whole weights in some steps and differences in the others.  A step that sends
     differences is counted after a step that sent whole weights.

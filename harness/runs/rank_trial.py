@@ -94,7 +94,7 @@ class Outcome:
     unpredicted: list[str]  # purposes of messages that are measured and not predicted
     # What the node's interface sent in the timed steps, without evaluations; only the node's first rank has it.
     sent: InterfaceCounters | None
-    # What the node's InfiniBand adapters sent in the timed steps; only the node's first rank has it.
+    # What the node's InfiniBand and RoCE adapters sent in the timed steps; only the node's first rank has it.
     adapters: AdapterCounters | None
     probed: list[float]  # rate of the link into its node, Mbit/s
     compared: Compared  # comparisons with a single process and with exact values
@@ -124,7 +124,7 @@ WORKS: Final = {work.__name__: work for work in (run, measure_link)}
 
 
 def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
-    """Return a function that checks the commands a node receives from node 0; the node has read ``suite`` itself.
+    """Return a function that checks the commands which a node receives from node 0; the node has read ``suite`` itself.
 
     A command may only name trials of that suite, by id.  The node runs the trial of its own suite file, so that no
     name of a module comes from another process.
@@ -136,14 +136,14 @@ def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
     def admit(argument: Any, launch: Launch) -> Any:
         if launch.backend not in backends:
             raise Refusal(
-                f"transport {launch.backend!r}: not in this node's suite file; copy node 0's file here"
+                f"transport {launch.backend!r} is not in this node's suite file: copy node 0's file here"
             )
         if not isinstance(argument, Assignment):
             return argument
         repeat, wanted = argument.trial.repeat, argument.trial.model_copy(update={"repeat": 0})
         if (trial := own.get(wanted.id)) is None:
             raise Refusal(
-                f"trial {argument.trial.id}: not in this node's suite file; copy node 0's file here"
+                f"trial {argument.trial.id} is not in this node's suite file: copy node 0's file here"
             )
         return replace(argument, trial=trial.model_copy(update={"repeat": repeat}), folder=folder.current())
 
@@ -443,7 +443,7 @@ class TrialRun:
 
         Returns:
             On the node's first rank: bytes and packets of the node's interface, which are 0 if others use it too; and
-            bytes of the node's InfiniBand adapters.  On other ranks: zeros.
+            bytes of the node's InfiniBand and RoCE adapters.  On other ranks: zeros.
         """
         count = np.zeros(3, np.int64)
         nccl = self.trial.cluster.transport == "nccl" and self.trial.cluster.nodes > 1
@@ -459,7 +459,7 @@ class TrialRun:
         return count
 
     def _sent_by_port(self) -> dict[str, int]:
-        """Return the bytes sent so far by each InfiniBand port of this node that NCCL may use.
+        """Return the bytes sent so far by each InfiniBand or RoCE port of this node that NCCL may use, by port.
 
         The result is empty in a network namespace and with a shaped interface, where NCCL uses sockets.
         """

@@ -105,7 +105,7 @@ class ComparedLoss:
     # as with dropout.
     trained: float | None = None
     step: int = 0  # the step before which they were compared; 0 is before training
-    sharded: float = math.nan  # of the sharded model
+    sharded: float = math.nan  # loss of the sharded model; NaN until it has run
 
 
 @dataclass(slots=True)
@@ -300,7 +300,7 @@ class Comparison:
         except Exception as error:  # an error of a user's own model becomes a Refusal, unless memory ran out
             if ":" not in trial.model.name or kind_of(error) != "crashed":
                 raise
-            raise Refusal(f"model {trial.model.name!r}: raised {raised(error)}") from error
+            raise Refusal(f"model {trial.model.name!r} raised {raised(error)}") from error
         # Layouts stay None for DeepSpeed, which does not show its reduced gradients.
         layouts: Sequence[Layout] | None = None
         family, columns = trial.host or family_of(trial.strategy), dict[str, Tensor]()

@@ -286,7 +286,7 @@ class ByDeepSpeed(Strategy):
 
 @dataclass(slots=True)
 class Sharded(Strategy):
-    """A policy, run by our own engine, ``impl.zero``."""
+    """The strategy that trains with a policy by our own engine, ``impl.zero``."""
 
     units: Sequence[UnitGeometry]
     zero: Zero

@@ -64,7 +64,7 @@ def check(trial: Trial) -> None:
         if trial.host is not None:
             check_host(trial.host, policy)
         if policy.planes > 1 and trial.activation_checkpointing:
-            planes = f"policy.planes = {policy.planes}: not supported with activation_checkpointing = true"
+            planes = f"policy.planes = {policy.planes} is not supported with activation_checkpointing = true"
             raise ValueError(f"{planes}; set policy.planes = 1, or remove activation_checkpointing")
 
 
@@ -105,7 +105,7 @@ def _cluster(trial: Trial) -> Iterator[str]:
     if cluster.link == "none" and rate is not None:
         yield f"cluster.rate = {rate:g} Mbit/s: cluster.link = 'none' has no rate; remove one of the two"
     if cluster.link == "shaped" and rate is None:
-        yield "cluster.link = 'shaped': needs a cluster.rate; set one, or set cluster.link = 'real'"
+        yield "cluster.link = 'shaped': needs a cluster.rate; set cluster.rate, or set cluster.link = 'real'"
     if cluster.hcas is not None and (cluster.transport, cluster.link) != ("nccl", "real"):
         hcas = json.dumps(cluster.hcas)
         needed = "needs cluster.transport = 'nccl' and cluster.link = 'real'"
@@ -131,9 +131,12 @@ def _cluster(trial: Trial) -> Iterator[str]:
         yield f"cluster.device = {cluster.device!r}, {transport}: {needed}"
     if cluster.transport == "staged" and trial.strategy in PEERS and trial.strategy != "single":
         conflict = f"strategy {trial.strategy!r} sends its own messages, which this transport cannot carry"
-        yield f"{transport}: {conflict}; set 'nccl'"
+        yield f"{transport}: {conflict}; set cluster.transport = 'nccl'"
     if cluster.transport == "staged" and trial.measure_quantisation:
-        yield f"{transport}: cannot measure the errors of messages; remove measure_quantisation, or set 'nccl'"
+        yield (
+            f"{transport}: cannot measure the errors of messages; remove measure_quantisation, or set "
+            "cluster.transport = 'nccl'"
+        )
     if cluster.transport == "nccl" and cluster.link == "paced" and cluster.nodes > 1 and rate is not None:
         yield f"cluster.link = 'paced': {PACED_NCCL}"
     # A backend of the user's own may send bytes that the ledger does not count, which the comparison with a
@@ -165,7 +168,7 @@ def _workload(trial: Trial) -> Iterator[str]:
     for path in _WITHOUT[trial.workload]:
         field = operator.attrgetter(path)
         if field(trial) != field(usual):
-            yield f"{path} = {field(trial)}: has no effect with {workload}; remove it"
+            yield f"{path} = {field(trial)}: has no effect with {workload}; remove {path}"
     if trial.workload == "train":
         return
     if not isinstance(MODELS.get(trial.model.name), GPTShape):
@@ -179,7 +182,7 @@ def _workload(trial: Trial) -> Iterator[str]:
     if (policy := trial.resolved_policy()) is None or trial.host is not None:
         yield f"{workload}: strategy {trial.strategy!r} cannot shard frozen models; choose a policy with our own engine"
     elif policy.offload != Offload():
-        yield f"policy.offload_optimizer, policy.offload_weights: not supported with {workload}; remove them"
+        yield f"policy.offload_optimizer and policy.offload_weights are not supported with {workload}; remove them"
     if (sequences := trial.tokens_per_rank // trial.sequence) % (group := trial.rlhf.group):
         batch = f"tokens_per_rank = {trial.tokens_per_rank} gives {sequences} sequences"
         yield f"{batch}: expected a multiple of rlhf.group = {group}"
@@ -191,7 +194,7 @@ def _control(trial: Trial) -> Iterator[str]:
     engine_policy = None if trial.host is not None else policy
     strategy = f"control = {trial.control!r}: strategy {trial.strategy!r}"
     if trial.control == "half_batch" and (tokens := trial.tokens_per_rank) < 2 * trial.sequence:
-        yield f"control = 'half_batch': tokens_per_rank = {tokens} is one sequence; it needs at least two"
+        yield f"control = 'half_batch': tokens_per_rank = {tokens} is one sequence, but this control needs two or more"
     if trial.control == "unordered":
         axes = () if policy is None or policy.reduce == "ring" else policy.reduce_axes(topology)
         reached = math.prod(axis.size for axis, _ in axes)

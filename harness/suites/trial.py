@@ -11,14 +11,16 @@ A policy is resolved in two steps: the strategy names a preset (:data:`impl.plan
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import hashlib
 import ipaddress
 import json
+import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Final, Literal
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +29,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationInfo,
+    create_model,
     field_validator,
 )
 
@@ -46,14 +49,13 @@ from harness.suites.peers import (
     configuration,
 )
 from impl.adapters.traffic import HOSTED, Host
-from impl.codecs.codec import Codec, parse
 from impl.deepspeed.config_to_policy import Recipe, recipe
 from impl.deepspeed.keys import load as load_configuration
 from impl.named_object import is_name
-from impl.plan import policy as policies
 from impl.plan.learning_rate import Schedule
 from impl.plan.own_method import OwnMethod, method
-from impl.plan.policy import PRESETS, Policy
+from impl.plan.policy import PRESETS, SETTINGS, Policy
+from impl.plan.setting import Setting
 from impl.plan.topology import Topology
 
 RECIPE: Final = "recipe"  # the strategy whose policy comes from a DeepSpeed configuration
@@ -176,61 +178,58 @@ class Optimizer(_Frozen):
 OwnClass = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 
 
-def _parse_or_none(text: str) -> Codec | None:
-    return None if text == "none" else parse(text)
+_SETTINGS: Final = {each.key: each for each in SETTINGS if each.says}
+_PLACES: Final = {name: place for place, name in enumerate(_SETTINGS)} | {
+    "budget": [*_SETTINGS].index("planes")
+}
+KEYS: Final = {name: _SETTINGS[name] for name in sorted(_SETTINGS, key=_PLACES.__getitem__)}
+"""The settings of a policy that a suite may give, by key after ``policy.``, in the order in which pages list them."""
 
 
-_TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
-    "weights": parse, "gradients": parse, "frozen": _parse_or_none, "differences": _parse_or_none,
-    "feedback": policies.parse_feedback, "loss_scale": policies.parse_loss_scale,
-    "budget": policies.parse_budget,
-}  # fmt: skip
+def _key(each: Setting) -> tuple[Any, Any]:
+    """Return the type and the pydantic field of a setting's key; None, the usual default, keeps the strategy's value.
+
+    Names of users' classes take the place of the classes.
+    """
+    kinds = get_args(each.kind) if get_origin(each.kind) in (Union, UnionType) else (each.kind,)
+    if each.read is not None:
+        kinds = (str, tuple[str, str]) if each.pair else (str,)
+    kinds = tuple(OwnClass if kind is OwnMethod else kind for kind in kinds)
+    kind = functools.reduce(operator.or_, kinds if each.unset is not None else (*kinds, None))
+    if each.or_none:
+        kind = Annotated[kind, BeforeValidator(lambda value: None if value == "none" else value)]
+    return kind, Field(each.unset, ge=each.least, le=each.most)
 
 
-class PolicyChanges(_Frozen):
+_FIELDS: Any = {name: _key(each) for name, each in KEYS.items()}
+_Keys: Any = create_model("_Keys", __base__=_Frozen, **_FIELDS)
+
+
+def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, as a policy has them, of keys and values that a suite gives."""
+    values = {name: KEYS[name].parsed(value) for name, value in given.items()}
+    if isinstance(texts := given.get("weights"), tuple):  # of hops inside an hpZ group, and of earlier hops
+        inside, values["weights"] = values["weights"]
+        values["inside"] = None if texts[0] == texts[1] else inside
+    return values
+
+
+class PolicyChanges(_Keys):
     """Values that replace fields of the strategy's ``Policy``, its ``MemoryLimits`` and its ``Offload``.
 
     None keeps the preset's value.  Codecs and the like are given in their text form.
     """
 
-    stage: Literal[0, 1, 2, 3] | None = None
-    group: int | Literal["node"] | None = None
-    weights: str | tuple[str, str] | None = None
-    gradients: str | tuple[str, str] | None = None
-    gather: Literal["flat", "hierarchical"] | OwnClass | None = None
-    reduce: Literal["ring", "one_hop", "two_hop"] | OwnClass | None = None
-    chunks: int | None = Field(None, ge=1, le=policies.MOST_CHUNKS)
-    secondary: int | Literal["node"] | None = None
-    secondary_format: Literal["frames", "fp32", "bf16", "fp16"] | None = None
-    differences: str | None = None
-    refresh: int | None = Field(None, ge=0)
-    feedback: str | None = None
-    sums: Literal["fp32", "fp16"] | None = None
-    blocks: Literal["codec", "shape"] | None = None
-    planes: Literal[1, 2] | None = None
-    budget: str | None = None
-    reduce_every: Literal["stage", "micro_batch", "step"] | None = None
-    compute: Literal["fp32", "bf16", "fp16"] | None = None
-    loss_scale: str | None = None
-    frozen: str | None = None
-    prefetch: int | None = Field(None, ge=0)
-    max_live: int | None = Field(None, ge=0)
-    max_reuse: int | None = Field(None, ge=0)
-    persist_below: int | None = Field(None, ge=0)
-    persist_most: int | None = Field(None, ge=0)
-    reduce_bucket: int | None = Field(None, ge=0)
-    largest_unit: int | None = Field(None, ge=0)
-    max_padding: float | None = Field(None, ge=0)
-    offload_optimizer: float | None = Field(None, ge=0, le=1)
-    offload_weights: float | None = Field(None, ge=0, le=1)
-    order_every: int | None = Field(None, ge=0)
-    align: int = Field(1, ge=1)
+    if TYPE_CHECKING:  # the fields are those of KEYS
 
-    @field_validator("weights", "gradients", "differences", "feedback", "budget", "loss_scale", "frozen")
+        def __init__(self, **values: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+    @field_validator(*(name for name, each in KEYS.items() if each.read is not None))
     @classmethod
     def _means_something(cls, value: Any, info: ValidationInfo) -> Any:
-        for text in (value,) if isinstance(value, str) else value or ():
-            _TEXT_FORMS[str(info.field_name)](text)
+        if value is not None:
+            KEYS[str(info.field_name)].parsed(value)
         return value
 
     @field_validator("secondary_format")
@@ -249,29 +248,15 @@ class PolicyChanges(_Frozen):
 
         A class that ``reduce`` names gets the ``arguments``, one that ``gather`` names the ``gather_arguments``.
         """
-        changes = {name: value for name, value in self if value is not None}
+        values = _as_fields({name: value for name, value in self if value is not None})
         if ":" in (self.reduce or ""):
-            changes["reduce"] = method(str(self.reduce), **(arguments or {}))
+            values["reduce"] = method(str(self.reduce), **(arguments or {}))
         if ":" in (self.gather or ""):
-            changes["gather"] = method(str(self.gather), **(gather_arguments or {}))
-        limits = {field.name for field in dataclasses.fields(policies.MemoryLimits)}
-        memory = {name: changes.pop(name) for name in limits & changes.keys()}
-        shares = [name for name in changes if name.startswith("offload_")]
-        offload = {name.removeprefix("offload_"): changes.pop(name) for name in shares}
-        if isinstance(self.gradients, str):
-            changes["gradients"] = (self.gradients,) * 2
-        if isinstance(self.weights, tuple):  # one codec for hops inside an hpZ group, one for earlier hops
-            inside, changes["weights"] = self.weights
-            changes["inside"] = None if inside == changes["weights"] else parse(inside)
-        for name in changes.keys() & _TEXT_FORMS.keys():
-            read, text = _TEXT_FORMS[name], changes[name]
-            changes[name] = read(text) if isinstance(text, str) else tuple(map(read, text))
-        changes |= {"memory": replace(base.memory, **memory), "offload": replace(base.offload, **offload)}
-        return replace(base, **changes)
-
-
-# Policy fields that canonical JSON leaves out if the preset has the same value.
-_AS_PUBLISHED: Final = ("sums", "blocks", "planes")
+            values["gather"] = method(str(self.gather), **(gather_arguments or {}))
+        for part in ("memory", "offload"):
+            keys = [key for key, each in KEYS.items() if each.part == part and key in values]
+            values[part] = replace(getattr(base, part), **{KEYS[key].name: values.pop(key) for key in keys})
+        return replace(base, **values)
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
@@ -399,8 +384,8 @@ class Trial(_Frozen):
             data |= {part: getattr(self, part).model_dump(mode="json")} if is_used else {}
         for name in ("hosts", "slurm"):  # which machines are used is no part of the question
             data["cluster"].pop(name, None)
-        for name in _AS_PUBLISHED:
-            if data["policy"].get(name) == getattr(PRESETS.get(self.strategy), name, None):
+        for name, each in KEYS.items():
+            if each.implied and data["policy"].get(name) == getattr(PRESETS.get(self.strategy), name, None):
                 data["policy"].pop(name, None)
         return data
 

@@ -45,7 +45,8 @@ class TrainingChecks:
         data: The batches of this rank.
         rank: Number of this rank.
         optimizer: The optimizer of the training loop.
-        read: Inputs of the model in training mode, to which :func:`watch_inputs` appends; None if not watched.
+        read: List to which :func:`watch_inputs` appends the model's inputs in training mode; None if inputs are not
+            watched.
     """
 
     def __init__(

@@ -38,6 +38,7 @@ from impl.codecs.codec import (
 )
 from impl.named_object import is_name
 from impl.plan.own_method import MethodError, OwnMethod, Role, method
+from impl.plan.setting import out_of_range, setting, settings
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis, Topology
 
@@ -114,26 +115,41 @@ class MemoryLimits:
     Raises PolicyError: if a limit is negative or NaN.
     """
 
-    prefetch: int = 50_000_000  # most elements gathered ahead of the unit in use
-    # Most elements gathered at once, unless the units in use alone exceed it.  None: ``MOST_LIVE``, but the next
-    # unit is gathered ahead whatever its size.
-    max_live: int | None = None
-    max_reuse: int = 1
-    # Parameters with fewer elements form a persistent unit, which is trained as in stage 2 (always gathered)
-    # and sent unquantised; 0: there is no such unit.
-    persist_below: int = 0
-    persist_most: int = 2**63 - 1  # most elements of the persistent unit; later parameters join their blocks
-    reduce_bucket: int = (
-        500_000_000  # most gradient elements in reduction; earlier reductions are finished to stay within it
+    prefetch: int = setting(
+        50_000_000, "elements that are gathered ahead of their use. The next unit is gathered ahead even if it is "
+        "larger; 0: no unit is", least=0, execution=True, scope="stage 3",
+    )  # fmt: skip
+    # The units in use alone may exceed it.  None: ``MOST_LIVE``, but the next unit is gathered ahead whatever its size.
+    max_live: int | None = setting(
+        None, "most elements that are gathered at the same time: beyond this number no further unit is gathered ahead "
+        "or kept. Not given: 1,000,000,000, and the next unit is gathered ahead even beyond this number",
+        least=0, execution=True, scope="stage 3",
+    )  # fmt: skip
+    max_reuse: int = setting(
+        1, "a unit stays gathered until backward if fewer elements than this run in between; 0: never",
+        least=0, execution=True, scope="stage 3",
+    )  # fmt: skip
+    persist_below: int = setting(  # these parameters form a persistent unit, which is trained as in stage 2
+        0,
+        "parameters with fewer elements stay gathered and are never quantised; 0: none",
+        least=0,
+        execution=True,
     )
-    largest_unit: int = 0  # a larger block is split into its submodules, or refused; 0: no limit
-    max_padding: float = 0.2  # largest padding of a unit, as a share of its parameters; more is refused
+    persist_most: int = setting(
+        2**63 - 1, "most elements that stay gathered because of `persist_below`; in model order, a parameter that "
+        "would exceed it is sharded instead", least=0, execution=True,
+    )  # fmt: skip
+    reduce_bucket: int = setting(  # earlier reductions are finished to stay within it
+        500_000_000, "gradient elements that may be in reduction at the same time", least=0, execution=True
+    )
+    largest_unit: int = setting(  # a larger block without submodules is refused
+        0, "most elements of a unit; larger blocks are cut into their submodules; 0: no limit", least=0, execution=True
+    )  # fmt: skip
+    max_padding: float = setting(0.2, "largest share of a unit that may be padding", least=0, label="")
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not value >= 0:  # true of NaN too
-                raise PolicyError(f"memory.{field.name} = {value}: expected 0 or more")
+        for each, value in out_of_range(self):
+            raise PolicyError(f"memory.{each.name} = {value}: expected {each.range}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,17 +163,20 @@ class Offload:
     Raises PolicyError: for shares outside [0, 1].
     """
 
-    # Share of the trained elements whose masters, mean gradients and optimizer state are in host memory,
-    # where the optimizer steps them; the device keeps the encoded weights (a frame).
-    optimizer: float = 0.0
-    # Share of all elements whose frames, frozen shards and hpZ frames are in host memory; they are copied to
-    # the device for each gather.
-    weights: float = 0.0
+    # Mean gradients are there too, where the optimizer steps the masters; the device keeps the encoded weights.
+    optimizer: float = setting(
+        0.0, "share of trained elements whose masters and optimizer state are on the host", key="offload_optimizer",
+        least=0, most=1, execution=True, label="optimizer on the host", in_words="{:g}".format,
+    )  # fmt: skip
+    # Frames, frozen shards and hpZ frames are copied to the device for each gather.
+    weights: float = setting(
+        0.0, "share of elements whose encoded and frozen shards are on the host", key="offload_weights",
+        least=0, most=1, execution=True, label="weights on the host", in_words="{:g}".format,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if not 0.0 <= getattr(self, field.name) <= 1.0:
-                raise PolicyError(f"offload.{field.name} = {getattr(self, field.name)}: expected 0 to 1")
+        for each, value in out_of_range(self):
+            raise PolicyError(f"offload.{each.name} = {value}: expected {each.range}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -312,6 +331,19 @@ def parse_budget(text: str) -> BitBudget | None:
     return BitBudget(codecs=tuple(map(parse, match["codecs"].split())), every=int(match["every"]), **bits)
 
 
+def parse_codec(text: str) -> Codec | None:
+    """Parse a codec's text, or ``none``.
+
+    Raises CodecError: for any other text.
+    """
+    return None if text == "none" else parse(text)
+
+
+def _raw(*codecs: Codec | Iterable[Codec]) -> bool:
+    """Returns whether none of the codecs, or pairs of codecs, quantises."""
+    return all(isinstance(codec, Raw) if isinstance(codec, Codec) else _raw(*codec) for codec in codecs)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """One point of the ablation space of ZeRO: everything that decides what is sent, held and computed.
@@ -319,63 +351,120 @@ class Policy:
     Raises PolicyError: for combinations that no topology could run.
     """
 
-    # What is sharded (1910.02054).  Stage 1: masters and optimizer state; stage 2: also mean gradients;
-    # stage 3: also weights; stage 0: nothing.  Below stage 3 weights stay gathered until they change.
-    stage: Stage = 3
-    # Number of ranks that share one copy of everything that is sharded; every group of this many ranks has a copy
-    # of its own (MiCS, 2205.00119; HSDP).  0: all ranks share one copy.
-    group: int | Literal["node"] = 0
-    weights: Codec = BF16  # codec of weight gathers; qwZ: an integer codec
-    gradients: tuple[Codec, Codec] = (BF16, BF16)  # codecs of hop 1, inside nodes, and 2, between them (qgZ)
-    # ``hierarchical``: between nodes, then inside them, so a shard crosses each link between nodes once;
-    # ``flat``: one ring over all ranks.  Or a gather of your own: ``method(Differences)``, or ``mine:Differences``.
-    gather: Gather | OwnMethod = "hierarchical"
-    # ``two_hop``: inside nodes, then between them; ``one_hop``: one all-to-all over all ranks; ``ring``: over
-    # all ranks, where each of ``world - 1`` steps encodes the partial sum again (the paper's counter-example).
-    # Or a reduction of your own: ``method(PowerSGD, rank=4)``, or ``mine:PowerSGD`` (:mod:`impl.plan.own_method`).
-    reduce: Reduce | OwnMethod = "two_hop"
-    chunks: int = 1  # parts of a unit's reduction: one is sent between nodes while the next is sent inside
-    secondary: int | Literal["node"] = 0  # ranks that share one secondary copy of weights (hpZ); 0: no copy
-    # Type in which hpZ's copy is kept, and sent inside its group.  ``frames``: the messages as they arrived;
-    # else they are decoded and cast (DeepSpeed, and the paper's figure 4, use 16 bits).
-    secondary_format: Literal["frames", "fp32", "bf16", "fp16"] = "frames"
-    # Codec of hpZ's copy in place of ``secondary_format``; forward then also sends the copy inside its group.
-    inside: Codec | None = None
-    # Codec in which the hops before an hpZ group send differences instead of weights: how the masters differ from
-    # hpZ's copy (SDP4Bit, 2410.15526).  Every rank adds the decoded differences to its copy.  The rank that owns
-    # the masters does so too, so that all copies stay equal.
-    differences: Codec | None = None
-    refresh: int = 0  # optimizer steps of differences after which the weights themselves are sent; 0: never
-    feedback: Feedback | None = None  # error feedback of the gradient codecs
-    # Type in which the messages of a hop are decoded and added up.  ``fp16`` is DeepSpeed's way
-    # (``quant_reduce.cu``): terms and partial sums are rounded to fp16, and a block in which one of them
-    # exceeds 65504 arrives as NaN.
-    sums: Sums = "fp32"
-    # ``codec``: blocks as the codecs say.  ``shape``: DeepSpeed's rule.  For gradients the unit's largest
-    # matrix is cut into ``max(rows, columns, ranks)`` blocks (``all_to_all_quant_reduce``), the unit's other
-    # parameters have blocks of the same size, and a unit without a matrix is not quantised.  For weights a
-    # shard is cut into the fewest equal blocks of at most 8000 elements (``CUDAQuantizer``), which may span
-    # several parameters.
-    blocks: Literal["codec", "shape"] = "codec"
-    # 2: weights are sent twice, quantised along rows for forward and along columns for backward (MXFP8 in
-    # Megatron-FSDP, Megatron-LM's issue 7584); a unit without a matrix is sent once.  A block along columns
-    # spans as many whole rows of a shard as the codec's block has elements; rows that are left over are
-    # quantised along rows in both planes.  No unit stays gathered for backward, and recomputing a block of the
-    # model in backward (activation checkpointing) is refused.
-    planes: Literal[1, 2] = 1
-    # ``micro_batch``: gradients are reduced after each micro-batch and added up in shards; ``step``: they are
-    # added up on each rank and reduced once a step; ``stage``: ``step`` below stage 2, else ``micro_batch``.
-    reduce_every: Literal["stage", "micro_batch", "step"] = "stage"
-    compute: Dtype = "fp32"  # type of gathered weights and local gradients; micro-batches are summed in fp32
-    loss_scale: LossScale | None = None  # for compute in fp16
-    frozen: Codec | None = None  # codec of frozen weights, kept and sent; None: fp32, sent as ``weights``
+    # Stage 1 shards masters and optimizer state; stage 2 also mean gradients; stage 3 also weights; stage 0 nothing
+    # (1910.02054).  Below stage 3 weights stay gathered until they change.
+    stage: Stage = setting(3, "0, 1, 2 or 3: what is sharded", alters=lambda *_: True)
+    # Every group of this many ranks has a copy of everything that is sharded (MiCS, 2205.00119; HSDP).
+    group: int | Literal["node"] = setting(
+        0, "number of ranks that share one copy of all states, 0 for all ranks, or `node`",
+        alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
+    weights: Codec = setting(  # qwZ: an integer codec
+        BF16, "codec; or a list of two: inside an hpZ group, and between such groups", read=parse, pair=True, short="w",
+        alters=lambda policy, codecs: _raw(policy.weights) and not _raw(codecs),
+    )  # fmt: skip
+    gradients: tuple[Codec, Codec] = setting(  # qgZ: integer codecs for hop 1, inside nodes, and hop 2, between them
+        (BF16, BF16), "codec; or a list of two: inside a node, and between nodes", read=parse, pair=True, short="g",
+        in_words=lambda codecs: "/".join(dict.fromkeys(map(str, codecs))), scope="training",
+        alters=lambda policy, codecs: _raw(policy.gradients) and not _raw(codecs),
+    )  # fmt: skip
+    # ``hierarchical``: between nodes first, so that a shard crosses each link between nodes once.
+    # A gather of your own is ``method(Differences)`` or ``mine:Differences`` (:mod:`impl.plan.own_method`).
+    gather: Gather | OwnMethod = setting(
+        "hierarchical", "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes; or "
+        "`module:Class`, a gather of your own",
+        execution=True, alters=lambda policy, _: policy.gather == "flat",
+    )  # fmt: skip
+    # ``ring``: each of ``world - 1`` steps encodes the partial sum again (the paper's counter-example).
+    # A reduction of your own is ``method(PowerSGD, rank=4)`` or ``mine:PowerSGD`` (:mod:`impl.plan.own_method`).
+    reduce: Reduce | OwnMethod = setting(
+        "two_hop", "`ring`; `one_hop`: one all-to-all over all ranks; `two_hop`: inside nodes, then between; or "
+        "`module:Class`, a method of your own",
+        execution=True, scope="training", alters=lambda policy, _: policy.reduce == "ring",
+    )  # fmt: skip
+    chunks: int = setting(  # one is sent between nodes while the next is sent inside
+        1, "whole number: parts in which a shard is reduced, so that hops overlap", least=1, most=MOST_CHUNKS,
+        execution=True, scope="links", alters=lambda policy, _: policy.reduce == "ring",
+    )  # fmt: skip
+    secondary: int | Literal["node"] = setting(
+        0, "number of ranks that share hpZ's copy, 0 for no copy, or `node`", short="groups of",
+        alters=lambda policy, _: not policy.secondary,
+    )  # fmt: skip
+    # Also the type in which the copy is sent inside its group.  DeepSpeed, and the paper's figure 4, use 16 bits.
+    secondary_format: Literal["frames", "fp32", "bf16", "fp16"] = setting(
+        "frames", "hpZ's copy: `frames` keeps the codes that were received, `bf16`, `fp16` or `fp32` casts the weights",
+        label="hpZ copy", alters=lambda policy, _: not policy.secondary,
+    )  # fmt: skip
+    # Codec of hpZ's copy in place of ``secondary_format``; forward then also sends the copy inside its group.  A suite
+    # gives it as the first of two codecs of ``weights``.
+    inside: Codec | None = setting(None, in_words=lambda codec: str(codec or "as sent"))
+    # In the hops before an hpZ group: how the masters differ from hpZ's copy (SDP4Bit, 2410.15526).  Every rank adds
+    # the decoded differences to its copy.  The rank that owns the masters does so too, so that all copies stay equal.
+    differences: Codec | None = setting(
+        None, "codec of the differences from hpZ's copy, which are sent instead of weights; or `none`",
+        read=parse_codec, alters=lambda policy, _: policy.differences is None,
+    )  # fmt: skip
+    refresh: int = setting(  # in optimizer steps
+        0, "steps after which whole weights are sent instead of differences; 0: never", least=0,
+        alters=lambda policy, _: policy.differences is None,
+    )  # fmt: skip
+    feedback: Feedback | None = setting(
+        None, "`none`, `classic` or `loco`, followed by `:decay<d>`, `:reset<n>`, `:last`, `:all`, `:fp32`, `:bf16`, "
+        "`:fp16`", read=parse_feedback, scope="training", alters=lambda policy, _: _raw(policy.gradients),
+    )  # fmt: skip
+    # ``fp16`` is DeepSpeed's way (``quant_reduce.cu``): terms and partial sums are rounded to fp16, and a block in
+    # which one of them exceeds 65504 arrives as NaN.
+    sums: Sums = setting(
+        "fp32", "`fp32`, or `fp16` as DeepSpeed: type in which a hop sums", implied=True, scope="training",
+        alters=lambda policy, _: _raw(policy.gradients),
+    )  # fmt: skip
+    # DeepSpeed's rule: for gradients the unit's largest matrix is cut into ``max(rows, columns, ranks)`` blocks
+    # (``all_to_all_quant_reduce``), the unit's other parameters have blocks of the same size, and a unit without a
+    # matrix is not quantised.  For weights a shard is cut into the fewest equal blocks of at most 8000 elements
+    # (``CUDAQuantizer``), which may span several parameters.
+    blocks: Literal["codec", "shape"] = setting(
+        "codec", "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes", implied=True,
+        alters=lambda policy, _: _raw(policy.weights, policy.gradients),
+    )  # fmt: skip
+    # 2: weights are sent twice (MXFP8 in Megatron-FSDP, Megatron-LM's issue 7584); a unit without a matrix is sent
+    # once.  A block along columns spans as many whole rows of a shard as the codec's block has elements; rows that are
+    # left over are quantised along rows in both planes.  No unit stays gathered for backward, and recomputing a block
+    # of the model in backward (activation checkpointing) is refused.
+    planes: Literal[1, 2] = setting(
+        1, "1, or 2: weights are quantised by rows for forward and by columns for backward", implied=True,
+        alters=lambda policy, _: _raw(policy.weights),
+    )  # fmt: skip
+    reduce_every: Literal["stage", "micro_batch", "step"] = setting(  # the stage's: ``step`` below 2, else the other
+        "stage", "`micro_batch` reduces after each micro-batch and adds up in shards; `step` adds up locally and "
+        "reduces once; `stage`: as the stage implies",
+        in_words=lambda every: every.replace("_", "-"), execution=True, scope="training",
+        alters=lambda policy, every: policy.stage < 2 and every == "micro_batch",
+    )  # fmt: skip
+    compute: Dtype = setting(  # micro-batches are summed in fp32
+        "fp32", "`fp32`, `bf16`, `fp16`: type of gathered weights and local gradients; masters stay fp32",
+        execution=True,
+    )  # fmt: skip
+    loss_scale: LossScale | None = setting(  # for compute in fp16
+        None, "`none`, a number, or `dynamic` followed by `:from<scale>`, `:window<steps>`", read=parse_loss_scale,
+        execution=True, scope="training",
+    )  # fmt: skip
+    frozen: Codec | None = setting(  # None: kept in fp32, sent as ``weights``
+        None, "codec in which untrained weights are stored and sent, or `none`", read=parse_codec
+    )
     memory: MemoryLimits = MemoryLimits()
     offload: Offload = Offload()
-    budget: BitBudget | None = None  # limit within which codecs are chosen while training
-    order_every: int = 32  # backward passes between checks that ranks issue the same collectives; 0: never
-    # Parameters start on multiples of this as well as of the codecs' blocks, so that all configurations of a
-    # suite can have the same layout.
-    align: int = 1
+    budget: BitBudget | None = setting(  # limit within which codecs are chosen while training
+        None, "`none`, or `weights <bits>`, `gradients <bits>` or both, `every <steps> of <codecs>`", read=parse_budget,
+        alters=lambda policy, _: _raw(policy.weights, policy.gradients),
+    )  # fmt: skip
+    order_every: int = setting(
+        32, "backward passes between checks of the order of messages; 0: never", least=0, execution=True,
+        label="order checked every",
+    )  # fmt: skip
+    align: int = setting(  # parameters also start on multiples of the codecs' blocks
+        1, "whole number: parameters start on multiples of so many elements; a suite sets it for all its policies",
+        least=1, unset=1, label="",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         hops: object = self.gradients
@@ -469,10 +558,15 @@ class Policy:
 
     def _contradictions(self) -> Iterator[str]:
         """Yield an error for each combination of fields that cannot be carried out."""
-        if not 1 <= self.chunks <= MOST_CHUNKS or self.align < 1 or min(self.order_every, self.refresh) < 0:
-            values = f"chunks={self.chunks}, align={self.align}, order_every={self.order_every}"
-            limits = f"expected chunks 1 to {MOST_CHUNKS}, align 1 or more, order_every and refresh 0 or more"
-            yield f"{values}, refresh={self.refresh}: {limits}"
+        if any(out_of_range(self)):
+            numbers = (each for each in settings(Policy) if each.least is not None and not each.part)
+            ranked = sorted(
+                numbers, key=lambda each: (each.least == 0, each.most is None, each.range, each.name)
+            )
+            values = ", ".join(f"{each.name}={each.of(self)}" for each in ranked)
+            groups = itertools.groupby(ranked, key=lambda each: each.range)
+            limits = (f"{' and '.join(each.name for each in group)} {range_}" for range_, group in groups)
+            yield f"{values}: expected {', '.join(limits)}"
         if self.stage < 2 and self.reduce_every == "micro_batch":
             sharded = "needs the sharded gradients of stage 2 or 3"
             yield f"reduce_every='micro_batch' {sharded}; here stage {self.stage}: set reduce_every='stage'"
@@ -773,6 +867,9 @@ class Policy:
             axes = topology.gather_axes(self.group_ranks(topology))[0][::-1]
         return tuple((axis, self.gradients[topology.crosses(axis)]) for axis in axes if axis.size > 1)
 
+
+SETTINGS: Final = settings(Policy)
+"""All fields of a policy, and of its ``memory`` and ``offload``, in the order in which they are declared."""
 
 _NO_COPY: Final[dict[str, Any]] = {  # the fields of a policy without hpZ
     "secondary": 0, "secondary_format": "frames", "inside": None, "differences": None, "refresh": 0,

@@ -206,13 +206,14 @@ def _moment(record: Record, field: Literal["started", "finished"]) -> datetime:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise ReportError(
-            f"record {record.id}: {field} = {text!r}: expected a time such as 2026-01-31T12:00:00+00:00"
+            f"record {record.id}: {field} = {text!r}: expected a time such as 2026-01-31T12:00:00+00:00; "
+            "delete its file and run the trial again"
         ) from None
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 def _start(record: Record) -> str:
-    """A text that is equal for records of one start of one machine."""
+    """Return a text that is equal for all records of one start of one machine."""
     boot = record.machine.get("boot")
     return str(boot or [record.machine.get(name) for name in MUST_AGREE])
 
@@ -224,10 +225,10 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
     compared and ``across_pools`` is not set; a RecordError for a file with another schema.
     """
     if not results.is_dir():
-        raise ReportError(f"{results}: no such folder; `zeropp run SUITE` makes one")
+        raise ReportError(f"{results}: there is no such folder; `zeropp run SUITE` makes one")
     records = read_all(results)
     if not records:
-        raise ReportError(f"{results}: no records; `zeropp run SUITE` writes them")
+        raise ReportError(f"{results}: there are no records; `zeropp run SUITE` writes them")
     verified = chained_journal.verify(results, records)
     return Frames(records, read_traces(results), across_pools=across_pools, verified=verified)
 
@@ -271,7 +272,7 @@ def _trial(record: Record) -> Trial:
 
 
 def _compared_also(records: Sequence[Record], trials: Mapping[str, Trial]) -> tuple[str, ...]:
-    """The fields of training (optimizer, clipping, ...) in which the suite's contrast differs from its baseline."""
+    """Return the fields of training, such as clipping, in which the suite's contrast differs from its baseline."""
     by_role = {
         role: [trials[record.id] for record in records if record.role == role]
         for role in ("baseline", "contrast")
@@ -340,7 +341,7 @@ def _settings(
 
 
 def _named(key: str, value: Any) -> str:
-    """Text of a field in which settings differ, without the name of its TOML table."""
+    """Return the text of a field in which settings differ, without the name of its TOML table."""
     if key == "cluster.inner_rate":
         return f"{rate_text(value)} inside nodes"
     if key == "cluster.slow":
@@ -354,7 +355,7 @@ def groups(data: pd.DataFrame, keys: list[str]) -> list[tuple[tuple[Any, ...], p
 
 
 def rate_text(mbit: float | None) -> str:
-    """``50 Mbit/s``, ``1.6 Gbit/s`` or ``unshaped``."""
+    """Format the rate of a link: ``50 Mbit/s``, ``1.6 Gbit/s``, or ``unshaped`` without a rate."""
     return labels.at({"cluster.rate": mbit}, "cluster.rate")
 
 
@@ -401,7 +402,7 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
 
 
 def _as_predicted(record: Record) -> bool | None:
-    """Whether the ledger is as predicted; None if some of its messages were measured and not predicted."""
+    """Return whether the ledger is as predicted; None without a prediction of all its messages."""
     if record.predicted is None:
         return None
     if record_checks.ledger_mismatch(record) is not None:
@@ -410,7 +411,7 @@ def _as_predicted(record: Record) -> bool | None:
 
 
 def _method(record: Record) -> dict[str, Any]:
-    """The user's own classes that reduced and gathered, what they promise, and whether messages were predicted."""
+    """Return the user's own classes, what they promise, and whether their messages were predicted."""
 
     def facts_of(key: str) -> tuple[str, set[str]]:
         facts = record.ran.get(key)
@@ -432,7 +433,7 @@ def _method(record: Record) -> dict[str, Any]:
 
 
 def _gpus(record: Record, trial: Trial) -> dict[str, float]:
-    """Energy per token of all ranks' GPUs, and means over GPUs; NaN on a CPU."""
+    """Return the energy per token of all ranks' GPUs, their number, and means over them; NaN on a CPU."""
     gpus = [gpu for node in record.machine_use for gpu in node.gpus]
     tokens = trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
     energy = joules(record.machine_use)
@@ -449,7 +450,7 @@ def _gpus(record: Record, trial: Trial) -> dict[str, float]:
 
 
 def _taken(record: Record) -> dict[str, float]:
-    """Shares of the CPU time that others took over the timed steps; NaN if not on record."""
+    """Return the shares of the CPU time that others took over the timed steps; NaN if they are not on record."""
     if (use := record.processor_use) is None:
         return dict.fromkeys(("others_share", "steal_share", "taken_share"), math.nan)
     seconds = use.processors * use.seconds
@@ -467,7 +468,7 @@ def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 
 
 def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Rows of ledger and prediction; the share of padding in a message is that of its unit."""
+    """Yield the rows of ledger and prediction; the share of padding in a message is that of the message's unit."""
     for record in records:
         pads = {name: 1 - numel / padded for name, numel, padded in record.units if padded}
         whole = record.predicted is not None and not record.predicted.unpredicted
@@ -509,7 +510,7 @@ def _span_rows(traces: Iterable[Trace]) -> Iterator[tuple[Any, ...]]:
 
 
 def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Measured rates of links; all records of a sweep repeat a calibration, which is kept once."""
+    """Return the measured rates of links; all records of a sweep repeat its calibration, which is kept once."""
     rows = [
         (record.id, link.kind, link.requested_mbit, when, achieved)
         for record in records
@@ -523,7 +524,10 @@ def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Values of each fact about machine, code and run in each pool, with the number of records that have it."""
+    """Return the values of each fact about machine, code and run in each pool.
+
+    ``records`` is the number of records that have the value.
+    """
     counts = Counter[tuple[str, str, str]]()
     for record in records:
         facts: dict[str, Any] = {"machine": record.machine, "code": record.code, "ran": record.ran}
@@ -575,7 +579,7 @@ def _check_pools(records: list[Record]) -> None:
         raise ReportError(
             f"records of {len(firsts)} machines or versions of the code{' in one sweep' * mixed} cannot be "
             f"compared: {pools}. They differ in {'; '.join(lines[:6]) or 'facts that are not recorded'}. "
-            "Move the records of all but one into folders of their own"
+            "Move the records of all but one of these into folders of their own"
         )
     kernels = defaultdict[Any, list[tuple[str, str]]](list)  # device -> (kernels, id) of each record
     for record in measured:
@@ -590,6 +594,6 @@ def _check_pools(records: list[Record]) -> None:
 
 
 def _sizes(pairs: Iterable[tuple[str, str]]) -> str:
-    """Text of the number of ids and the first id of each name."""
+    """Return text with the number of ids, and the first id, of each name."""
     ids = pd.DataFrame(list(pairs), columns=["name", "id"]).groupby("name")["id"].agg(["size", "first"])
     return "; ".join(f"{name}: {size} records, such as {first}" for name, size, first in ids.itertuples())

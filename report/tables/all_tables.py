@@ -29,7 +29,7 @@ MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
 
 
 def all_tables(derived: Derived, names: Collection[str] = tuple(MAKERS)) -> list[Table]:
-    """Tables of these names that have rows, in page order."""
+    """Return the tables of these names that have rows, in page order."""
     note = caveats.modelled_in_words(derived)
     tables = [maker(derived) for name, maker in MAKERS.items() if name in names]
     shown = [table for table in tables if not table.data.empty]

@@ -28,7 +28,7 @@ _MEMORY_NOTES: Final = {  # what a column means, by the column
 
 
 def volume(derived: Derived) -> Table:
-    """Table of bytes between nodes in units of M: predicted, counted by the ledger, counted by the interfaces."""
+    """Return the table of bytes between nodes in units of M: predicted, by the ledger, and by the interfaces."""
     parts = bytes_and_memory.volume(derived.frames, derived.trials)
     keys = ["nodes", "ranks_per_node", "shape", "accumulation"]
     between = derived.trials[derived.trials["m_bytes"].notna()].sort_values(keys, kind="stable")
@@ -68,7 +68,7 @@ def volume(derived: Derived) -> Table:
 
 
 def checks(derived: Derived) -> Table:
-    """Table of checks: bytes compared with their prediction, the first loss with that of a single process."""
+    """Return the table of checks: bytes against their prediction, first losses and gradients against one process."""
     rows: list[dict[str, Any]] = []
     for row, trials in rows_of(derived.trials, "where"):
         equal, reference = trials["predicted_equal"].dropna().astype(bool), trials["reference_loss"]
@@ -100,14 +100,14 @@ def checks(derived: Derived) -> Table:
 
 
 def _compared(equal: pd.Series[bool], *, measured_only: bool) -> str:
-    """How many ledgers equal their predictions, in words."""
+    """Return in words how many ledgers equal their predictions."""
     if measured_only:
         return "measured, not predicted"
     return f"{int(equal.sum())} of {len(equal)}" if len(equal) else NOTHING
 
 
 def memory(derived: Derived) -> Table:
-    """Table of the memory of the fullest rank: what the engine owns, what the formulas say, and the process's peak."""
+    """Return the table of the fullest rank's memory: what the engine owns, what formulas say, the process's peak."""
     places = ["nodes", "ranks_per_node", "shape"]
     parts = bytes_and_memory.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
     rows = pd.DataFrame(
@@ -150,7 +150,10 @@ def memory(derived: Derived) -> Table:
 
 
 def _memory_row(derived: Derived, parts: pd.DataFrame) -> dict[str, float]:
-    """MiB of one configuration by source and part; with sums over all parts, and over those with or without formula."""
+    """Return the MiB of one configuration, by source and part, and the sum of each source.
+
+    ``covered_mib`` and ``beyond_mib`` are the sums of the engine's parts that a formula does and does not predict.
+    """
     medians = parts.groupby(["source", "part"])["bytes"].median() / 2**20
     row = {
         f"{source}_{part}_mib": float(size)

@@ -21,7 +21,7 @@ _ENDS: Final = ["end_to_end", "repeated", "weights", "secondary"]
 
 
 def sent_error(derived: Derived) -> Table:
-    """Table of the error of messages at the measured steps, of each hop and end to end."""
+    """Return the table of the error of messages at the measured steps, of each hop and end to end."""
     errors, rows = derived.sent_errors, []
     kind = errors["purpose"].mask(errors["repeated"].gt(1), "repeated").replace("gradients", "end_to_end")
     for *_, trials in by_setting_and_configuration(errors.assign(kind=kind)):
@@ -56,7 +56,10 @@ def sent_error(derived: Derived) -> Table:
 
 
 def hops_text(hops: pd.DataFrame) -> str:
-    """``local int4:128 0.012; node int4:128 0.011``; for a ring the range and number of its steps."""
+    """Return the error of each hop, ``local int4:128 0.012; node int4:128 0.011``.
+
+    A ring has one entry, with the range of the errors and the number of its steps.
+    """
     parts = []
     for (axis, codec), group in hops.groupby(["axis", "codec"], sort=False):
         errors = group.groupby("hop")["vnmse"].median()
@@ -67,7 +70,7 @@ def hops_text(hops: pd.DataFrame) -> str:
 
 
 def chosen_codecs(derived: Derived) -> Table:
-    """Table of the codecs that a budget chose for each unit, step by step."""
+    """Return the table of the codecs that a budget chose for each unit, step by step."""
     order = derived.trials.sort_values(["seed", "repeat"], kind="stable")
     first = order.drop_duplicates(["setting", "configuration"]).sort_index()[metrics.OF_TRIAL]
     choices, keys = (
@@ -98,18 +101,21 @@ def chosen_codecs(derived: Derived) -> Table:
 
 
 def quantisation(derived: Derived) -> Table:
-    """Table of the median vNMSE of each tried codec, by block size."""
+    """Return the table of the median vNMSE of each tried codec, by block size."""
     return _of_codecs(derived, "quantisation", "Codecs tried", "vnmse", "Median vNMSE over units and trials")
 
 
 def largest_error(derived: Derived) -> Table:
-    """Table of the largest error of each tried codec, by block size."""
+    """Return the table of the largest error of each tried codec, by block size."""
     says = "Largest |decoded - x| over the largest |x|, of any unit and trial"
     return _of_codecs(derived, "largest_error", "Codecs tried: largest error", "largest", says)
 
 
 def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -> Table:
-    """Errors by tensor, kind of codec and block size, of the first configuration and setting that tried codecs."""
+    """Return a table of errors by tensor, kind of codec and block size.
+
+    The errors are those of the first configuration and setting that tried codecs.
+    """
     errors = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id")
     first = errors.sort_values(["place", "first"], kind="stable").head(1)
     errors = errors.merge(first[["configuration", "setting"]], on=["configuration", "setting"])
@@ -134,7 +140,7 @@ def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -
 
 
 def losses(derived: Derived) -> Table:
-    """Table of the last validation losses, their differences from the baseline's, and the time to reach its loss."""
+    """Return the table of final validation losses, of differences from the baseline's, and of the time to a target."""
     rows = loss_verdicts.losses(derived)
     base = listed(list(filter(None, dict.fromkeys(row["base"] for row in rows)))) or "the baseline"
     margins = [row["margin"] for row in rows if not math.isnan(row["margin"])]

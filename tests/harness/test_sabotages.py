@@ -372,7 +372,7 @@ SABOTAGES: Final[dict[str, Row]] = {
     "one lane in 64": (all_but(lane), "of those drawn on rank", {}),
     "only watched elements": (all_but(watched), "of those drawn on rank", {}),
     "gradients / 4": (quartered, "had gradients with a norm of .* but its backward passes left", {}),
-    "no clipping": (not_clipped, "the whole clipped from .* to 0.1", {"clip": 0.1}),
+    "no clipping": (not_clipped, "after clipping the norm over all ranks from .* to 0.1", {"clip": 0.1}),
     "half the learning rate": (half_the_rate, "but the trial's AdamW gives", {}),
     "a frozen unit": (a_frozen_unit, "but the trial's AdamW gives", {}),
     "lost moments": (lost_moments, "exp_avg of drawn elements on rank", {}),

@@ -152,7 +152,7 @@ def test_peers() -> None:
             "link = 'shaped': needs 2 machines for 2 nodes",
         ),
         ({"cluster": Cluster(launcher="hosts", hosts=("a",))}, "1 names; expected one for each of 2 nodes"),
-        ({"cluster": GPUS}, "4 ranks need a GPU each, this machine has 0"),
+        ({"cluster": GPUS}, "4 ranks need a GPU each, but this machine has 0"),
         ({"cluster": GPUS, "strategy": "single"}, "no GPU"),
         (
             {"strategy": "ddp", "cluster": SHAPED.model_copy(update={"link": "paced"})},
