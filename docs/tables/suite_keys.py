@@ -64,6 +64,8 @@ _VALUES: Final = {
     "margin": "steps of training by which a loss may be worse; 0: 1 % of the baseline's loss instead",
     "seconds": "name of the suite whose records have the seconds of a step, "
     "[for net speed-ups](#seconds-of-a-step-from-another-suite); empty: its own",
+    "policy.schedule": "list of spans, tables with `until` (steps, or a share such as `50 %`), `every` and policy "
+    "fields: [what changes while training](#policies-that-change-while-training)",
     "cluster.slow": "number: rate of the last node's link as a share of the others'",
     "cluster.inner_rate": "text with kbit/s, Mbit/s or Gbit/s: rate between ranks of a node",
     "cluster.launcher": "`local`, `torchrun`, `hosts`, `slurm` ([across hosts](cluster.md))",
@@ -77,14 +79,16 @@ _VALUES: Final = {
     "cluster.latency": "text with us or ms: delay one way, in addition to the time for the bytes",
     "model.name": f"{', '.join(MODELS)}, or `module:function`",
     "model.arguments": "table: arguments of the model",
-    "optimizer.name": "class of torch.optim, or `module:class`",
+    "optimizer.name": "class of torch.optim, [`Muon`](muon.md#in-suites) included, or `module:class`",
+    "optimizer.matrices": "pattern of the names of parameters that Muon steps; empty: the hidden matrices",
     "optimizer.schedule.warmup": "steps of a linear warm-up",
     "optimizer.schedule.start": "factor of the learning rate before the first step of the warm-up",
     "optimizer.schedule.decay": "`none`, `linear`, `cosine`: after the warm-up, until the last step",
     "optimizer.schedule.floor": "factor of the learning rate at the last step",
     "tokenizer": "`module:function` that makes tokens from a text; without it bytes are tokens",
     "activation_checkpointing": "true: blocks keep only their inputs, and run again in the backward pass",
-    "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000",
+    "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000; `adamw` is a table of those of Muon's "
+    "AdamW",
     "corpus": "`stdlib`, a text, token files or `module:function`; for a model that reads images `glyphs`, which is "
     "then the default",
     "sequence": "tokens; images have 1, 4, 16, 64 (the default), 256 or 1024 patches",
@@ -95,11 +99,12 @@ _VALUES: Final = {
     "memory_limit": "text with MiB or GiB",
     "control": "`none`, or a change that makes training worse on purpose: `stale_secondary`, hpZ's copy is never "
     "renewed; `late_secondary`, it is renewed one step late; `half_batch`, only the first half of each batch is "
-    "used; `unordered`, gradients are not reordered before the two hops",
+    "used; `unordered`, gradients are not reordered before the two hops; `late_schedule`, each span of "
+    "`policy.schedule` begins one step late, which the trial's checks find",
     **{
-        f"policy.{name}": each.says.replace(
-            "a method of your own", "[a method of your own](own_method.md)"
-        ).replace("a gather of your own", "[a gather of your own](own_method.md#a-gather-of-your-own)")
+        f"policy.{name}": each.says.replace("a method of your own", "[a method of your own](own_method.md)")
+        .replace("a gather of your own", "[a gather of your own](own_method.md#a-gather-of-your-own)")
+        .replace("with Muon", "with [Muon](muon.md)")
         for name, each in KEYS.items()
     },
 }

@@ -235,8 +235,8 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
     """
     (unit,) = (unit for unit in zero.units if unit.geometry.name == only)
     codec = unit.policy.weights
-    policy = zero.policy
-    other = policy.differences is not None or policy.budget is not None or unit.policy.planes > 1
+    policy = zero.current_policy
+    other = policy.differences is not None or policy.budget is not None or unit.policy.planes != 1
     other = other or unit.policy.own_gather is not None
     if isinstance(codec, Raw | OwnCodec) or codec.stochastic or other:
         return None  # the masters were not sent in exactly this codec
@@ -293,9 +293,9 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     first measured step.  Second, the error of hpZ's copy is at most the error of the copied weights, plus the copy's
     own rounding.  The first rule does not apply to gradients with error feedback or a user's own reduction, to weights
     with a user's own gather, to codecs that a budget changes, and to the first step of differences, since these errors
-    may grow.
+    may grow.  With a schedule, it applies to the steps of one policy, and to no differences.  The second does not apply
+    to a copy that holds another plane than the forward pass computes with.
     """
-    rounding = BF16_VNMSE if policy.copy_codec not in (policy.weights, policy.inside) else 0.0
     ends = [
         (error, error.squared_error / error.squared_value)
         for error in errors
@@ -304,20 +304,24 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
         and error.squared_value
     ]
     weights = {(e.step, e.unit, e.codec): vnmse for e, vnmse in ends if e.purpose == "weights"}
-    first: dict[tuple[str, str, str], float] = {}
+    first: dict[tuple[Policy, str, str, str], float] = {}
     for error, vnmse in ends:
+        now = policy.policy_at(error.step)
+        rounding = BF16_VNMSE if now.copy_codec not in (now.weights, now.inside) else 0.0
         copied = weights.get((error.step, error.unit, error.codec), math.inf)
         units = error.unit or "all units"
         sentence = f"in step {error.step} the vNMSE of {error.purpose} of {units} is {vnmse:.3g}"
-        if error.purpose == "secondary" and vnmse > 1.001 * copied + rounding:
+        if error.purpose == "secondary" and policy.planes == 1 and vnmse > 1.001 * copied + rounding:
             return f"{sentence}, but the vNMSE of the copied weights is {copied:.3g}"
         gradients = error.purpose == "gradients"
-        budgeted = ("gradients" if gradients else "weights") in policy.candidates
-        differs = policy.own_gather is not None or (policy.differences is not None and error.step == 0)
-        carries = policy.feedback is not None or policy.own_reduce is not None
+        budgeted = ("gradients" if gradients else "weights") in now.candidates
+        differs = now.differences is not None and (error.step == 0 or bool(policy.schedule))
+        differs = differs or now.own_gather is not None
+        carries = now.feedback is not None or now.own_reduce is not None
         if budgeted or (carries if gradients else differs):
             continue
-        allowed = GROWTH * max(first.setdefault((error.purpose, error.unit, error.codec), vnmse), BF16_VNMSE)
+        key = now, error.purpose, error.unit, error.codec
+        allowed = GROWTH * max(first.setdefault(key, vnmse), BF16_VNMSE)
         if vnmse > allowed:
             return (
                 f"{sentence}, but after the error in the first measured step at most {allowed:.3g} is allowed"

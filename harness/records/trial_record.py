@@ -55,6 +55,15 @@ class LedgerRow(_Part):
     messages: int
 
 
+class StepsSent(_Part):
+    """Consecutive optimizer steps, warm-up included, in each of which one rank sent the same numbers of bytes."""
+
+    first: int  # number of the first of these steps
+    steps: int
+    inter: int  # bytes of each step to other nodes, without evaluations
+    intra: int  # bytes of each step inside the node
+
+
 class Step(_Part):
     """Seconds of one optimizer step and of its parts on one rank.
 
@@ -143,6 +152,7 @@ class RankRecord(_Part):
     memory: Memory
     tokens: list[Token] = []
     alone: list[Alone] = []
+    sent_by_step: list[StepsSent] = []  # for trials with policy.schedule
 
 
 class GradientCheck(_Part):
@@ -162,6 +172,20 @@ class QuantisationError(_Part):
     codec: str
     vnmse: float  # sum((decoded - x)^2) / sum(x^2)
     largest: float  # max |decoded - x| / max |x|
+
+
+class LosslessSize(_Part):
+    """Bytes of one unit's weights or reduced gradients in a codec without loss; they were encoded but not sent.
+
+    A codec that ends in ``bf16`` casts the elements to bf16 first, and loses nothing more.
+    """
+
+    purpose: str
+    unit: str
+    codec: str
+    elements: int  # of all ranks, with padding
+    bytes: int
+    vnmse: float  # of the cast to bf16; 0 without
 
 
 class CommunicationError(_Part):
@@ -281,6 +305,7 @@ class Predicted(_Part):
     # Purposes of messages that were measured and not predicted, because a method of the user's own declares no bytes.
     # All other rows equal their predictions.
     unpredicted: list[str] = []
+    sent_by_step: list[list[StepsSent]] = []  # by rank; for trials with policy.schedule
 
 
 PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")
@@ -337,6 +362,7 @@ class Record(_Part):
     adapters: list[AdapterCounters] = []
     validations: list[Validation] = []
     quantisation: list[QuantisationError] = []
+    lossless: list[LosslessSize] = []
     communication_errors: list[CommunicationError] = []
     chosen_codecs: list[ChosenCodec] = []
     predicted: Predicted | None = None

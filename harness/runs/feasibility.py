@@ -54,6 +54,7 @@ from impl.plan.own_method import (
     planned_gathers,
     planned_messages,
 )
+from impl.plan.owners import MOMENTUM_BYTES, owners_of
 from impl.plan.policy import Policy, PolicyError
 from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
 from impl.plan.step_time import Step
@@ -165,6 +166,8 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     )
     state = optimizer if isinstance(optimizer, int) else 0
     memory = peer_memory(trial, prediction.parameters, state)
+    if trial.optimizer.orthogonalises and state:  # of peers, whose ranks hold whole matrices
+        memory["optimizer"] -= (held.ADAM_BYTES - MOMENTUM_BYTES) * _matrix_elements(trial, model)
     if policy is not None and not policy.readable:  # neither padding nor frames have a known size
         return prediction
     if policy is not None:
@@ -182,6 +185,17 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     elif (why := deepspeed.why_not(trial)) is not None:
         prediction.failure = Failure(kind="refused", message=why, log=None, by=DEEPSPEED)
     return prediction
+
+
+def _matrix_elements(trial: Trial, model: nn.Module | Listed) -> int:
+    """Return the number of elements that Muon steps."""
+    if isinstance(model, Listed):
+        return sum(place.spec.numel for place in model.placed if place.spec.group)
+    from harness.strategies.optimizers import group_of
+
+    group = group_of(trial.optimizer, model)
+    named = model.named_parameters()
+    return sum(p.numel() for name, p in named if group is not None and group(name, p))
 
 
 def _unread(trial: Trial) -> dict[str, str]:
@@ -237,7 +251,9 @@ def _units(
 
     if trial.host is not None:
         return hosted_units(trial.host, model, topology, policy), []
-    units = plan_units(model, topology, policy)
+    from harness.strategies.optimizers import group_of
+
+    units = plan_units(model, topology, policy, group_of=group_of(trial.optimizer, model))
     if trial.workload != "rlhf":
         return units, []
     with unfilled():
@@ -248,13 +264,16 @@ def _plan(
     prediction: Forecast, policy: Policy, model: nn.Module | Listed, state: int
 ) -> dict[str, int] | None:
     """Fill in what a trial with a policy sends; returns one rank's memory by part, None for a host engine."""
-    trial, topology, memory = prediction.trial, prediction.trial.topology(), None
+    trial, topology, memory, owners = prediction.trial, prediction.trial.topology(), None, None
     units, judges = _units(trial, policy, model)
     if trial.host is None:
         planned = [unit for unit in units if isinstance(unit, UnitGeometry)]
         streams = trial.cluster.transport == "nccl"
         memory = held.memory(policy, topology, planned, micro_batches=trial.accumulation, streams=streams)
         memory = held.with_state(memory, state)
+        if (owners := owners_of(policy, topology, planned)) is not None:
+            each = (held.with_muon(memory, planned, owners, rank) for rank in range(topology.world))
+            memory = max(each, key=lambda parts: sum(parts.values()))
         if judges:
             memory = sum_parts(memory, held.memory(policy, topology, judges, backward=False))
         prediction.copied = copied_bytes(policy, topology, planned, trial)
@@ -275,7 +294,8 @@ def _plan(
     if not known:  # measured, not predicted
         prediction.padded, prediction.step = sum(unit.padded for unit in units), None
         return memory
-    inter, intra = per_node_bytes(policy, topology, units, trial, methods=methods, gathers=gathers)
+    own = {"methods": methods, "gathers": gathers}
+    inter, intra = per_node_bytes(policy, topology, units, trial, **own, owners=owners)  # type: ignore[arg-type]
     if judges:
         judged = per_node_bytes(policy, topology, judges, trial, judges=True)
         inter, intra = inter + judged[0], intra + judged[1]

@@ -47,7 +47,8 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     if first.predicted is not None:
         ledgers, unpredicted = [outcome.predicted or [] for outcome in outcomes], list(first.unpredicted)
         equal = None if unpredicted else [rank.ledger for rank in ranks] == ledgers
-        predicted = Predicted(ledgers=ledgers, equal=equal, unpredicted=unpredicted)
+        by_step = [outcome.predicted_by_step for outcome in outcomes if outcome.predicted_by_step]
+        predicted = Predicted(ledgers=ledgers, equal=equal, unpredicted=unpredicted, sent_by_step=by_step)
     if processor_use is not None:
         seconds = math.fsum(use.ranks for use in spent if use is not None)
         processor_use = processor_use.model_copy(update={"ranks": seconds})
@@ -72,6 +73,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "check_seconds": round(max(o.compared.seconds + o.checked.seconds for o in outcomes), 6),
             "communication_errors": communication_error.combine([dict(c.communicated) for c in compared]),
             "quantisation": compared[0].errors,
+            "lossless": compared[0].lossless,
         }
     )
     if (error := next(_errors(outcomes, record), None)) is not None:

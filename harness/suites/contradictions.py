@@ -16,7 +16,7 @@ from typing import Any, Final
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import GPTShape
 from harness.suites.peers import DEEPSPEED, PEERS, family_of
-from harness.suites.trial import RECIPE, Cluster, LearningRates, Trial
+from harness.suites.trial import MUON, RECIPE, Cluster, LearningRates, Trial
 from impl.adapters.traffic import check_host
 from impl.plan.policy import Offload
 
@@ -55,7 +55,7 @@ def check(trial: Trial) -> None:
             f"{every}: the trial has {total} steps in all; choose at most {total}, or 0 to validate only after the last"
         )
     trial.schedule()  # raises if the warm-up is longer than the trial
-    for rules in (_configured, _threads, _cluster, _own_strategy, _workload, _control):
+    for rules in (_configured, _threads, _cluster, _own_strategy, _workload, _muon, _control):
         if (why := next(rules(trial), None)) is not None:
             raise ValueError(why)
     policy = trial.resolved_policy()
@@ -63,8 +63,16 @@ def check(trial: Trial) -> None:
         policy.check(trial.topology())
         if trial.host is not None:
             check_host(trial.host, policy)
-        if policy.planes > 1 and trial.activation_checkpointing:
-            planes = f"policy.planes = {policy.planes} is not supported with activation_checkpointing = true"
+        if policy.schedule and trial.workload != "train":
+            counts = "a schedule counts steps of training"
+            raise ValueError(
+                f"policy.schedule with workload = {trial.workload!r}: {counts}; set workload = 'train', or remove "
+                "policy.schedule"
+            )
+        if policy.planes != 1 and trial.activation_checkpointing:
+            planes = (
+                f"policy.planes = {policy.planes!r} is not supported with activation_checkpointing = true"
+            )
             raise ValueError(f"{planes}; set policy.planes = 1, or remove activation_checkpointing")
 
 
@@ -188,6 +196,30 @@ def _workload(trial: Trial) -> Iterator[str]:
         yield f"{batch}: expected a multiple of rlhf.group = {group}"
 
 
+def _muon(trial: Trial) -> Iterator[str]:
+    """Yield why Muon cannot step the trial's model, or that no Muon reads the key of its matrices."""
+    optimizer, strategy = trial.optimizer, f"strategy {trial.strategy!r}"
+    if not optimizer.orthogonalises:
+        if optimizer.matrices:
+            chosen, name = (
+                f"optimizer.matrices = {optimizer.matrices!r}",
+                f"optimizer.name = {optimizer.name!r}",
+            )
+            yield f"{chosen}: has no effect with {name}; remove it, or set optimizer.name = {MUON!r}"
+        return
+    name = f"optimizer.name = {MUON!r}"
+    family = trial.host or family_of(trial.strategy)
+    if family in ("fsdp2", DEEPSPEED):
+        yield (
+            f"{name}: {strategy} gives the optimizer shards of matrices, and no owner gathers them; choose a policy "
+            "with our own engine, 'ddp' or 'single'"
+        )
+    policy = trial.resolved_policy()
+    if policy is not None and (share := policy.offload.optimizer):
+        conflict = "keeps masters on the host, where matrices are not orthogonalised"
+        yield f"policy.offload_optimizer = {share:g}: {conflict}; remove it, or choose another optimizer than {MUON}"
+
+
 def _control(trial: Trial) -> Iterator[str]:
     """Yield why a control cannot degrade this trial, which lacks a secondary shard, two hops or two sequences."""
     policy, topology = trial.resolved_policy(), trial.topology()
@@ -201,6 +233,11 @@ def _control(trial: Trial) -> Iterator[str]:
         if engine_policy is None or len(axes) < 2 or reached < topology.world:
             found = f"{strategy} on {topology} reduces gradients in {len(axes)} hops"
             yield f"{found}; this control needs two hops over all ranks"
+    scheduled = policy is not None and bool(policy.schedule)
+    if trial.control == "late_schedule" and not scheduled:
+        yield f"{strategy} has no policy.schedule that could be late; set policy.schedule, or remove control"
+    if trial.control in ("stale_secondary", "late_secondary", "unordered") and scheduled:
+        yield f"{strategy} has a policy.schedule, and this control spoils its first span only; remove one of the two"
     if trial.control in ("stale_secondary", "late_secondary"):
         if engine_policy is None or not engine_policy.secondary_ranks(topology):
             yield f"{strategy} keeps no secondary shard; choose a strategy with hpZ"

@@ -17,7 +17,7 @@ from harness.suites.labels import flatten, look_up, value_text
 from harness.suites.peers import PEERS, READ_BY, Family, family_of
 from harness.suites.repeat_order import configuration_of
 from harness.suites.suite import SuiteError, SuiteTables
-from harness.suites.trial import KEYS, Trial
+from harness.suites.trial import KEYS, MUON, Trial
 from impl.plan.setting import Scope
 
 _OF_SECONDS: Final = ("step", "rate", "nodes", "tokens")  # quantities that are seconds
@@ -109,6 +109,15 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
         None
         if trial.own_gather is not None
         else "no class of your own that gathers: name one in policy.gather, such as 'mine:Class'"
+    ),
+    "policy.owned": lambda trial: (
+        _with_policy(trial)
+        or _trains(trial)
+        or (
+            None
+            if trial.optimizer.orthogonalises
+            else f"optimizer.name = {trial.optimizer.name!r} (only {MUON}'s matrices have owners)"
+        )
     ),
     "method": lambda trial: (
         None

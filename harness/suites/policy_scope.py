@@ -30,9 +30,11 @@ def unfitting_changes(trial: Trial) -> dict[str, str]:
     changes, host, exact = trial.policy, trial.host, trial.strategy.endswith("exact")
     reasons = {}
     for name in trial.changes:
-        each, value = KEYS[name], getattr(changes, name)
+        each, value = KEYS.get(name), getattr(changes, name)
         if host is not None and not carries(host, name):
             reasons[f"policy.{name}"] = "it cannot be carried out in"
+        elif each is None:  # a schedule, whose spans say by themselves what they change
+            continue
         elif value not in (None, "none", getattr(base, name, None)) and (
             (exact and name in _CODECS) or each.alters(base, each.parsed(value))
         ):

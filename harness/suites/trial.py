@@ -17,10 +17,11 @@ import ipaddress
 import json
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -28,9 +29,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     create_model,
     field_validator,
+    model_serializer,
+    model_validator,
 )
 
 from harness.errors import suggestion
@@ -54,8 +58,10 @@ from impl.deepspeed.keys import load as load_configuration
 from impl.named_object import is_name
 from impl.plan.learning_rate import Schedule
 from impl.plan.own_method import OwnMethod, method
-from impl.plan.policy import PRESETS, SETTINGS, Policy
+from impl.plan.owners import MATRICES
+from impl.plan.policy import PRESETS, SETTINGS, Policy, PolicyError
 from impl.plan.setting import Setting
+from impl.plan.spans import VARYING, Span, SpanError, refusal
 from impl.plan.topology import Topology
 
 RECIPE: Final = "recipe"  # the strategy whose policy comes from a DeepSpeed configuration
@@ -158,20 +164,54 @@ class LearningRates(_Frozen):
     floor: float = Field(0.0, ge=0, le=1)
 
 
+MUON: Final = "Muon"  # the optimizer whose matrices have owners
+
+
 class Optimizer(_Frozen):
-    """An elementwise optimizer: a class of ``torch.optim`` by its name, or ``module:class``."""
+    """``Muon``, or an elementwise optimizer: a class of ``torch.optim`` by its name, or ``module:class``.
+
+    Muon steps matrices, and AdamW everything else; the argument ``adamw`` is a table of AdamW's arguments.
+    """
 
     name: str = "AdamW"
-    arguments: dict[str, float | bool | list[float]] = {"lr": 3e-4}
+    arguments: dict[
+        str,
+        float
+        | bool
+        | list[float]
+        | Literal["original", "match_rms_adamw"]
+        | dict[str, float | bool | list[float]],
+    ] = {"lr": 3e-4}
+    matrices: str = Field("", pattern=r"^[\w.*?\[\]!-]*$")
     schedule: LearningRates = LearningRates()
 
     @field_validator("arguments")
     @classmethod
     def _learning_rate(cls, value: dict[str, Any]) -> dict[str, Any]:
-        rate = value.get("lr")
-        if isinstance(rate, float | int) and not abs(rate) < _LARGEST_LR:
-            raise ValueError(f"lr = {rate:g}: expected less than {_LARGEST_LR:g}")
+        adamw = value.get("adamw")
+        for name, rate in (
+            ("lr", value.get("lr")),
+            ("adamw.lr", adamw.get("lr") if isinstance(adamw, dict) else 0),
+        ):
+            if isinstance(rate, float | int) and not abs(rate) < _LARGEST_LR:
+                raise ValueError(f"{name} = {rate:g}: expected less than {_LARGEST_LR:g}")
         return value
+
+    @property
+    def orthogonalises(self) -> bool:
+        """Whether matrices are stepped by Muon."""
+        return self.name == MUON
+
+    def group(self, name: str, shape: Sequence[int], *, hidden: bool) -> int:
+        """Return the optimizer group of a parameter: that of matrices if Muon steps it, else 0.
+
+        Args:
+            name: The parameter's name.
+            shape: Its shape.
+            hidden: Whether it is a parameter of a block of the model, and no embedding.
+        """
+        chosen = fnmatchcase(name, self.matrices) if self.matrices else hidden and len(shape) == 2
+        return MATRICES if self.orthogonalises and chosen else 0
 
 
 # A user's own class, which is not imported here.
@@ -203,6 +243,9 @@ def _key(each: Setting) -> tuple[Any, Any]:
 
 _FIELDS: Any = {name: _key(each) for name, each in KEYS.items()}
 _Keys: Any = create_model("_Keys", __base__=_Frozen, **_FIELDS)
+_Varying: Any = create_model(
+    "_Varying", __base__=_Frozen, **{name: _FIELDS[name] for name in VARYING if name in KEYS}
+)
 
 
 def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,11 +257,66 @@ def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+# Written in a suite or in Python, a share of a run's steps has a number and a percent sign.
+_Until = Annotated[int, Field(ge=1, strict=True)] | Annotated[str, Field(pattern=r"^ *\d+(\.\d+)? *% *$")]
+
+
+class SpanChanges(_Varying):
+    """A span of ``policy.schedule``: until when it lasts, and the policy fields that differ in its steps.
+
+    None keeps the policy's own value.  Fields have the same forms as in :class:`PolicyChanges`.
+    """
+
+    until: _Until | None = None
+    every: int = Field(1, ge=1)
+
+    # Unknown fields are refused by _may_change(): a validator that runs before, which could do without this, would turn
+    # JSON into Python's objects, and a list is no tuple then.
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="after")
+    def _may_change(self) -> Self:
+        """Refuse fields of the policy that must not change, with the reason."""
+        for name in self.model_extra or {}:
+            if name in PolicyChanges.model_fields:
+                raise ValueError(refusal(name))
+            near = suggestion(name, type(self).model_fields)
+            raise ValueError(f"a span has no field {name!r}{near}")
+        return self
+
+    @field_validator(*(name for name in VARYING if name in KEYS and KEYS[name].read is not None))
+    @classmethod
+    def _means_something(cls, value: Any, info: ValidationInfo) -> Any:
+        return _checked(value, info)
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out fields with their default, so that fields that are added later change no trial's id."""
+        fields = type(self).model_fields
+        return {
+            name: value for name, value in dump(self).items() if getattr(self, name) != fields[name].default
+        }
+
+    def span(self) -> Span:
+        """Return the span with its fields as a policy has them."""
+        given = {name: value for name, value in self if value is not None and name not in ("until", "every")}
+        return Span(until=self.until, every=self.every, **_as_fields(given))
+
+
+def _checked(value: Any, info: ValidationInfo) -> Any:
+    """Check that a key's text, or each of several, can be parsed; returns the value unchanged."""
+    if value is not None:
+        KEYS[str(info.field_name)].parsed(value)
+    return value
+
+
 class PolicyChanges(_Keys):
     """Values that replace fields of the strategy's ``Policy``, its ``MemoryLimits`` and its ``Offload``.
 
     None keeps the preset's value.  Codecs and the like are given in their text form.
     """
+
+    schedule: tuple[SpanChanges, ...] | None = None
 
     if TYPE_CHECKING:  # the fields are those of KEYS
 
@@ -228,9 +326,13 @@ class PolicyChanges(_Keys):
     @field_validator(*(name for name, each in KEYS.items() if each.read is not None))
     @classmethod
     def _means_something(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None:
-            KEYS[str(info.field_name)].parsed(value)
-        return value
+        return _checked(value, info)
+
+    @field_validator("schedule")
+    @classmethod
+    def _some(cls, value: tuple[SpanChanges, ...] | None) -> tuple[SpanChanges, ...] | None:
+        """Turn a schedule without spans, which a suite writes in an axis, into None."""
+        return value or None
 
     @field_validator("secondary_format")
     @classmethod
@@ -248,11 +350,16 @@ class PolicyChanges(_Keys):
 
         A class that ``reduce`` names gets the ``arguments``, one that ``gather`` names the ``gather_arguments``.
         """
-        values = _as_fields({name: value for name, value in self if value is not None})
+        values = _as_fields({name: value for name, value in self if value is not None and name != "schedule"})
         if ":" in (self.reduce or ""):
             values["reduce"] = method(str(self.reduce), **(arguments or {}))
         if ":" in (self.gather or ""):
             values["gather"] = method(str(self.gather), **(gather_arguments or {}))
+        if self.schedule:
+            try:
+                values["schedule"] = tuple(span.span() for span in self.schedule)
+            except SpanError as error:
+                raise PolicyError(str(error)) from None
         for part in ("memory", "offload"):
             keys = [key for key, each in KEYS.items() if each.part == part and key in values]
             values[part] = replace(getattr(base, part), **{KEYS[key].name: values.pop(key) for key in keys})
@@ -348,7 +455,9 @@ class Trial(_Frozen):
     timeout_seconds: float = Field(600, gt=0, le=_LONGEST_SECONDS)
     measure_quantisation: bool = False
     memory_limit: Annotated[int | None, text_or_number(parse_size)] = None
-    control: Literal["stale_secondary", "late_secondary", "half_batch", "unordered"] | None = None
+    control: (
+        Literal["stale_secondary", "late_secondary", "half_batch", "unordered", "late_schedule"] | None
+    ) = None
 
     @field_validator("strategy")
     @classmethod
@@ -484,9 +593,14 @@ class Trial(_Frozen):
     def resolved_policy(self) -> Policy | None:
         """Return the strategy's preset with this trial's changes; None for a peer.
 
+        A schedule is resolved to the trial's steps, warm-up included.
+
         Raises:
             PolicyError: If no topology could run the policy.
         """
         base = self.base_policy()
+        if base is None:
+            return None
         arguments = {} if self.own_strategy else self.method
-        return None if base is None else self.policy.applied(base, arguments, self.gather_method)
+        policy = self.policy.applied(base, arguments, self.gather_method)
+        return policy.for_steps(self.warmup + self.steps) if policy.schedule else policy

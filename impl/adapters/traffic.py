@@ -47,6 +47,7 @@ _WHY: Final = {
     "compute": "the host decides this itself, FSDP2 by its MixedPrecisionPolicy",
     "secondary": "FSDP2 gathers anew in backward and keeps no secondary copy",
     "feedback": "FSDP2 and DDP do not tell collectives when a step ends, which error feedback needs",
+    "schedule": "FSDP2 and DDP do not tell collectives when a step ends",
 }
 
 

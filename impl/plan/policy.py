@@ -13,18 +13,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, get_args
 
 from impl.codecs.codec import (
     BF16,
     FORMATS,
     FP32,
-    ITEM_BYTES,
+    LOSSLESS,
     MX_BLOCK,
     Blocked,
+    BuiltIn,
     Codec,
     Dtype,
     FloatCodec,
@@ -38,310 +38,39 @@ from impl.codecs.codec import (
 )
 from impl.named_object import is_name
 from impl.plan.own_method import MethodError, OwnMethod, Role, method
+from impl.plan.policy_parts import FEEDBACKS, check_literals, parse_codec
+from impl.plan.policy_parts import LARGEST_SCALE as LARGEST_SCALE
+from impl.plan.policy_parts import MOST_LIVE as MOST_LIVE
+from impl.plan.policy_parts import BitBudget as BitBudget
+from impl.plan.policy_parts import Budgeted as Budgeted
+from impl.plan.policy_parts import Feedback as Feedback
+from impl.plan.policy_parts import LossScale as LossScale
+from impl.plan.policy_parts import MemoryLimits as MemoryLimits
+from impl.plan.policy_parts import Offload as Offload
+from impl.plan.policy_parts import PolicyError as PolicyError
+from impl.plan.policy_parts import parse_budget as parse_budget
+from impl.plan.policy_parts import parse_feedback as parse_feedback
+from impl.plan.policy_parts import parse_loss_scale as parse_loss_scale
 from impl.plan.setting import out_of_range, setting, settings
 from impl.plan.shard_layout import UnitGeometry
+from impl.plan.spans import Span, SpanError, check_order, in_words, over
 from impl.plan.topology import Axis, Topology
 
 Stage = Literal[0, 1, 2, 3]
 Gather = Literal["flat", "hierarchical"]
 Reduce = Literal["ring", "one_hop", "two_hop"]
-Budgeted = Literal["weights", "gradients"]
 
-LARGEST_SCALE: Final = 2.0**126  # largest loss scale; it is finite in fp32
 MOST_CHUNKS: Final = 8  # each chunk holds a slot of the shared memory between its two hops
 _GROUP: Final = 8000  # most elements of a block of weights in DeepSpeed, which loads 8 at a time
-
-
-class PolicyError(ValueError):
-    """A policy cannot be carried out, by itself or on a topology; the message gives the reason."""
-
-
-_types = functools.cache(get_type_hints)  # the types of a class's fields, by name
-
-
-def _check_literals(settings: object) -> None:
-    """Raise PolicyError for a field of a Literal type whose value is not one of the listed ones."""
-    for name, kind in _types(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
-        if get_origin(kind) is Literal and (value := getattr(settings, name)) not in get_args(kind):
-            raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(map(str, get_args(kind)))}")
-
-
-def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: str) -> dict[str, str] | None:
-    """Split a text such as ``loco:decay0.9:bf16`` into its first word, "head", and its options.
-
-    ``forms`` maps an option's name to a regular expression whose first group is the option's value;
-    ``allowed`` ends the error message.  Returns None for the text ``none``.
-    """
-    head, *options = text.strip().split(":")
-    if head == "none" and not options:
-        return None
-    settings = {"head": head}
-    for option in options:
-        matches = {name: match[1] for name, form in forms.items() if (match := re.fullmatch(form, option))}
-        if not matches or matches.keys() & settings.keys():
-            raise PolicyError(f"{text!r}: option {option!r} is unknown or given twice; {allowed}")
-        settings |= matches
-    if head not in heads:
-        raise PolicyError(f"{text!r}: {allowed}")
-    return settings
-
-
-def _text(head: str, settings: object, defaults: object, prefixes: Mapping[str, str]) -> str:
-    """Write ``head`` and, after a colon and its prefix, each field that differs from ``defaults``."""
-    options = [
-        f"{prefix}{getattr(settings, name)}".removesuffix(".0")
-        for name, prefix in prefixes.items()
-        if getattr(settings, name) != getattr(defaults, name)
-    ]
-    return ":".join([head, *options])
-
-
-MOST_LIVE: Final = 1_000_000_000  # most elements gathered at once by default; DeepSpeed has the same default
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLimits:
-    """Limits of gathered weights and of gradients in reduction, in elements of the unsharded model.
-
-    A unit stays gathered from its forward to its backward pass if fewer than ``max_reuse`` elements run in
-    between and ``max_live`` allows it.  ``max_reuse=1`` keeps the root's unit and the last block, which
-    backward would gather again at once; 0 keeps nothing.  On one rank every value but 0 keeps as many units
-    as ``max_live`` allows.
-
-    The next unit is gathered ahead even if it is larger than ``prefetch``.  Otherwise a model of large blocks would
-    wait for every all-gather.  DeepSpeed, too, fetches parameters until ``stage3_prefetch_bucket_size`` is
-    exceeded.  ``prefetch=0`` gathers nothing ahead.
-
-    Raises PolicyError: if a limit is negative or NaN.
-    """
-
-    prefetch: int = setting(
-        50_000_000, "elements that are gathered ahead of their use. The next unit is gathered ahead even if it is "
-        "larger; 0: no unit is", least=0, execution=True, scope="stage 3",
-    )  # fmt: skip
-    # The units in use alone may exceed it.  None: ``MOST_LIVE``, but the next unit is gathered ahead whatever its size.
-    max_live: int | None = setting(
-        None, "most elements that are gathered at the same time: beyond this number no further unit is gathered ahead "
-        "or kept. Not given: 1,000,000,000, and the next unit is gathered ahead even beyond this number",
-        least=0, execution=True, scope="stage 3",
-    )  # fmt: skip
-    max_reuse: int = setting(
-        1, "a unit stays gathered until backward if fewer elements than this run in between; 0: never",
-        least=0, execution=True, scope="stage 3",
-    )  # fmt: skip
-    persist_below: int = setting(  # these parameters form a persistent unit, which is trained as in stage 2
-        0,
-        "parameters with fewer elements stay gathered and are never quantised; 0: none",
-        least=0,
-        execution=True,
-    )
-    persist_most: int = setting(
-        2**63 - 1, "most elements that stay gathered because of `persist_below`; in model order, a parameter that "
-        "would exceed it is sharded instead", least=0, execution=True,
-    )  # fmt: skip
-    reduce_bucket: int = setting(  # earlier reductions are finished to stay within it
-        500_000_000, "gradient elements that may be in reduction at the same time", least=0, execution=True
-    )
-    largest_unit: int = setting(  # a larger block without submodules is refused
-        0, "most elements of a unit; larger blocks are cut into their submodules; 0: no limit", least=0, execution=True
-    )  # fmt: skip
-    max_padding: float = setting(0.2, "largest share of a unit that may be padding", least=0, label="")
-
-    def __post_init__(self) -> None:
-        for each, value in out_of_range(self):
-            raise PolicyError(f"memory.{each.name} = {value}: expected {each.range}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offload:
-    """Shares of a model's states that are kept in host memory (ZeRO-Offload 2101.06840, ZeRO-Infinity 2104.07857).
-
-    Whole units are offloaded, in model order, until at least the share is reached.  A trained unit whose
-    master is on the device is encoded anew for each gather.  Of such a unit, ``weights`` moves only the frames of
-    hpZ's copy to the host.
-
-    Raises PolicyError: for shares outside [0, 1].
-    """
-
-    # Mean gradients are there too, where the optimizer steps the masters; the device keeps the encoded weights.
-    optimizer: float = setting(
-        0.0, "share of trained elements whose masters and optimizer state are on the host", key="offload_optimizer",
-        least=0, most=1, execution=True, label="optimizer on the host", in_words="{:g}".format,
-    )  # fmt: skip
-    # Frames, frozen shards and hpZ frames are copied to the device for each gather.
-    weights: float = setting(
-        0.0, "share of elements whose encoded and frozen shards are on the host", key="offload_weights",
-        least=0, most=1, execution=True, label="weights on the host", in_words="{:g}".format,
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        for each, value in out_of_range(self):
-            raise PolicyError(f"offload.{each.name} = {value}: expected {each.range}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossScale:
-    """The factor by which losses are multiplied, so that small gradients do not vanish in fp16.
-
-    A dynamic scale halves at an overflow and doubles after ``window`` steps without one.
-
-    Raises PolicyError: for a negative window, or unless ``0 < least <= initial <= LARGEST_SCALE``.
-    """
-
-    initial: float = 65536.0
-    window: int = 1000  # optimizer steps; 0 for a fixed scale
-    least: float = 1.0  # smallest dynamic scale; an overflow at this scale is an error
-
-    def __post_init__(self) -> None:
-        if not (0 < self.least <= self.initial <= LARGEST_SCALE) or self.window < 0:
-            values = f"loss scale {self.initial:g} with window {self.window} and least {self.least:g}"
-            limits = f"0 < least <= scale <= {LARGEST_SCALE:g}, and a window of 0 or more steps"
-            raise PolicyError(f"{values}: expected {limits}")
-
-    def __str__(self) -> str:
-        if not self.window:
-            return str(self.initial).removesuffix(".0")
-        return _text("dynamic", self, DYNAMIC, {"initial": "from", "window": "window"})
-
-
-DYNAMIC: Final = LossScale()
-
-
-def parse_loss_scale(text: str) -> LossScale | None:
-    """Parse a loss scale's text, such as ``dynamic:from1024:window200``, ``512`` (fixed) or ``none``.
-
-    Raises PolicyError: for any other text.
-    """
-    number = r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?)"
-    if re.fullmatch(number, text.strip()):
-        return LossScale(initial=float(text), window=0, least=min(1.0, float(text)))
-    allowed = "a loss scale is none, a number, or dynamic[:from<scale>][:window<steps below 10^18>]"
-    forms = {"from": f"from{number}", "window": "window([1-9][0-9]{0,17})"}
-    if (options := _read(text, ["dynamic"], forms, allowed)) is None:
-        return None
-    initial, window = float(options.get("from", DYNAMIC.initial)), int(options.get("window", DYNAMIC.window))
-    return LossScale(initial=initial, window=window, least=min(1.0, initial))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Feedback:
-    """Error feedback of gradient codecs: the error of an encoding is added to the next step's gradient.
-
-    ``h = gradient + error`` is encoded, and then ``error = decay * error + (1 - decay) * (h - decoded)``
-    (:class:`impl.codecs.reference.Carried`).  Classic feedback has decay 0.  LoCo (2407.04480) keeps a moving
-    average of the errors; DeepSpeed's LoCo has decay 0.8 and is reset every 1024 steps.
-
-    For each unit, a rank keeps ``padded / ranks_per_node`` errors of the last hop, between nodes.  With
-    ``hops="all"`` it also keeps ``padded`` errors of the first hop, one for each element of the unsharded gradient.
-
-    Raises PolicyError: for a decay outside [0, 1) or a negative reset.
-    """
-
-    decay: float = 0.0  # share of the old error that is kept, in [0, 1)
-    reset: int = 0  # optimizer steps after which the error is set to zero; 0: never
-    hops: Literal["last", "all"] = "last"  # the hops whose errors are kept
-    state: Dtype = "fp32"  # type of the kept errors
-
-    def __post_init__(self) -> None:
-        _check_literals(self)
-        if not 0.0 <= self.decay < 1.0 or self.reset < 0:
-            values = f"decay = {self.decay} and reset = {self.reset}"
-            expected = "a decay in [0, 1), and a reset of 0 (never) or more steps"
-            raise PolicyError(f"feedback: {values}; expected {expected}")
-
-    def __str__(self) -> str:
-        head = "loco" if self.decay else "classic"
-        prefixes = {"decay": "decay", "reset": "reset", "hops": "", "state": ""}
-        return _text(head, self, FEEDBACKS[head], prefixes)
-
-
-FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=1024, hops="all")}
-
-
-def parse_feedback(text: str) -> Feedback | None:
-    """Parse the text of error feedback, such as ``classic``, ``loco:decay0.9:reset512:bf16`` or ``none``.
-
-    Raises PolicyError: for any other text.
-    """
-    allowed = (
-        "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32, :bf16 or :fp16"
-    )
-    forms = {
-        "decay": r"decay([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)",
-        "reset": "reset([0-9]+)",
-        "hops": "(last|all)",
-        "state": f"({'|'.join(ITEM_BYTES)})",
-    }
-    if (options := _read(text, FEEDBACKS, forms, allowed)) is None:
-        return None
-    base, kinds = FEEDBACKS[options.pop("head")], {"decay": float, "reset": int}
-    return replace(base, **{name: kinds.get(name, str)(option) for name, option in options.items()})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BitBudget:
-    """A limit on bits, within which codecs are chosen unit by unit while training (:mod:`impl.plan.bit_budget`).
-
-    Training begins with the policy's own codecs.  After step 1, and then every ``every`` steps, all candidates
-    encode that step's weights and gradients.  Then the units get those codecs with which the sum of all units'
-    errors is least within the limit.
-
-    Raises PolicyError: for numbers out of range, no codecs, or neither weights nor gradients.
-    """
-
-    codecs: tuple[Codec, ...]  # candidates, in addition to the policy's own codec
-    every: int = 50  # optimizer steps from one choice to the next
-    # Most bits an element in weight gathers between nodes, as the mean over a step and including scales and
-    # padding; 0: as many as the policy's own codec takes; None: the codec of weights is not chosen.
-    weights: float | None = None
-    gradients: float | None = None  # the same for the hop of gradient reductions between nodes
-
-    def __post_init__(self) -> None:
-        bits = [limit for limit in (self.weights, self.gradients) if limit is not None]
-        if self.every < 1 or not self.codecs or not bits or not all(0 <= limit < math.inf for limit in bits):
-            raise PolicyError(f"budget {str(self)!r}: {_BUDGET}")
-
-    def __str__(self) -> str:
-        limits = ((name, getattr(self, name)) for name in get_args(Budgeted))
-        shares = [f"{name} {bits:.10g}" if bits else name for name, bits in limits if bits is not None]
-        return " ".join([*shares, f"every {self.every} of", *map(str, self.codecs)])
-
-
-_BUDGET: Final = (
-    "expected none, or '[weights [bits]] [gradients [bits]] every <steps> of <codecs>', where bits are per "
-    "element, by default those of the policy's codec; e.g. 'gradients 4.5 every 50 of int3:128 int6:128'"
-)
-_BITS: Final = r"(?: [0-9]+(?:\.[0-9]+)?)?"
-_BUDGET_TEXT: Final = (
-    rf"(?:weights(?P<weights>{_BITS}) )?(?:gradients(?P<gradients>{_BITS}) )?"
-    r"every (?P<every>[0-9]{1,9}) of (?P<codecs>.+)"
-)
-
-
-def parse_budget(text: str) -> BitBudget | None:
-    """Parse a budget's text, such as ``gradients 4.5 every 50 of int3:128`` or ``none``.
-
-    Raises PolicyError: for any other text.
-    """
-    if (spaced := " ".join(text.split())) == "none":
-        return None
-    if (match := re.fullmatch(_BUDGET_TEXT, spaced)) is None:
-        raise PolicyError(f"budget {text!r}: {_BUDGET}")
-    bits = {name: float(match[name] or 0) for name in get_args(Budgeted) if match[name] is not None}
-    return BitBudget(codecs=tuple(map(parse, match["codecs"].split())), every=int(match["every"]), **bits)
-
-
-def parse_codec(text: str) -> Codec | None:
-    """Parse a codec's text, or ``none``.
-
-    Raises CodecError: for any other text.
-    """
-    return None if text == "none" else parse(text)
 
 
 def _raw(*codecs: Codec | Iterable[Codec]) -> bool:
     """Returns whether none of the codecs, or pairs of codecs, quantises."""
     return all(isinstance(codec, Raw) if isinstance(codec, Codec) else _raw(*codec) for codec in codecs)
+
+
+def _schedule_in_words(spans: Sequence[Span]) -> str:
+    return in_words((span.text, span.until) for span in spans) if spans else "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,12 +155,14 @@ class Policy:
         "codec", "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes", implied=True,
         alters=lambda policy, _: _raw(policy.weights, policy.gradients),
     )  # fmt: skip
-    # 2: weights are sent twice (MXFP8 in Megatron-FSDP, Megatron-LM's issue 7584); a unit without a matrix is sent
-    # once.  A block along columns spans as many whole rows of a shard as the codec's block has elements; rows that are
-    # left over are quantised along rows in both planes.  No unit stays gathered for backward, and recomputing a block
-    # of the model in backward (activation checkpointing) is refused.
-    planes: Literal[1, 2] = setting(
-        1, "1, or 2: weights are quantised by rows for forward and by columns for backward", implied=True,
+    # 2 is MXFP8 in Megatron-FSDP (Megatron-LM's issue 7584).  With ``phase`` and hpZ, forward brings both planes
+    # between nodes, hpZ's copy keeps the columns, and backward sends nothing between nodes.  A unit without a matrix is
+    # sent in one plane.  A block along columns spans as many whole rows of a shard as the codec's block has elements;
+    # rows that are left over are quantised along rows in both planes.  No unit stays gathered for backward, and
+    # recomputing a block of the model in backward (activation checkpointing) is refused.
+    planes: Literal[1, 2, "phase"] = setting(
+        1, "1; or weights are quantised by rows for forward and by columns for backward. 2: every gather sends both; "
+        "`phase`: each gather sends the one that its pass computes with", implied=True,
         alters=lambda policy, _: _raw(policy.weights),
     )  # fmt: skip
     reduce_every: Literal["stage", "micro_batch", "step"] = setting(  # the stage's: ``step`` below 2, else the other
@@ -451,6 +182,13 @@ class Policy:
     frozen: Codec | None = setting(  # None: kept in fp32, sent as ``weights``
         None, "codec in which untrained weights are stored and sent, or `none`", read=parse_codec
     )
+    # Of the two exchanges with which Muon orthogonalises a matrix at its owner (:mod:`impl.plan.owners`).  Messages in
+    # bf16 change no bit, also in ``exact``, because Newton-Schulz computes in bf16.
+    owned: tuple[Codec, Codec] = setting(
+        (BF16, BF16), "codec; or a list of two: with Muon, of the momentum that is sent to the owners of matrices, and "
+        "of the updates that come back", read=parse, pair=True, scope="training",
+        in_words=lambda codecs: "/".join(dict.fromkeys(map(str, codecs))),
+    )  # fmt: skip
     memory: MemoryLimits = MemoryLimits()
     offload: Offload = Offload()
     budget: BitBudget | None = setting(  # limit within which codecs are chosen while training
@@ -465,6 +203,9 @@ class Policy:
         1, "whole number: parameters start on multiples of so many elements; a suite sets it for all its policies",
         least=1, unset=1, label="",
     )  # fmt: skip
+    # What changes while training, span by span: a step has the fields of its span, and else the policy's own.  In
+    # suites the key is a list of tables (``SpanChanges`` in ``harness.suites.trial``).
+    schedule: tuple[Span, ...] = setting((), in_words=_schedule_in_words)
 
     def __post_init__(self) -> None:
         hops: object = self.gradients
@@ -472,17 +213,19 @@ class Policy:
             raise PolicyError(
                 f"gradients = {hops!r}: expected a tuple of two codecs, for hop 1 and for hop 2"
             )
-        for codec in self.codecs:
+        for codec in self._own_codecs():
             if not isinstance(codec, Codec):
                 kind = type(codec).__name__
                 raise PolicyError(
                     f"codec {codec!r} is a {kind}: expected a codec, such as codec.parse() returns"
                 )
-        _check_literals(self)
+        check_literals(self)
         self._read_method("reduce", get_args(Reduce))
         self._read_method("gather", get_args(Gather))
-        methods = self._method_errors(), self._gather_errors()
-        errors = *methods, self._contradictions(), self._copy_errors(), self._budget_errors()
+        errors = (
+            *(self._method_errors(), self._gather_errors(), self._contradictions(), self._copy_errors()),
+            *(self._budget_errors(), self._schedule_errors(), self._owned_errors()),
+        )
         for reason in itertools.chain.from_iterable(errors):
             raise PolicyError(reason)
 
@@ -524,7 +267,7 @@ class Policy:
             keeps = "since hpZ keeps a copy of what hops bring"
             yield f"gather='{own}' does not allow secondary={self.secondary!r}, {keeps}: set secondary=0, {way_out}"
         if self.planes != 1:
-            yield f"gather='{own}' does not allow planes=2, which a codec sends: set planes=1, {way_out}"
+            yield f"gather='{own}' does not allow planes={self.planes!r}, which codecs send: set planes=1, {way_out}"
         if self.offload != Offload():
             keeps = "which keeps masters or encoded weights on the host"
             yield f"gather='{own}' does not allow offload, {keeps}: remove offload, {way_out}"
@@ -584,21 +327,30 @@ class Policy:
             way_out = "set reduce='two_hop', or sums='fp32' and no feedback"
             yield f"reduce='ring' adds up partial sums in fp32, without error feedback; {values}: {way_out}"
         yield from self._chunk_errors(user_codecs=False)
+        for own in self.own_codecs:
+            if own.name in LOSSLESS:
+                yield _no_fixed_size(own)
         for codec in (self.weights, *self.gradients, self.frozen or FP32) if self.blocks == "shape" else ():
             any_block = isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
             if not any_block and not isinstance(codec, Raw):
                 way_out = "use an int or fp8 codec without hadamard, or set blocks='codec'"
                 yield f"blocks='shape' chooses the size of blocks, but the size of {codec}'s blocks is fixed: {way_out}"
         codec = self.weights
-        if self.planes == 2 and (
+        if self.planes != 1 and (
             not isinstance(codec, Blocked) or codec.block == "shard" or codec.stochastic or codec.hadamard
         ):
             needs = "needs a codec with blocks, rounding to nearest and no hadamard"
-            yield f"planes=2 {needs}; here weights={codec}: use such a codec, or set planes=1"
+            yield f"planes={self.planes!r} {needs}; here weights={codec}: use such a codec, or set planes=1"
+        host = f"offload.optimizer={self.offload.optimizer:g}, offload.weights={self.offload.weights:g}"
         if self.planes == 2 and (self.stage < 3 or self.secondary != 0 or self.offload != Offload()):
-            host = f"offload.optimizer={self.offload.optimizer:g}, offload.weights={self.offload.weights:g}"
             values = f"here stage {self.stage}, secondary={self.secondary!r}, {host}"
             yield f"planes=2 needs stage 3, without hpZ and offload; {values}: change these, or set planes=1"
+        changed = self.secondary_format != "frames" or self.sends_copy
+        if self.planes == "phase" and (self.stage < 3 or changed or self.offload != Offload()):
+            texts = f"inside={self.inside or 'none'}, differences={self.differences or 'none'}"
+            values = f"here stage {self.stage}, secondary_format={self.secondary_format!r}, {texts}, {host}"
+            needs = "needs stage 3, hpZ's copy as frames, without inside and differences, and no offload"
+            yield f"planes='phase' {needs}; {values}: change these, or set planes=1"
 
     def _copy_errors(self) -> Iterator[str]:
         """Yield an error for each field that hpZ's copy of the weights does not allow."""
@@ -636,8 +388,10 @@ class Policy:
         if (budget := self.budget) is None:
             return
         text = f"budget '{budget}'"
-        if self.stage == 0 or self.group != 0 or self.blocks == "shape" or self.planes > 1:
-            values = f"stage {self.stage}, group={self.group!r}, blocks={self.blocks!r}, planes={self.planes}"
+        if self.stage == 0 or self.group != 0 or self.blocks == "shape" or self.planes != 1:
+            values = (
+                f"stage {self.stage}, group={self.group!r}, blocks={self.blocks!r}, planes={self.planes!r}"
+            )
             yield (
                 f"{text} needs stage 1 to 3, group=0, blocks='codec' and planes=1; here {values}: change these, or "
                 "remove budget"
@@ -653,6 +407,46 @@ class Policy:
                 yield f"budget: {codec} is a codec of your own, whose bytes are not known here: use built-in codecs"
             if isinstance(codec, Blocked) and codec.block == "shard":
                 yield f"budget: {codec} has one scale for a whole shard: use a codec with blocks of elements"
+
+    def _schedule_errors(self) -> Iterator[str]:
+        """Yield an error for spans that cannot follow one another, or that would move memory."""
+        spans: object = self.schedule
+        if not isinstance(spans, tuple) or not all(isinstance(span, Span) for span in spans):
+            yield f"schedule = {spans!r}: expected a tuple of Span"
+        if not self.schedule:
+            return
+        yield from check_order(self.schedule)
+        if self.budget is not None:
+            yield f"budget '{self.budget}' chooses codecs by itself, and so does schedule: remove one of the two"
+        phases = self.phases  # raises if a span's fields contradict one another
+        groups = {phase.secondary for phase in phases} - {0}
+        if len(groups) > 1:
+            values = ", ".join(f"secondary={group!r}" for group in sorted(groups, key=str))
+            yield f"schedule has {values}, and copies of other groups are on other ranks: use one of them, or 0"
+        carried = {phase.feedback for phase in phases} - {None}
+        if len(carried) > 1:
+            values = ", ".join(f"'{feedback}'" for feedback in carried)
+            yield f"schedule has feedback of {values}, whose errors differ in memory: use one of them, or none"
+        if carried and len({phase.reduce for phase in phases if phase.feedback is not None}) > 1:
+            yield "schedule changes reduce, and with it the memory of feedback's errors: remove one of the two"
+        if any(phase.own_reduce != phases[0].own_reduce for phase in phases):
+            yield "schedule changes reduce to or from a class of your own, which keeps a state: use it in all spans"
+        if any(phase.own_gather != phases[0].own_gather for phase in phases):
+            yield "schedule changes gather to or from a class of your own, which keeps a state: use it in all spans"
+        if self.offload != Offload() and len({phase.gathering for phase in phases}) > 1:
+            keeps = "offload keeps encoded weights in host memory"
+            yield f"schedule changes how weights are sent, and {keeps}: let spans change gradients only"
+
+    def _owned_errors(self) -> Iterator[str]:
+        """Yield an error for each codec with which matrices cannot be sent to their owners."""
+        codecs: object = self.owned
+        if not isinstance(codecs, tuple) or len(codecs) != 2:
+            yield f"owned = {codecs!r}: expected a tuple of two codecs, for momentum and for updates"
+            return
+        for codec in codecs:
+            if not isinstance(codec, BuiltIn) or codec.stochastic:
+                needs = "needs built-in codecs that round to nearest"
+                yield f"owned={', '.join(map(str, codecs))} {needs}: use bf16 or, for example, int8:256"
 
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec whose messages cannot be cut into chunks.
@@ -678,10 +472,72 @@ class Policy:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """All codecs of the policy: those of weights and of both gradient hops, then the optional ones."""
+        """All codecs of the policy: those of weights and of both gradient hops, then the optional ones.
+
+        With a schedule, they are the codecs of all steps.
+        """
+        if not self.schedule:
+            return self._own_codecs()
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(phase.codecs for phase in self.phases)))
+
+    def _own_codecs(self) -> tuple[Codec, ...]:
+        """Returns the codecs of the policy's own fields, without those of its schedule."""
         budget = () if self.budget is None else self.budget.codecs
         others = (self.inside, self.differences, self.frozen, *budget)
         return (self.weights, *self.gradients, *(codec for codec in others if codec is not None))
+
+    # Schedules
+
+    @property
+    def phases(self) -> tuple[Policy, ...]:
+        """The different policies of a run's steps, which have no schedule, in the order of their first steps."""
+        return _compiled(self)[0] if self.schedule else (self,)
+
+    def phase_at(self, step: int) -> int:
+        """Returns the number, in :attr:`phases`, of the policy of the step after ``step`` optimizer steps."""
+        begin = 0
+        for end, every, changed, own in _compiled(self)[1] if self.schedule else ():
+            if step < end:
+                return own if (step - begin) % every else changed
+            begin = int(end)
+        return 0
+
+    def policy_at(self, step: int) -> Policy:
+        """Returns the policy, without a schedule, of the step after ``step`` optimizer steps."""
+        return self.phases[self.phase_at(step)]
+
+    def for_steps(self, steps: int) -> Policy:
+        """Returns the policy for a run of so many optimizer steps, in which each span of its schedule has its steps.
+
+        Raises PolicyError: if a span has no step, or if the spans do not end with the run.
+        """
+        try:
+            return replace(self, schedule=over(self.schedule, steps)) if self.schedule else self
+        except SpanError as error:
+            raise PolicyError(str(error)) from None
+
+    @property
+    def schedule_in_words(self) -> str:
+        """The schedule on one line, such as ``gradients int4:256 until 50 %, then gradients bf16``; or ``none``."""
+        return _schedule_in_words(self.schedule)
+
+    @property
+    def gathering(self) -> tuple[object, ...]:
+        """The fields that decide how weights are gathered.
+
+        At a step whose policy has other values here than the one before, weights themselves are gathered anew.
+        """
+        if self.own_gather is not None:
+            return (self.gather,)
+        copy = self.secondary, self.secondary_format, self.inside, self.differences, self.refresh
+        return (self.weights, self.gather, *copy)
+
+    def _with_span(self, span: Span) -> Policy:
+        """Returns the policy of the steps in which the changes of ``span`` hold."""
+        changes = dict(span.changes)
+        if changes.get("secondary") == 0:
+            changes = _NO_COPY | changes
+        return replace(self, schedule=(), **changes)
 
     @property
     def candidates(self) -> dict[Budgeted, tuple[Codec, ...]]:
@@ -733,6 +589,10 @@ class Policy:
         Frozen units are sent in the codec in which they are kept.  The persistent unit, of small parameters, stays
         gathered and is sent unquantised: codecs that quantise are replaced with a cast to the compute type.
         """
+        if self.schedule:
+            raise PolicyError(
+                "the units of a policy with a schedule differ from step to step: ask one of its phases"
+            )
         changes: dict[str, Any] = {}
         if persistent:
             changes = _NO_COPY | {"feedback": None, "sums": "fp32", "planes": 1, "budget": None}
@@ -794,6 +654,15 @@ class Policy:
         Raises PolicyError: if the topology cannot be cut into the policy's groups, if a user's codec does not fit
         the policy, or if a budget needs a second node.
         """
+        if self.schedule:
+            if any(span.until is not None and span.end is None for span in self.schedule[:-1]):
+                way_out = "give its number of steps, policy.for_steps(steps)"
+                raise PolicyError(f"schedule ({self.schedule_in_words}) has shares of a run: {way_out}")
+            if (end := self.schedule[-1].end) is not None:
+                raise PolicyError(f"the last span of schedule ends at step {end}: remove its until")
+            for phase in self.phases:
+                phase.check(topology)
+            return
         try:
             topology.check_group("an hpZ group", self.secondary_ranks(topology))
             topology.check_group("a group", self.group_ranks(topology))
@@ -815,6 +684,8 @@ class Policy:
         yield from self._chunk_errors(user_codecs=True)
         for codec in self.own_codecs:
             kinds = ", ".join(codec.definition.kinds)
+            if codec.definition.used_bytes is not None:
+                yield _no_fixed_size(codec)
             if "fp32" not in codec.definition.kinds:
                 yield f"{codec}: its kinds are {kinds}; add fp32, the type of master shards and of sums"
             if self.loss_scale is not None and Law.NONFINITE not in codec.laws:
@@ -876,12 +747,42 @@ _NO_COPY: Final[dict[str, Any]] = {  # the fields of a policy without hpZ
 }  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)
+def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, int, int, int], ...]]:
+    """Returns the phases of a policy with a schedule, and for each span a row of numbers.
+
+    A row has the step at which the span ends, infinite for the last; ``every``; the number of the phase with the span's
+    changes; and the number of the phase of its other steps.
+
+    Raises PolicyError: if the fields of a span cannot be combined, naming the span.
+    """
+    own, numbers, rows = replace(policy, schedule=()), dict[Policy, int](), []
+    for number, span in enumerate(policy.schedule, 1):
+        try:
+            changed = policy._with_span(span)  # noqa: SLF001
+        except PolicyError as error:
+            raise PolicyError(f"span {number} of schedule: {error}") from None
+        pair = changed, own if span.every > 1 else changed
+        first, second = (numbers.setdefault(phase, len(numbers)) for phase in pair)
+        rows.append((math.inf if span.end is None else float(span.end), span.every, first, second))
+    return tuple(numbers), tuple(rows)
+
+
 def weight_block(shard: int) -> int:
     """Returns how many elements DeepSpeed has in a block of weights, for a ``shard`` of so many elements.
 
     This is the largest multiple of 8 that is at most 8000 and divides ``shard``; 1 if there is none.
     """
     return next((size for size in range(_GROUP, 0, -8) if shard and shard % size == 0), 1)
+
+
+def _no_fixed_size(codec: OwnCodec) -> str:
+    """Returns the error for a codec whose number of bytes depends on the values."""
+    sizes = "cannot be sent, since its number of bytes depends on the values, and messages have fixed sizes"
+    way_out = (
+        "measure it with `zeropp bench formats`, or send gradients with reduce='examples.lossless:Lossless'"
+    )
+    return f"{codec} {sizes}: {way_out}"
 
 
 def _in_blocks(codec: Codec, block: int) -> Codec:
@@ -948,7 +849,7 @@ SUCCESSORS: Final[dict[str, Policy]] = {
     # Weights in MXFP4, in which Megatron gathers 4-bit parameters.
     "fp4-gather": Policy(weights=FloatCodec("e2m1", MX_BLOCK, scale="e8m0")),
     # Weights in MXFP8 along rows and along columns in every gather, as in Megatron-FSDP, which keeps vectors in
-    # 16 bits.
+    # 16 bits.  With ``planes="phase"`` the values are the same and the bytes of gathers half as many, as in its v2.
     "mxfp8-planes": Policy(weights=FloatCodec("e4m3", MX_BLOCK, scale="e8m0"), planes=2),
 }
 """Methods that others published.  Megatron's HFSDP (ZeRO-3 inside a node, ZeRO-1 across nodes) places

@@ -17,15 +17,16 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
-from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, reduction_hops
+from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, in_phase, reduction_hops
 from impl.plan.own_method import Change, Declared, DeclaredGathers, GatherInfo, MethodMessage, axis_of
+from impl.plan.owners import Owners
 from impl.plan.policy import Budgeted, Offload, Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis, Topology
 
 Phase = Literal["forward", "backward", "evaluate", "step"]
-Purpose = Literal["weights", "gradients", "persistent", "buffers", "control", "state"]
+Purpose = Literal["weights", "gradients", "persistent", "momentum", "update", "buffers", "control", "state"]
 Link = Literal["inter", "intra"]
 Direction = Literal["to_host", "to_device"]
 Copied = Literal["weights", "secondary", "gradients", "state"]
@@ -45,6 +46,10 @@ class Tag(NamedTuple):
     phase: Phase
     purpose: Purpose
     unit: str = ""
+
+
+MOMENTUM: Final = Tag("step", "momentum")  # to the owners of matrices
+UPDATE: Final = Tag("step", "update")  # back from them
 
 
 class LedgerKey(NamedTuple):
@@ -106,6 +111,20 @@ def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Ma
     return {link: count for link, count in counts.items() if count}
 
 
+def uneven(topology: Topology, axis: Axis, rank: int, sizes: Sequence[int]) -> Mapping[Link, Sent]:
+    """Returns what ``rank`` sends over each kind of link if it sends ``sizes[i]`` bytes to the i-th rank of its group.
+
+    It sends nothing to itself, and no message of 0 bytes.
+    """
+    sent: dict[Link, Sent] = {}
+    for target, size in zip(axis.group(rank), sizes, strict=True):
+        if target != rank and size:
+            link: Link = "intra" if topology.node_of(target) == topology.node_of(rank) else "inter"
+            nbytes, messages = sent.get(link, (0, 0))
+            sent[link] = Sent(nbytes + size, messages + 1)
+    return sent
+
+
 @dataclass(slots=True)
 class Book:
     """Adds up one rank's messages, and its copies between host and device; all sizes are in bytes."""
@@ -114,6 +133,9 @@ class Book:
     rank: int
     sent: dict[LedgerKey, Sent] = field(default_factory=dict)
     copied: Counter[CopyKey] = field(default_factory=Counter)
+    # Bytes sent over each kind of link so far, without evaluations: now, and at the end of each optimizer step.
+    trained: Counter[Link] = field(default_factory=Counter)
+    steps: list[dict[Link, int]] = field(default_factory=list)
 
     def exchange(self, tag: Tag, axis: Axis, size: int, *, ring: bool = False) -> None:
         """Count one message of ``size`` to every other rank along ``axis``."""
@@ -121,6 +143,7 @@ class Book:
             key = LedgerKey(*tag, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * size, messages + count)
+            self.trained[link] += count * size if tag.phase != "evaluate" else 0
 
     def method_message(self, tag: Tag, message: MethodMessage) -> None:
         """Count a message of a user's own reduction or gather."""
@@ -132,10 +155,24 @@ class Book:
             key = LedgerKey(*tag, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * message.nbytes, messages + count)
+            self.trained[link] += count * message.nbytes if tag.phase != "evaluate" else 0
 
     def control(self, size: int, purpose: Purpose = "control") -> None:
         """Count one message of ``size`` to every other rank."""
         self.exchange(Tag("step", purpose), self.topology.world_axis, size)
+
+    def uneven(self, tag: Tag, axis: Axis, sizes: Sequence[int]) -> None:
+        """Count a message of ``sizes[i]`` bytes to the i-th rank along ``axis``, where that is not this rank or 0."""
+        for link, (nbytes, messages) in uneven(self.topology, axis, self.rank, sizes).items():
+            key = LedgerKey(*tag, axis.name, link)
+            before = self.sent.get(key, (0, 0))
+            self.sent[key] = Sent(before[0] + nbytes, before[1] + messages)
+
+    def optimizer_step(self, owners: Owners) -> None:
+        """Count what Muon sends to the owners of matrices, and what these send back."""
+        me = owners.axis.digit(self.rank)
+        self.uneven(MOMENTUM, owners.axis, owners.to_owners[me])
+        self.uneven(UPDATE, owners.axis, owners.from_owners[me])
 
     def send(self, tag: Tag, hops: Iterable[Hop]) -> None:
         """Count the messages of a gather or of a reduction."""
@@ -155,6 +192,8 @@ def predict(
     decisions: Collection[Decision] = (),
     methods: Declared | None = None,
     gathers: DeclaredGathers | None = None,
+    begun: int = 0,
+    owners: Owners | None = None,
 ) -> Book:
     """Predicts everything that ``rank`` sends in ``events``, and its copies between host and device.
 
@@ -181,18 +220,21 @@ def predict(
         methods: by unit, the messages that a user's own reduction declares; the messages of a reduction that declares
             none are not counted.
         gathers: by unit, a function that returns the messages that a user's own gather declares.
+        begun: optimizer steps before the first event, which decide where in its schedule the policy begins.
+        owners: the owners of matrices, if Muon steps them.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
     """
     policy.check(topology)
     book = Book(topology, rank)
+    phases = [[phase.for_unit(unit) for phase in policy.phases] for unit in units]
     senders = [
-        _Sender(book, policy.for_unit(unit), unit, placement, (gathers or {}).get(unit.name))
-        for unit, placement in zip(units, placements_of(policy.offload, units), strict=True)
+        _Sender(book, rules[policy.phase_at(begun)], unit, placement, (gathers or {}).get(unit.name))
+        for rules, unit, placement in zip(phases, units, placements_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)
-    buffers_differ, passes, steps = bool(buffer_bytes), 0, 0
+    buffers_differ, passes, steps = bool(buffer_bytes), 0, begun
     for event in events:
         match event:
             case "norm":
@@ -201,16 +243,22 @@ def predict(
                 for sender in senders:
                     if event != "step" or sender.unit.trainable:
                         sender.weights_changed(event)
+                if event == "step" and owners is not None:
+                    book.optimizer_step(owners)
                 if event == "step" and policy.budget is not None:
                     # Ranks exchange the sum of squared values, and for each codec the sum of squared errors.
                     if steps % policy.budget.every == 0:
                         chosen = sum(unit.trainable and not unit.persistent for unit in units)
                         sums = sum(1 + len(codecs) for codecs in policy.candidates.values())
                         book.control(SQUARES_BYTES * chosen * sums)
-                    steps += 1
                     for choice, sender in itertools.product(decisions, senders):
-                        if (choice.step, choice.unit) == (steps, sender.unit.name):
+                        if (choice.step, choice.unit) == (steps + 1, sender.unit.name):
                             sender.policy = sender.policy.with_choice(choice.purpose, choice.codec)
+                if event == "step":
+                    steps += 1
+                    book.steps.append(dict(book.trained))
+                    for sender, rules in zip(senders, phases, strict=True) if policy.schedule else ():
+                        sender.follow(rules[policy.phase_at(steps)])
             case "dropped":
                 for sender in senders:
                     sender.steps, sender.change = None, "loaded"
@@ -289,6 +337,13 @@ class _Sender:
             self.steps += 1
             self.change = "stepped" if self.change == "unchanged" else self.change
 
+    def follow(self, policy: Policy) -> None:
+        """Send by ``policy`` from here on; if it gathers weights differently, they are gathered anew."""
+        if policy.gathering != self.policy.gathering:
+            self.gathered = self.current = False
+            self.steps = None
+        self.policy = policy
+
     def gather(self, phase: Phase, *, keep: bool) -> None:
         """Count a gather of the weights, unless they are gathered already.
 
@@ -298,7 +353,8 @@ class _Sender:
         if not self.gathered and policy.own_gather is not None:
             self._gather_by_method(phase)
         elif not self.gathered:
-            hops = gather_hops(policy, book.topology, unit.shard, self._sends())
+            sends = in_phase(policy, phase, self._sends())
+            hops = gather_hops(policy, book.topology, unit.shard, sends)
             if placement.shard and not self.current and (placement.frames or not self.uploaded):
                 book.copied[CopyKey("to_device", "weights", unit.name)] += hops[0].nbytes
                 self.uploaded = True
@@ -306,7 +362,7 @@ class _Sender:
                 direction: Direction = "to_device" if self.current else "to_host"
                 book.copied[CopyKey(direction, "secondary", unit.name)] += secondary
             book.send(Tag(phase, "persistent" if unit.persistent else "weights", unit.name), hops)
-            self.current = policy.secondary != 0
+            self.current = policy.secondary != 0 and (self.current or sends != "rows")
         self.gathered = keep or policy.stage < 3
 
     def _gather_by_method(self, phase: Phase) -> None:

@@ -107,12 +107,15 @@ def _bound(
 
     ``parts``, (n, 3), are the seconds of each step's forward, backward and rest; ``sent`` are the bytes that the
     busiest node sends in one step, by unit, phase and purpose.  Returns NaN without a policy, for steps that do more
-    than train, and at an unknown rate.
+    than train, at an unknown rate, and for a schedule that changes the order of messages.
     """
     trial, rate = frames.trial_of[identity], mbit * BITS_PER_MBIT
     policy = trial.resolved_policy()
     if policy is None or trial.workload != "train" or (sent and math.isnan(rate)):
         return math.nan
+    if len({(phase.reduce, phase.chunks) for phase in policy.phases}) > 1:
+        return math.nan  # the mean bytes of a step are those of no order of messages
+    policy = policy.phases[0]
     passes, topology, axes = trial.accumulation, trial.topology(), policy.reduce_axes(trial.topology())
     between = any(topology.crosses(axis) for axis, _ in axes[1:])
     units, sizes = frames.geometries(identity), [size for _, size, _ in frames.units[identity]]

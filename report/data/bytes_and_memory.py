@@ -13,6 +13,7 @@ from report.data.frames import Frames, groups
 from report.data.metrics import KEPT, OF_TRIAL, TRAINING, Derived, timed_steps
 
 VOLUME_PARTS: Final = ("gather in forward", "gather in backward", "gradients", "control", "padding")
+OWNERS: Final = "owners of matrices"  # a further part, of trials with Muon
 _FEWEST: Final = 3  # numbers of nodes that make a line
 _CONSTANT: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumulation"]
 
@@ -27,6 +28,7 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     purpose, in_forward = between["purpose"], between["phase"].eq("forward")
     gathers = in_forward.map({True: VOLUME_PARTS[0], False: VOLUME_PARTS[1]})
     part = purpose.where(purpose.eq("gradients"), VOLUME_PARTS[3]).mask(purpose.eq("weights"), gathers)
+    part = part.mask(purpose.isin(["momentum", "update"]), OWNERS)
     unpadded = between.assign(part=part, bytes=between["bytes"] - between["padding"])
     padding = between.assign(part=VOLUME_PARTS[4], bytes=between["padding"])
     parts = pd.concat([unpadded, padding[padding["padding"] > 0]])

@@ -147,6 +147,8 @@ def differences_of(trial: Trial, base: Trial) -> str:
 def _changed_text(field: str, value: str) -> str:
     if field == "secondary":
         return f"hpZ {value}" if value != "0" else "no hpZ"
+    if field == "schedule" and value != "none":
+        return value
     return f"no {field}" if value == "none" else f"{field} {_without_module(field, value)}"
 
 
@@ -205,6 +207,8 @@ def field_text(field: str, value: str) -> str:
     """Return a policy field and its value as short text: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
     if field == "secondary" and value == "0":
         return "no hpZ copy"
+    if field == "schedule" and value != "none":
+        return value  # which names the fields that it changes
     return f"{_SHORT.get(field, field)} {_without_module(field, value)}"
 
 

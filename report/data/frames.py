@@ -143,6 +143,7 @@ class Frames:
         self.validations = self._without_seconds(validations, "train_seconds")
         # Errors of the codecs that were tried.
         self.quantisation = _parts(trained, schema.QuantisationError, "quantisation")
+        self.lossless = _parts(trained, schema.LosslessSize, "lossless")
         self.communication_errors = _parts(trained, schema.CommunicationError, "communication_errors")
         self.chosen_codecs = _parts(trained, schema.ChosenCodec, "chosen_codecs")  # those that a budget chose
         # ``seconds`` and ``before`` are the durations of the traced step and of the step before it.
@@ -375,7 +376,7 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
         "model": trial.model.name,
         "rate_mbit": trial.cluster.rate,
         "achieved_mbit": statistics.median(measured) if measured else None,
-        "secondary": policy.secondary_ranks(topology) if policy else 0,
+        "secondary": max(phase.secondary_ranks(topology) for phase in policy.phases) if policy else 0,
         "units": len(record.units),
         "numel": sum(numel for _, numel, _ in record.units) or record.parameters,
         "padding_share": record.padding,

@@ -103,10 +103,28 @@ def _times(frames: Frames) -> pd.DataFrame:
     computed = best_step.computations(frames)
     whole = computed[["forward", "backward", "rest"]].astype(float).sum(axis=1, skipna=False)
     computing = whole.groupby([computed["id"], computed["index"]]).max().groupby("id").median()
-    slowest = slowest_steps(frames).groupby("id")[["total", "exposed"]].median()
+    slowest = _typical(frames, slowest_steps(frames))
     seconds = slowest.rename(columns={"total": "step_seconds", "exposed": "exposed_seconds"})
     alone = computed.groupby("id")["alone"].any()
     return seconds.assign(compute_seconds=computing, alone=alone).reset_index()
+
+
+def _typical(frames: Frames, steps: pd.DataFrame) -> pd.DataFrame:
+    """Return each trial's ``total`` and ``exposed`` seconds of a step, by id.
+
+    They are medians over timed steps.  With a schedule they are the means of the medians of its policies, each counted
+    as often as the policy has steps: the median of all steps would be that of one policy.
+    """
+    names = ["total", "exposed"]
+    medians = steps.groupby("id")[names].median()
+    for identity in medians.index:
+        policy = frames.trial_of[str(identity)].resolved_policy()
+        if policy is not None and policy.schedule:
+            own = steps[steps["id"].eq(identity)]
+            by_phase = own.groupby(own["index"].map(policy.phase_at))[names]
+            counts = by_phase.size()
+            medians.loc[identity] = by_phase.median().mul(counts, axis=0).sum(skipna=False) / counts.sum()
+    return medians
 
 
 def timed_steps(frames: Frames) -> pd.Series[int]:

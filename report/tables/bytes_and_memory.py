@@ -30,7 +30,7 @@ _MEMORY_NOTES: Final = {  # what a column means, by the column
 def volume(derived: Derived) -> Table:
     """Return the table of bytes between nodes in units of M: predicted, by the ledger, and by the interfaces."""
     parts = bytes_and_memory.volume(derived.frames, derived.trials)
-    keys = ["nodes", "ranks_per_node", "shape", "accumulation"]
+    keys, shown = ["nodes", "ranks_per_node", "shape", "accumulation"], bytes_and_memory.VOLUME_PARTS
     between = derived.trials[derived.trials["m_bytes"].notna()].sort_values(keys, kind="stable")
     rows: list[dict[str, Any]] = []
     for row, trials in rows_of(between, *keys):
@@ -39,13 +39,15 @@ def volume(derived: Derived) -> Table:
         rows.append({
             **row,
             "where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['shape']}",
-            **{part: m.get(part, 0.0 if len(m) else math.nan) for part in bytes_and_memory.VOLUME_PARTS},
+            **{part: m.get(part, 0.0 if len(m) else math.nan) for part in (*shown, bytes_and_memory.OWNERS)},
             **{key: (trials[f"{sent}_bytes"] / trials["m_bytes"]).median() for key, sent in _SENT.items()},
             "published": published.total(first["strategy"], row["configuration"]),
             "m_bytes": trials["m_bytes"].median(),
         })  # fmt: skip
     titles = ("Forward gather", "Backward gather", "Gradients", "Control", "Padding")
-    heads = zip(bytes_and_memory.VOLUME_PARTS, titles, strict=True)
+    heads = [*zip(shown, titles, strict=True)]
+    if parts["part"].eq(bytes_and_memory.OWNERS).any():
+        heads.append((bytes_and_memory.OWNERS, "Owners of matrices"))
     return table_of(
         "volume",
         "Volume between nodes",

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 import pandas as pd
 
 from harness.suites.answering_quantity import LEAST_STEPS
+from impl.codecs.codec import ITEM_BYTES, parse
 from report.data import loss_verdicts, metrics
 from report.data.frames import groups
 from report.data.loss_verdicts import ENOUGH_POWER
@@ -18,6 +19,8 @@ from report.quantities import formula
 from report.tables.table import CONFIGURATION, TRIALS, Column, Table, table_of, trial_count
 
 _ENDS: Final = ["end_to_end", "repeated", "weights", "secondary"]
+_BESIDE: Final = 256  # block size of the codecs that stand beside those without loss
+_MANY: Final = 1 << 20  # elements for which bytes a value are computed
 
 
 def sent_error(derived: Derived) -> Table:
@@ -136,6 +139,48 @@ def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -
         caption=f"{says}, by elements per block ('shard': one scale for a whole shard). Each codec encodes the "
         "weights and "
         f"the reduced gradients of {where} once; nothing of this is sent.",
+    )
+
+
+def lossless(derived: Derived) -> Table:
+    """Table of the bytes of weights and gradients without loss, beside those of the tried codecs and their errors."""
+    whole = derived.frames.lossless.merge(derived.trials[metrics.OF_TRIAL], on="id")
+    first = whole.sort_values(["place", "first"], kind="stable").head(1)
+    same = first[["configuration", "setting"]]
+    whole = whole.merge(same, on=["configuration", "setting"])
+    sums = whole.groupby(["purpose", "codec"], as_index=False)[["elements", "bytes"]].sum()
+    tried = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id").merge(same)
+    tried = tried[tried["codec"].astype(str).str.endswith(f":{_BESIDE}")]
+    medians = whole.groupby(["purpose", "codec"])["vnmse"].median()
+    rows: list[dict[str, Any]] = [
+        {"purpose": purpose, "codec": codec, "bytes": size / elements, "vnmse": medians[purpose, codec]}
+        for purpose, codec, elements, size in sums.itertuples(index=False)
+    ]
+    others = tried.groupby(["purpose", "codec"], as_index=False)["vnmse"].median()
+    rows += [
+        {
+            "purpose": purpose,
+            "codec": codec,
+            "bytes": parse(codec).frame_bytes(_MANY) / _MANY,
+            "vnmse": median,
+        }
+        for purpose, codec, median in others.itertuples(index=False)
+    ]
+    rows = [row | {"of_bf16": row["bytes"] / ITEM_BYTES["bf16"]} for row in rows]
+    where = "".join(first["configuration"] + " (" + first["where"] + ")")
+    return table_of(
+        "lossless",
+        "Bytes without loss",
+        sorted(rows, key=lambda row: (row["purpose"], -row["bytes"])),
+        Column("purpose", "Of"),
+        Column("codec", "Codec"),
+        Column("bytes", "Bytes a value", number(3), "Bytes a value: scales included."),
+        Column("of_bf16", "of bf16's", number(3)),
+        Column("vnmse", "vNMSE", number(3), "vNMSE: median over units and trials."),
+        caption=f"Bytes that the weights and the reduced gradients of {where} take if nothing is lost, and with the "
+        f"integer codecs whose blocks have {_BESIDE} elements. A codec without loss that ends in bf16 encodes the "
+        "values cast to bf16, which is all that a 16-bit baseline sends. Its bytes depend on the values: they were "
+        "measured, and nothing of this was sent.",
     )
 
 

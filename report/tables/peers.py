@@ -57,7 +57,11 @@ def sent_types(trial: Trial) -> str:
     policy = trial.resolved_policy()
     if policy is None:
         return PEERS[trial.strategy].wire(trial.peer.compute, trial.peer.reduce_dtype)
-    codecs = (policy.weights, policy.inside or policy.weights, *policy.gradients)
+    codecs = [
+        codec
+        for phase in policy.phases
+        for codec in (phase.weights, phase.inside or phase.weights, *phase.gradients)
+    ]
     return listed(list(dict.fromkeys(str(codec).partition(":")[0] for codec in codecs)))
 
 

@@ -22,6 +22,7 @@ _UNORDERED: Final[dict[str, Any]] = {"control": "unordered"}
 _STALE: Final[dict[str, Any]] = {"control": "stale_secondary"}
 _FSDP2: Final[dict[str, Any]] = {"strategy": "fsdp2+qgz"}
 _DDP: Final[dict[str, Any]] = {"strategy": "ddp+qgz"}
+_MUON: Final[dict[str, Any]] = {"optimizer": {"name": "Muon"}}
 _ONE_NODE: Final = {"nodes": 1, "ranks_per_node": 4}
 
 
@@ -75,6 +76,16 @@ def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], 
             "strategy = 'ddp': cluster.ranks = 'threads' has no process groups",
         ),
         (_GENERATE | {"cluster": _THREADS}, "workload = 'generate': .* its quantity is tokens per second"),
+        (
+            _MUON | {"strategy": "fsdp2"},
+            "optimizer.name = 'Muon': strategy 'fsdp2' gives the optimizer shards",
+        ),
+        (_MUON | _FSDP2, "optimizer.name = 'Muon': strategy 'fsdp2.qgz' gives the optimizer shards"),
+        (
+            _MUON | {"policy": {"offload_optimizer": 0.5}},
+            "policy.offload_optimizer = 0.5: keeps masters on the host, .* remove it",
+        ),
+        ({"optimizer": {"matrices": "*.weight"}}, "optimizer.matrices = .*: has no effect with .* 'AdamW'"),
         (_FSDP2 | {"cluster": _THREADS}, "strategy = 'fsdp2.qgz': .* leave the strategy out"),
         (
             _STAGED | {"strategy": "fsdp2"},

@@ -115,7 +115,7 @@ def _changed(writer: Writer, prefix: str, **changes: Any) -> Writer:
         (_changed(ddp(Writer(0)), "c10d::", args={}), "has no shapes: trace with profile"),
         (_changed(ddp(Writer(0)), "c10d::", name="c10d::send"), "messages between two ranks"),
         (_changed(ddp(Writer(0)), "gloo:", name="x"), "issues 2 collectives, but gloo ran 0"),
-        (_changed(ddp(Writer(0)), "c10d::", name="c10d::scatter_"), "has c10d::scatter_, and only"),
+        (_changed(ddp(Writer(0)), "c10d::", name="c10d::scatter_"), "has c10d::scatter_, but only"),
     ],
 )
 def test_what_a_trace_lacks_is_named(tmp_path: Path, writer: Writer, says: str) -> None:
