@@ -190,6 +190,7 @@ def _identity(zero: Zero) -> dict[str, str]:
         "weights": str(policy.weights),
         "gradients": "/".join(map(str, policy.gradients)),
         "reduction": str(policy.reduce),
+        "gather": str(policy.own_gather or "none"),
         "group": str(policy.group_ranks(topology)),
         "feedback": _of_phases(policy, lambda phase: str(phase.feedback or "none")),
         "differences": _of_phases(
@@ -350,8 +351,9 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
         for feature in ("feedback", "differences", "budget"):
             if manifest.of.get(feature, "none") != "none":
                 yield f"state of {feature}: {differ[0]}"
-        if ":" in (reduction := manifest.of.get("reduction", "")):
-            yield f"state of {reduction}: {differ[0]}"
+        for name in ("reduction", "gather"):
+            if ":" in (method := manifest.of.get(name, "")):
+                yield f"state of {method}: {differ[0]}"
         if holding_codes:
             yield f"codes of frozen weights, which are encoded again: {differ[0]}"
     else:
