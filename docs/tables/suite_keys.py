@@ -63,6 +63,12 @@ _VALUES: Final = {
     "its policies",
     "policy.stage": "0, 1, 2 or 3: what is sharded",
     "policy.group": "number of ranks that share one copy of all states, 0 for all ranks, or `node`",
+    "policy.local_steps": "whole number: optimizer steps that each group takes between exchanges with the others, "
+    "[local steps](#local-steps); or `none`",
+    "policy.local_fragments": "whole number: parts into which units are dealt, each exchanged after another step; "
+    "or `none`",
+    "policy.outer_rate": "number: learning rate of the outer step that follows an exchange (0.7); or `none`",
+    "policy.outer_momentum": "number: Nesterov momentum of the outer step, below 1 (0.9); or `none`",
     "policy.secondary": "number of ranks that share hpZ's copy, 0 for no copy, or `node`",
     "policy.secondary_format": "hpZ's copy: `frames` keeps the codes that were received, `bf16`, `fp16` or "
     "`fp32` casts the weights",

@@ -8,6 +8,7 @@ the same number of bytes.  Activations are not counted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -21,6 +22,7 @@ from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.errors import raised
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
+from impl.plan.local_steps import meeting_steps
 from impl.plan.own_method import Declared
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import FROZEN, UnitGeometry
@@ -159,13 +161,32 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, list[Event]]]:
     """Return (number of timed steps, events before such a step) for each kind of step.
 
     A policy with differences sends whole weights in some steps and differences in the others.  A step that sends
-    differences is counted after a step that sent whole weights.
+    differences is counted after a step that sent whole weights.  With local steps, fragments are exchanged after some
+    steps, and nothing after the others.
     """
+    if (local := policy.local_steps) is not None:
+        return _local_beginnings(local, meeting_steps(policy), trial)
     if policy.differences is None:
         return [(trial.steps, [])]
     every = policy.refresh or trial.warmup + trial.steps
     whole = sum(index % every == 0 for index in range(trial.warmup, trial.warmup + trial.steps))
     return [(whole, []), (trial.steps - whole, traffic.passes(policy))]
+
+
+def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[tuple[int, list[Event]]]:
+    """Return (number of timed steps, events before) for steps that groups exchange something after, and for the others.
+
+    Args:
+        local: Steps of a round.
+        meeting: The steps of a round, from 1 to ``local``, after which something is exchanged.
+        trial: The trial.
+    """
+    timed = Counter(index % local + 1 for index in range(trial.warmup, trial.warmup + trial.steps))
+    kinds: list[tuple[int, list[Event]]] = [(timed[step], ["step"] * (step - 1)) for step in meeting]
+    others = [step for step in range(1, local + 1) if step not in meeting]
+    if others:
+        kinds.append((sum(timed[step] for step in others), ["step"] * (others[0] - 1)))
+    return [(count, before) for count, before in kinds if count]
 
 
 def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:

@@ -190,7 +190,8 @@ class TrialRun:
         self.loop = TrainingLoop(trial, self.strategy, self.data, self.device)
         self.loop.collect = None if judges is None else partial(self._collect, judges)
         self.judge_events: list[Event] = []  # the judges' passes, for ``impl.plan.traffic``
-        self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer, read)
+        optimizer, engine = self.loop.optimizer, self.strategy.zero
+        self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, optimizer, read, zero=engine)
         self.checks, self.checked, self.witness = checks, checks.checked, self.loop.clock.witness
         self.checked.trainable, self._read = trained, read
         # All ranks built the same model; from here on each draws its own random numbers, as for dropout.

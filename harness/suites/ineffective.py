@@ -78,10 +78,14 @@ def _read_by(*families: Family) -> Callable[[Trial], str | None]:
     return why
 
 
+_OF_TRAINING: Final = (  # fields of a policy that concern gradients and steps
+    "policy.feedback", "policy.sums", "policy.reduce_every", "policy.loss_scale", "policy.reduce",
+    "policy.local_steps", "policy.local_fragments", "policy.outer_rate", "policy.outer_momentum",
+)  # fmt: skip
 _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     # Each key is the beginning of a path.  The first key that fits decides, so longer keys come first.
     **dict.fromkeys(
-        ("policy.feedback", "policy.sums", "policy.reduce_every", "policy.loss_scale", "policy.reduce"),
+        _OF_TRAINING,
         lambda trial: _with_policy(trial) or _trains(trial),
     ),
     "policy.gradients": lambda trial: (

@@ -33,7 +33,9 @@ def unfitting_changes(trial: Trial) -> dict[str, str]:
         "weights": raw_weights and (exact or not _raw(_codecs(changes.weights))),
         "gradients": raw_gradients and (exact or not _raw(_codecs(changes.gradients))),
         "stage": True,
-        "group": not base.group,
+        **dict.fromkeys(
+            ("group", "local_steps", "local_fragments", "outer_rate", "outer_momentum"), not base.group
+        ),
         "reduce_every": base.stage < 2 and changes.reduce_every == "micro_batch",
         "planes": raw_weights,
         "gather": base.gather == "flat",

@@ -187,6 +187,10 @@ _TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
 }  # fmt: skip
 
 
+# A number, or ``"none"``, which a suite writes in an axis and which keeps the preset's value.
+_OrNone: Final = BeforeValidator(lambda value: None if value == "none" else value)
+
+
 class PolicyChanges(_Frozen):
     """Values that replace fields of the strategy's ``Policy``, its ``MemoryLimits`` and its ``Offload``.
 
@@ -209,6 +213,10 @@ class PolicyChanges(_Frozen):
     blocks: Literal["codec", "shape"] | None = None
     planes: Literal[1, 2] | None = None
     budget: str | None = None
+    local_steps: Annotated[int | None, _OrNone] = None
+    local_fragments: Annotated[int | None, _OrNone] = None
+    outer_rate: Annotated[float | None, _OrNone] = None
+    outer_momentum: Annotated[float | None, _OrNone] = None
     reduce_every: Literal["stage", "micro_batch", "step"] | None = None
     compute: Literal["fp32", "bf16", "fp16"] | None = None
     loss_scale: str | None = None

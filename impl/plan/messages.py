@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from impl.plan.hops import Hop, Sends, casts_alone, gather_hops, in_turns, reduction_hops
+from impl.plan.hops import Hop, Sends, casts_alone, gather_hops, in_turns, outer_hops, reduction_hops
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
@@ -58,8 +58,10 @@ def message_bytes(
         if not (backward and unit.trainable):
             continue
         for codec in rules.candidates.get("gradients", (rules.gradients[1],)):
-            for held in _reduction(rules.with_choice("gradients", codec), topology, unit):
-                most |= Counter(map(size_class, held))
+            chosen = rules.with_choice("gradients", codec)
+            for hops_of in (reduction_hops, outer_hops):
+                for held in _reduction(hops_of(chosen, topology, unit.piece, chosen.grain)):
+                    most |= Counter(map(size_class, held))
     return sum(nbytes * (count + SPARE) for nbytes, count in most.items())
 
 
@@ -74,9 +76,8 @@ def _gathers(
             yield from _forwarded(hops)
 
 
-def _reduction(policy: Policy, topology: Topology, unit: UnitGeometry) -> Iterator[Sequence[int]]:
-    """Yield the bytes of the buffers in use at each moment of the reduction of a unit's gradient."""
-    every = reduction_hops(policy, topology, unit.piece, policy.grain)
+def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
+    """Yield the bytes of the buffers in use at each moment of a reduction with the hops ``every``."""
     hops = [hop for hop in every if hop.kind == "all_to_all"]
     yield from (
         [hop.nbytes] * 2 for hop in every if hop.kind == "shift"

@@ -372,6 +372,16 @@ class Policy:
     memory: MemoryLimits = MemoryLimits()
     offload: Offload = Offload()
     budget: BitBudget | None = None  # limit within which codecs are chosen while training
+    # Optimizer steps of each group between two exchanges with the other groups (DiLoCo, 2311.08105).  Gradients are
+    # then averaged inside a group only.  None: over all ranks, in every step.
+    local_steps: int | None = None
+    # Parts into which units are dealt; the parts are exchanged one after the other, evenly spread over ``local_steps``
+    # (Streaming DiLoCo, 2501.18512).
+    local_fragments: int = 1
+    # Learning rate and Nesterov momentum of the outer SGD, whose gradient is the mean over groups of how far their
+    # masters have moved.
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
     order_every: int = 32  # backward passes between checks that ranks issue the same collectives; 0: never
     # Parameters start on multiples of this as well as of the codecs' blocks, so that all configurations of a
     # suite can have the same layout.
@@ -392,7 +402,7 @@ class Policy:
         _check_literals(self)
         self._read_reduce()
         errors = self._method_errors(), self._contradictions(), self._copy_errors(), self._budget_errors()
-        for reason in itertools.chain.from_iterable(errors):
+        for reason in itertools.chain(*errors, self._local_errors()):
             raise PolicyError(reason)
 
     def _read_reduce(self) -> None:
@@ -526,6 +536,53 @@ class Policy:
                 yield f"budget: {codec} is a codec of your own, whose bytes are not known here: use built-in codecs"
             if isinstance(codec, Blocked) and codec.block == "shard":
                 yield f"budget: {codec} has one scale for a whole shard: use a codec with blocks of elements"
+
+    def _local_errors(self) -> Iterator[str]:
+        """Yield an error for each field with which groups could not take steps of their own."""
+        steps, fragments = self.local_steps, self.local_fragments
+        outer = {
+            "local_fragments": fragments,
+            "outer_rate": self.outer_rate,
+            "outer_momentum": self.outer_momentum,
+        }
+        usual = Policy.__dataclass_fields__
+        if steps is None:
+            for name in (name for name, value in outer.items() if value != usual[name].default):
+                yield f"{name}={outer[name]:g} has no effect without local_steps: set local_steps, or remove {name}"
+            return
+        if steps < 1:
+            yield (
+                f"local_steps={steps}: expected 1 or more; remove local_steps to average gradients over all ranks in "
+                "every step"
+            )
+        if self.group == 0 or self.stage == 0:
+            here = f"here group={self.group!r}, stage {self.stage}"
+            yield (
+                f"local_steps={steps} needs groups of ranks with a copy of all states each; {here}: set group='node' "
+                "and stage 1 to 3, or remove local_steps"
+            )
+        if not 1 <= fragments <= max(steps, 1):
+            yield (
+                f"local_fragments={fragments}: expected 1 to local_steps={steps}, so that at most one fragment is "
+                "exchanged after a step"
+            )
+        if not (0 < self.outer_rate < math.inf and 0 <= self.outer_momentum < 1):
+            values = f"outer_rate={self.outer_rate:g}, outer_momentum={self.outer_momentum:g}"
+            yield f"{values}: expected a rate above 0, and a momentum of 0 or more and below 1"
+        conflicts = {
+            "reduce": (self.own_reduce is not None, f"reduce='{self.reduce}' averages over all ranks"),
+            "loss_scale": (
+                self.loss_scale is not None,
+                f"after an overflow, loss_scale={self.loss_scale} makes one group skip a step that others take",
+            ),
+            "offload": (
+                self.offload != Offload(),
+                "offload keeps on the host the masters that the outer step moves",
+            ),
+        }
+        for name, (conflict, why) in conflicts.items():
+            if conflict:
+                yield f"local_steps={steps} does not allow {name}: {why}; remove {name}, or local_steps"
 
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec whose messages cannot be cut into chunks.
@@ -668,6 +725,12 @@ class Policy:
         try:
             topology.check_group("an hpZ group", self.secondary_ranks(topology))
             topology.check_group("a group", self.group_ranks(topology))
+            if self.local_steps is not None and self.group_ranks(topology) == topology.world:
+                groups = f"group={self.group!r} on {topology} makes one group of all ranks"
+                raise PolicyError(
+                    f"local_steps={self.local_steps} needs two groups or more, and {groups}: choose smaller groups, or "
+                    "remove local_steps"
+                )
             for reason in self._user_codec_errors() if self.readable else ():
                 raise PolicyError(reason)
         except ValueError as error:
@@ -697,6 +760,10 @@ class Policy:
         if self.stage == 0:
             return 1
         return topology.ranks_per_node if self.group == "node" else self.group or topology.world
+
+    def averaged_ranks(self, topology: Topology) -> int:
+        """Returns over how many ranks the gradients of a step are averaged: all, or with local steps a group's."""
+        return topology.world if self.local_steps is None else self.group_ranks(topology)
 
     def gather_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], int]:
         """Returns the hops of a weight gather, first hop first, and how many of them hpZ's copy saves."""

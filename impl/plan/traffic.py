@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
-from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, reduction_hops
+from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, outer_hops, reduction_hops
+from impl.plan.local_steps import fragments_of, meets
 from impl.plan.own_method import Declared, MethodMessage, axis_of
 from impl.plan.policy import Budgeted, Offload, Policy
 from impl.plan.prefetch_schedule import kept_units
@@ -137,11 +138,25 @@ class Book:
         """Count one message of ``size`` to every other rank."""
         self.exchange(Tag("step", purpose), self.topology.world_axis, size)
 
+    def norm(self, axes: Iterable[Axis]) -> None:
+        """Count the messages of a gradient norm, which ranks sum up along one axis after the other."""
+        size = NORM_BYTES
+        for axis in axes:
+            self.exchange(Tag("step", "control"), axis, size)
+            size *= axis.size
+
     def send(self, tag: Tag, hops: Iterable[Hop]) -> None:
         """Count the messages of a gather or of a reduction."""
         for hop in hops:
             for size in hop.sizes:
                 self.exchange(tag, hop.axis, size, ring=hop.ring)
+
+
+def norm_axes(policy: Policy, topology: Topology) -> tuple[Axis, ...]:
+    """Returns the axes along which ranks exchange parts of a gradient norm: those inside a group with local steps."""
+    if policy.local_steps is None:
+        return (topology.world_axis,)
+    return tuple(axis for axis in policy.gather_axes(topology)[0] if axis.size > 1)
 
 
 def predict(
@@ -159,7 +174,7 @@ def predict(
 
     Some events change what later events send:
 
-    - ``step`` changes the trained weights;
+    - ``step`` changes the trained weights; with local steps, groups exchange the fragment that is due after it;
     - ``changed`` (``Zero.weights_changed``) changes all weights;
     - ``forgotten`` (``Zero.forget_gathered``): all weights are gathered anew;
     - ``dropped`` (``Zero.drop_gradients``): the next gather sends weights, not differences.
@@ -190,12 +205,17 @@ def predict(
         for unit, placement in zip(units, placements_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)
+    fragments, taken, norms = fragments_of(policy, units), 0, norm_axes(policy, topology)
     buffers_differ, passes, steps = bool(buffer_bytes), 0, 0
     for event in events:
         match event:
             case "norm":
-                book.control(NORM_BYTES)
+                book.norm(norms)
             case "step" | "changed" | "forgotten":
+                taken += event == "step"
+                for sender, fragment in zip(senders, fragments, strict=True):
+                    if event == "step" and meets(policy, taken, fragment):
+                        sender.meet()
                 for sender in senders:
                     if event != "step" or sender.unit.trainable:
                         sender.weights_changed(event)
@@ -311,6 +331,11 @@ class _Sender:
                 return "differences"
             self.steps = 0
         return "weights"
+
+    def meet(self) -> None:
+        """Count the exchange between groups of how far their masters of the unit have moved."""
+        hops = outer_hops(self.policy, self.book.topology, self.unit.piece, self.policy.grain)
+        self.book.send(Tag("step", "gradients", self.unit.name), hops)
 
     def reduce(self) -> None:
         """Count the reduction of a trained unit's gradient."""

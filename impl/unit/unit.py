@@ -8,7 +8,8 @@ A :class:`Unit` has the parts that do the work:
 * :mod:`~impl.unit.weight_gather`: the all-gather of the weights;
 * :mod:`~impl.unit.secondary_shard`: hpZ's copy of the weights inside a node;
 * :mod:`~impl.unit.flat_buffer`: the memory of the gathered weights, and the parameters in it;
-* :mod:`~impl.unit.gradient_reduction`: the reduce-scatter of the gradients.
+* :mod:`~impl.unit.gradient_reduction`: the reduce-scatter of the gradients;
+* :mod:`~impl.unit.outer_step`: with local steps, the exchange with other groups after the optimizer's steps.
 
 Outside of passes, :mod:`~impl.unit.whole_values` shows and writes the values of whole parameters.
 """
@@ -31,6 +32,7 @@ from impl.unit.context import MEMORY, UnitContext, recomputing
 from impl.unit.flat_buffer import FlatBuffer, Holder, Member, check_hooks
 from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.master_shard import MasterShard, shard_of
+from impl.unit.outer_step import OuterStep
 from impl.unit.secondary_shard import Change
 from impl.unit.weight_gather import WeightGather
 
@@ -83,6 +85,8 @@ class Unit:
         self.members: Sequence[Member] = self.flat.members  # the unit's parameters, in slot order
         self.weight_gather = WeightGather(geometry, context, self.master_shard, self.flat)
         self.reduction = GradientReduction(geometry, context, self.master_shard, self.members)
+        steps_apart = self.policy.local_steps is not None and geometry.trainable
+        self.outer = OuterStep(geometry, context, self.master_shard) if steps_apart else None
         self.state = State.SHARDED
         self._persists = self.policy.stage < 3  # whether weights stay gathered until they change
         # Whether a pass may compute with a copy of the weights that an earlier pass made.
@@ -333,6 +337,8 @@ class Unit:
         copies = self.weight_gather.secondary.state(self.master_shard.version)
         if self.reduction.own is not None:
             copies = copies | self.reduction.own.state()
+        if self.outer is not None:
+            copies = copies | self.outer.state()
         return copies if errors is None else copies | errors.state()
 
     def check_communication_state(self, state: Mapping[str, Tensor]) -> None:
@@ -353,6 +359,8 @@ class Unit:
             errors.load(state)
         if self.reduction.own is not None:
             self.reduction.own.load(state)
+        if self.outer is not None:
+            self.outer.load(state)
         self.weight_gather.secondary.load(state, self.master_shard.version)
 
     # Refusals

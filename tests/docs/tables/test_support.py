@@ -33,11 +33,14 @@ def frozen_biases() -> Net:
 
 
 def tolerance(policy: Policy) -> float:
-    """How far mean losses may be from one process's: 1e-5 where nothing is rounded, else 2 %."""
+    """How far mean losses may be from one process's: 1e-5 where nothing is rounded, else 2 %.
+
+    With local steps groups have models of their own, which is no rounding but as little in so few steps.
+    """
     rounds = policy.compute != "fp32" or policy.frozen is not None or policy.sums != "fp32"
     rounds = rounds or policy.secondary_format != "frames" or policy.sends_copy
     rounds = rounds or policy.weights != EXACT.weights or policy.gradients != EXACT.gradients
-    return 0.02 if rounds else 1e-5
+    return 0.02 if rounds or policy.local_steps is not None else 1e-5
 
 
 @functools.cache
@@ -83,6 +86,8 @@ def test_drawn_combinations_train_everywhere(names: list[str], topology: Topolog
     """On any topology, the drawn parts that go together follow a single process."""
     policy = EXACT
     for name in names:
+        if name == "local steps" and topology.nodes == 1:
+            continue  # one node is one group, which has no other to meet
         wider = support.combine(policy, PARTS[name])
         policy = wider if isinstance(wider, Policy) else policy
     follows(topology, policy)
