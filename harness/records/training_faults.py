@@ -84,7 +84,7 @@ class Norms(NamedTuple):
 class OuterNote(NamedTuple):
     """Watched masters of one unit on one rank around an outer step (``policy.local_steps``)."""
 
-    index: int  # of the step after which the outer step was taken
+    step: int  # index of the step after which the outer step was taken
     unit: str
     before: list[float]  # just before the outer step, after the optimizer's own step
     after: list[float]
@@ -290,8 +290,8 @@ def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iter
     anchors = dict(first.outer_start)
     speeds = {unit: [0.0] * len(values) for unit, values in anchors.items()}
     for notes in zip(*(check.outer_notes for check in checked), strict=True):
-        index, unit, _, after = notes[0]
-        where = f"after the outer step of unit {unit!r} in step {index}"
+        step, unit, _, after = notes[0]
+        where = f"after the outer step of unit {unit!r} in step {step}"
         for rank, note in zip(ranks, notes, strict=True):
             if note.after != after:
                 yield f"{where} ranks {ranks[0]} and {rank} hold different weights, but groups must agree"
@@ -366,6 +366,8 @@ def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> 
                 )
         exposed = [step.exposed for step in ranks[rank].steps if step.exposed is not None]
         waited = math.fsum(exposed)
+        if check.outer is not None:  # waits for other groups are in the optimizer's seconds
+            waited += math.fsum(step.optimizer for step in ranks[rank].steps)
         enough = waited >= _AWAKE * slept - _SLEPT[0] - _SLEPT[1] * count
         if check.sleeps_counted and len(exposed) == count and not enough:
             wait = f"waited {waited:.3f} s for messages in {count} steps"
