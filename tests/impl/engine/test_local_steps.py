@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +13,17 @@ from torch import Tensor, nn
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.parameters.gathered import GatheredParameters
-from impl.plan.local_steps import fragments_of, meets
 from impl.plan.memory import memory
 from impl.plan.policy import Feedback, Policy
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event, passes, predict
 from impl.unit.outer_step import OuterStep
-from impl.zero import ZeroError, plan_units
+from impl.zero import ZeroError
+from tests.support.diloco import diloco
 from tests.support.models import Net
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT, ROOMY
-from tests.support.training import Training, adamw, batch, close, model, sgd, train
+from tests.support.training import Training, batch, close, model, sgd, train
 
 NET = model()
 INT4, NOISY = parse("int4:8"), parse("int4:8:stochastic")
@@ -38,48 +37,13 @@ def local(group: Any, steps: int, **changes: Any) -> Policy:
     return replace(EXACT, group=group, local_steps=steps, **changes)
 
 
-def diloco(
-    policy: Policy, topology: Topology, steps: int, micro_batches: int, optimize: Any
-) -> list[dict[str, Tensor]]:
-    """Train each group's model by itself, and meet as the papers say, in one process; returns the groups' models."""
-    size = policy.group_ranks(topology)
-    groups = [range(first, first + size) for first in range(0, topology.world, size)]
-    workers, anchor = [copy.deepcopy(NET) for _ in groups], dict(copy.deepcopy(NET).named_parameters())
-    optimizers = [optimize(worker.parameters()) for worker in workers]
-    momentum = policy.outer_momentum
-    outer = torch.optim.SGD(anchor.values(), lr=policy.outer_rate, momentum=momentum, nesterov=momentum > 0)
-    units = plan_units(NET, topology, policy)
-    fragment = {
-        slot.spec.name: number
-        for unit, number in zip(units, fragments_of(policy, units), strict=True)
-        for slot in unit.slots
-    }
-    for step in range(steps):
-        for worker, ranks, optimizer in zip(workers, groups, optimizers, strict=True):
-            for micro, rank in itertools.product(range(micro_batches), ranks):
-                (worker(batch(step * micro_batches + micro, rank)) / size).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        outer.zero_grad()
-        models = [dict(worker.named_parameters()) for worker in workers]
-        due = [name for name in anchor if meets(policy, step + 1, fragment[name])]
-        with torch.no_grad():
-            for name in due:
-                moved = [anchor[name] - parameters[name] for parameters in models]
-                anchor[name].grad = torch.stack(moved).mean(0)
-            outer.step()
-            for name, parameters in itertools.product(due, models):
-                parameters[name].copy_(anchor[name])
-    return [worker.state_dict() for worker in workers]
-
-
 @pytest.mark.parametrize(("topology", "group"), LAYOUTS, ids=str)
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_groups_train_as_diloco_in_one_process(topology: Topology, group: Any, fragments: int) -> None:
     """With AdamW inside and Nesterov outside, each group has the single process's weights, also between meetings."""
     policy = local(group, 3, local_fragments=fragments)
     for steps in (2, 7):
-        wanted = diloco(policy, topology, steps, 1, adamw)
+        _, wanted = diloco(NET, policy, topology, steps)
         size = policy.group_ranks(topology)
         for rank, (_, state, _) in enumerate(on_threads(topology, train, NET, policy, steps)):
             assert close(state, wanted[rank // size], 1e-4)
@@ -93,7 +57,7 @@ def test_groups_train_as_diloco_in_one_process(topology: Topology, group: Any, f
 def test_every_stage_and_form_of_accumulation(changes: dict[str, Any]) -> None:
     """Gradients of 3 micro-batches, added up locally or in shards at any stage, give the single process's weights."""
     topology, policy = Topology(2, 2), local("node", 2, **changes)
-    wanted = diloco(policy, topology, 4, 3, sgd)
+    _, wanted = diloco(NET, policy, topology, 4, 3, sgd)
     for rank, state in enumerate(on_threads(topology, _with_sgd, policy, 4, 3)):
         assert close(state, wanted[rank // 2], 1e-4)
 
@@ -122,7 +86,7 @@ def test_a_forgotten_outer_momentum_is_found(monkeypatch: pytest.MonkeyPatch) ->
         take(outer)
 
     policy, topology = local("node", 2), Topology(2, 2)
-    wanted = diloco(policy, topology, 4, 1, adamw)[0]
+    _, (wanted, _) = diloco(NET, policy, topology, 4)
     assert close(on_threads(topology, train, NET, policy, 4)[0][1], wanted, 1e-4)
     monkeypatch.setattr(OuterStep, "take", forgetful)
     assert not close(on_threads(topology, train, NET, policy, 4)[0][1], wanted, 1e-3)
