@@ -167,7 +167,7 @@ def build(templates: Sequence[str] = tuple(DOCUMENTS)) -> Build:
     """Build the documents of these templates, by default all, and their figures.
 
     Raises:
-        RecordError: for an edited record, or a file that is no archive.
+        RecordError: If a record was edited, or a file is no archive.
     """
     made = Build()
     paths = [ROOT / DOCS / template for template in templates]
@@ -245,7 +245,7 @@ def _svg(suite: str, name: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         drawn = drawing.draw(derived, Path(folder), style_of(derived), ("svg",))
     if drawn is None:
-        raise DocumentError(f"{suite}: no rows for the figure {name!r}")
+        raise DocumentError(f"{suite}: the figure {name!r} has no rows: name another figure")
     return drawn.svg
 
 

@@ -59,19 +59,19 @@ class DocumentError(Exception):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number from records with its 95 % interval, where it has one, and with what limits it.
+    """A number from records, with its 95 % interval if it has one, and with what limits it.
 
     It prints as ``2.36 (2.05 to 2.72)``, ``2.36 (2.29 to 2.42 within this start)`` if the interval is from one
-    occasion, and ``0.73 (disturbed)`` if other programs disturbed all trials behind it.  Every form of it says so, so
-    that no template can drop it.
+    occasion, and ``0.73 (disturbed)`` if other programs disturbed all trials behind it.  All its other texts except
+    :attr:`again` and :attr:`range` also say ``disturbed``.
     """
 
     interval: Interval
     form: Callable[[float], str]  # prints a number
-    what: str  # in words, for messages
+    what: str  # what the number is, in words for messages
     equal: float = math.nan  # the value that means "no difference": 1 for ratios, 0 for differences; else NaN
     more_is_better: bool = True
-    expected: Prediction | None = None  # in a further run, where not by the interval alone
+    expected: Prediction | None = None  # of a further run; None if it follows from the interval alone
 
     def __str__(self) -> str:
         """Print the estimate with its interval, ``2.36 (2.05 to 2.72)``; without an interval, ``2.36``."""
@@ -108,11 +108,12 @@ class Estimate:
     def again(self) -> str:
         """The 95 % prediction interval of a further run of the suite: ``1.78 to 3.14``.
 
-        Where a prediction is by the speed of the processors, it is named: ``1.9 to 2.8 at 0.12 s of computation a
-        step``.
+        If the prediction depends on the seconds of computation of a step, it says at how many it holds: ``1.9 to 2.8
+        at 0.12 s of computation a step``.
 
         Raises:
-            DocumentError: Without an interval, or if all trials ran at one occasion, which says nothing about others.
+            DocumentError: If there is no interval, or if all trials ran at one occasion, which says nothing about
+                others.
         """
         if not self._spreads or self.interval.within_start:
             raise DocumentError(
@@ -128,12 +129,12 @@ class Estimate:
 
     @property
     def occasions(self) -> int:
-        """The number of occasions (starts of a machine) behind it; 0 if it does not depend on them."""
+        """The number of occasions (starts of a machine) at which the trials ran; 0 if occasions do not matter."""
         return self.interval.occasions
 
     @property
     def n(self) -> int:
-        """The number of pairs, seeds or trials from which it is computed."""
+        """The number of pairs, seeds or trials from which the estimate is computed."""
         return self.interval.n
 
     @property
@@ -202,7 +203,7 @@ class Estimate:
 
 
 def _alone(value: float, *, disturbed: bool = False) -> Interval:
-    """A number without an interval."""
+    """Return a number as an interval whose ends are unknown."""
     return Interval(value, math.nan, math.nan, 0, disturbed=disturbed)
 
 
@@ -222,8 +223,8 @@ def derived(suite: str) -> Derived:
     """Return what is derived from the committed records of a suite.  They are read only once.
 
     Raises:
-        DocumentError: if there is no archive of that name.
-        RecordError: for an edited record, or a file that is no archive.
+        DocumentError: If there is no archive of that name.
+        RecordError: If a record was edited, or the file is no archive.
     """
     if suite not in _DERIVED:
         if not (ROOT / REFERENCE / f"{suite}{archive.SUFFIX}").exists():
@@ -238,7 +239,7 @@ def read(suite: str, folder: Path = REFERENCE) -> Derived:
     Seconds of steps also come from the archive that the suite file names in its key ``seconds``.
 
     Raises:
-        RecordError: as :func:`derived`.
+        RecordError: If a record was edited, or the file is no archive.
     """
     with tempfile.TemporaryDirectory() as name:
         frames = load(archive.unpack(ROOT / folder / f"{suite}{archive.SUFFIX}", Path(name)))
@@ -280,7 +281,7 @@ def _trials(suite: str, name: str, at: str, table: pd.DataFrame | None = None) -
 
 
 def _paired(suite: str, name: str, over: str, at: str) -> tuple[pd.DataFrame, str]:
-    """Return the pairs of a configuration with ``over``, by default the suite's baseline, and the latter's name."""
+    """Return the pairs of a configuration and ``over``, by default the suite's baseline, and the name of ``over``."""
     trials = derived(suite).trials
     setting = str(_trials(suite, name, at)["setting"].iloc[0])
     if over:
@@ -295,22 +296,22 @@ def _paired(suite: str, name: str, over: str, at: str) -> tuple[pd.DataFrame, st
 
 
 def speedup(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
-    """How many times as fast a step of ``name`` is as a step of ``over``, by default the suite's baseline."""
+    """Return how many times as fast a step of ``name`` is as a step of ``over``, by default the suite's baseline."""
     pairs, base = _paired(suite, name, over, at)
     what = f"the speed-up of {name} over {base} in {suite}"
     return Estimate(speedups.speedup(pairs), _form(".2f"), what, 1.0, expected=speedups.expected(pairs))
 
 
 def seconds(suite: str, name: str, at: str = "") -> Estimate:
-    """Seconds of a step: geometric mean over trials."""
+    """Return the seconds of a step, as geometric mean over trials."""
     rows = _trials(suite, name, at)
     return Estimate(speedups.step_interval(rows), number(3), f"the step of {name} in {suite}")
 
 
 def sent(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
-    """Bytes between nodes, divided by the bytes of ``over``, by default the suite's baseline.
+    """Return the bytes between nodes, divided by the bytes of ``over``, by default the suite's baseline.
 
-    Both are counted by the ledger; if one has no ledger, by the nodes' interfaces.
+    The ledger counts both; if one has no ledger, the nodes' interfaces count both.
     """
     pairs, base = _paired(suite, name, over, at)
     ratio = float(pairs["bytes_ratio"].median())
@@ -321,13 +322,16 @@ def sent(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
 
 
 def megabytes(suite: str, name: str, at: str = "") -> Estimate:
-    """MB that a step sends between nodes, all ranks together."""
+    """Return the MB that all ranks together send between nodes in a step."""
     size = float(_trials(suite, name, at)["sent_bytes"].median() / 1e6)
     return Estimate(_counted(size), number(3), f"the MB of {name} in {suite}")
 
 
 def error(suite: str, name: str, at: str = "") -> Estimate:
-    """Error of gradients end to end (vNMSE): the geometric mean over trials of each trial's median over steps."""
+    """Return the error of gradients end to end (vNMSE).
+
+    It is the geometric mean over trials of each trial's median over steps.
+    """
     rows = derived(suite).sent_errors
     rows = rows[rows["purpose"].eq("gradients") & rows["hop"].isna() & rows["repeated"].eq(1)]
     trials = _trials(suite, name, at)
@@ -340,7 +344,7 @@ def error(suite: str, name: str, at: str = "") -> Estimate:
 
 
 def loss(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
-    """Validation loss at the end minus the loss of ``over``, by default the baseline, in nats, paired by seed."""
+    """Return the final validation loss minus that of ``over``, by default the baseline, in nats, paired by seed."""
     setting = str(_trials(suite, name, at)["setting"].iloc[0])
     base = over or next(iter(effects.beside(derived(suite)).get((setting, name), ())), "")
     losses = [loss_verdicts.by_seed(_trials(suite, each, at)) for each in (name, base)]
@@ -350,7 +354,7 @@ def loss(suite: str, name: str, over: str = "", at: str = "") -> Estimate:
 
 
 def final_loss(suite: str, name: str, at: str = "") -> Estimate:
-    """Validation loss at the end, mean over seeds, without an interval."""
+    """Return the final validation loss, as mean over seeds without an interval."""
     mean = float(loss_verdicts.by_seed(_trials(suite, name, at)).mean())
     return Estimate(_alone(mean), _form(".3f"), f"the loss of {name} in {suite}")
 
@@ -362,25 +366,25 @@ def _loss_row(suite: str, name: str, at: str) -> loss_verdicts.Row:
 
 
 def loss_verdict(suite: str, name: str, at: str = "") -> str:
-    """``not inferior``, ``inferior``, ``inconclusive`` or ``no power`` (docs/reference/metrics.md)."""
+    """Return the verdict on a loss: ``not inferior``, ``inferior``, ``inconclusive`` or ``no power``."""
     return str(_loss_row(suite, name, at)["verdict"])
 
 
 def loss_margin(suite: str, name: str, at: str = "") -> Estimate:
-    """Nats by which a loss may be higher than the baseline's and still count as not inferior."""
+    """Return the nats by which a loss may be higher than the baseline's and still count as not inferior."""
     margin = float(_loss_row(suite, name, at)["margin"])
     return Estimate(_counted(margin), number(3), f"the margin of {name} in {suite}")
 
 
 def loss_in_steps(suite: str, name: str, at: str = "") -> Estimate:
-    """How many steps earlier than ``name`` the baseline has the higher of the two final losses."""
+    """Return how many steps earlier than ``name`` the baseline has the higher of the two final losses."""
     equal = _net_speed(suite, name, at).equal
     return Estimate(_alone(equal.steps - equal.base_steps), _form(".0f"), f"{name}'s loss in steps, {suite}")
 
 
 @dataclass(frozen=True)
 class Net:
-    """Net speed-up of a configuration over its baseline, with its factors."""
+    """The net speed-up of a configuration over its baseline, with the factors of this speed-up."""
 
     found: NetSpeed
     suite: str
@@ -423,7 +427,7 @@ class Net:
 
     @property
     def seeds(self) -> int:
-        """The number of seeds that both have."""
+        """The number of seeds that both the configuration and the baseline have."""
         return self.found.equal.ratio.n
 
     @property
@@ -439,10 +443,10 @@ class Net:
 
 
 def net_speed(suite: str, name: str, at: str = "") -> Net:
-    """Net speed-up of a configuration, with seconds from the first source that has them for one setting.
+    """Return the net speed-up of a configuration, with seconds from the first source that has them for one setting.
 
     Raises:
-        DocumentError: If there is no loss beside a baseline's, no seconds, or no ratio of steps.
+        DocumentError: If the loss is not compared with a baseline's, or there are no seconds or no ratio of steps.
     """
     found = _net_speed(suite, name, at)
     if found.step is None or found.equal.why:
@@ -457,11 +461,11 @@ def _net_speed(suite: str, name: str, at: str) -> NetSpeed:
     for each in net_speeds(derived(suite)):
         if (each.row["setting"], each.row["configuration"]) == (setting, name):
             return each
-    raise DocumentError(f"{suite}: {name!r} has no loss beside the baseline's")
+    raise DocumentError(f"{suite}: the loss of {name!r} is not compared with a baseline's")
 
 
 def memory(suite: str, name: str, at: str = "") -> Estimate:
-    """MiB that the engine of the fullest rank holds on its device, median over trials."""
+    """Return the MiB that the engine holds on the device of the fullest rank, as median over trials."""
     held = derived(suite).frames.memory
     ids = _trials(suite, name, at, derived(suite).finished)["id"]
     held = held[held["id"].isin(ids) & held["source"].eq("engine")]
@@ -471,13 +475,16 @@ def memory(suite: str, name: str, at: str = "") -> Estimate:
 
 
 def decoding_speedup(suite: str, name: str, at: str = "") -> Estimate:
-    """How many times the baseline's tokens per second a configuration decodes (workload ``generate``)."""
+    """Return how many times the baseline's tokens per second a configuration decodes (workload ``generate``)."""
     rows = _trials(suite, name, at, derived(suite).generations)
     return Estimate(decoding.speedup(rows), _form(".2f"), f"{name}'s decoding in {suite}", equal=1.0)
 
 
 def phase_speedup(suite: str, name: str, phase: str, at: str = "") -> Estimate:
-    """How many times as fast a phase of workload ``rlhf`` is: generate, score or train."""
+    """Return how many times as fast as the baseline's a phase of workload ``rlhf`` is.
+
+    The phases are ``generate``, ``score`` and ``train``.
+    """
     rows = phases.by_phase(derived(suite))
     rows = _trials(suite, name, at, rows[rows["phase"] == phase]).dropna(subset=["baseline_seconds"])
     ratio = phases.over_baseline(rows)
@@ -485,7 +492,7 @@ def phase_speedup(suite: str, name: str, phase: str, at: str = "") -> Estimate:
 
 
 def phase_sent(suite: str, name: str, phase: str, at: str = "") -> Estimate:
-    """Bytes between nodes in a phase of workload ``rlhf``, divided by the baseline's bytes."""
+    """Return the bytes between nodes in a phase of workload ``rlhf``, divided by the baseline's bytes."""
     rows = phases.by_phase(derived(suite))
     rows = _trials(suite, name, at, rows[rows["phase"] == phase])
     ratio = float((rows["inter_bytes"] / rows["baseline_bytes"]).median())
@@ -494,13 +501,13 @@ def phase_sent(suite: str, name: str, phase: str, at: str = "") -> Estimate:
 
 
 def tokens_per_second(suite: str, name: str, at: str = "") -> Estimate:
-    """Tokens per second of all ranks in training: geometric mean over trials."""
+    """Return the tokens per second of all ranks in training, as geometric mean over trials."""
     rows = speedups.step_interval(_trials(suite, name, at), "tokens_per_second")
     return Estimate(rows, number(3), f"the tokens/s of {name} in {suite}")
 
 
 def largest_model(suite: str, name: str, limit: str = "") -> Estimate:
-    """Million parameters of the largest model that trained within the suite's limit of memory."""
+    """Return the size, in million parameters, of the largest model that trained within the suite's limit of memory."""
     rows = bytes_and_memory.under_limits(derived(suite))
     rows = _trials(suite, name, limit, rows.assign(where=rows["where"], setting="all"))
     millions, _ = bytes_and_memory.largest(rows)
@@ -508,12 +515,15 @@ def largest_model(suite: str, name: str, limit: str = "") -> Estimate:
 
 
 def ratio_of_tokens(suite: str, name: str, at: str, over_at: str) -> Estimate:
-    """Tokens per second of one configuration in one setting, divided by those in another; without an interval."""
+    """Return the tokens per second of a configuration in one setting, divided by those in another setting.
+
+    The ratio has no interval.
+    """
     return tokens_per_second(suite, name, at) / tokens_per_second(suite, name, over_at)
 
 
 def cell(suite: str, table: str, row: str, column: str) -> str:
-    """A cell of a report table as printed.
+    """Return a cell of a report table as printed.
 
     ``table`` is the table's name, ``row`` holds parts of the row's cells, and ``column`` is the column's title.
     """
@@ -529,7 +539,7 @@ def cell(suite: str, table: str, row: str, column: str) -> str:
 
 
 def table(suite: str, name: str) -> str:
-    """A table of a suite's page as Markdown, without its caption."""
+    """Return a table of a suite's page as Markdown, without its caption."""
     shown = all_tables.all_tables(derived(suite), (name,))
     if not shown:
         raise DocumentError(f"{suite}: table {name!r} has no rows")
@@ -537,12 +547,12 @@ def table(suite: str, name: str) -> str:
 
 
 def question(suite: str) -> str:
-    """The question that a suite asks."""
+    """Return the question that a suite asks."""
     return markdown(" ".join(derived(suite).frames.questions))
 
 
 def fact(suite: str, name: str) -> str:
-    """A fact of the page's head: ``trials``, ``ran``, ``processor``, ``commit``, ``link``, ..."""
+    """Return a fact of the page's head: ``trials``, ``ran``, ``processor``, ``commit``, ``link``, ..."""
     facts = dict(page.facts(derived(suite)))
     if name not in facts:
         raise DocumentError(f"{suite}: no fact {name!r}: expected one of {', '.join(facts)}")
@@ -550,14 +560,15 @@ def fact(suite: str, name: str) -> str:
 
 
 def as_predicted(suite: str) -> str:
-    """The number of trials in which the ledger's bytes equal the prediction: ``210 of 210``."""
+    """Return the number of trials in which the ledger's bytes equal the prediction: ``210 of 210``."""
     equal = derived(suite).trials["predicted_equal"].dropna().astype(bool)
     return f"{int(equal.sum())} of {len(equal)}"
 
 
 def count(suite: str, what: str = "trials") -> int:
-    """How many finished ``trials``, ``configurations``, ``sweeps``, ``occasions``, ``machines`` (pools) or ``seeds`` a
-    suite has.
+    """Return how many ``what`` the finished trials of a suite have.
+
+    ``what`` is ``trials``, ``configurations``, ``sweeps``, ``occasions``, ``machines`` (pools) or ``seeds``.
     """
     ran = derived(suite).finished
     counts = {
@@ -574,13 +585,13 @@ def count(suite: str, what: str = "trials") -> int:
 
 
 def computing(suite: str) -> Estimate:
-    """Seconds that the computation of a step takes by itself, median over trials."""
+    """Return the seconds that the computation of a step takes by itself, as median over trials."""
     value = float(derived(suite).trials["compute_seconds"].median())
     return Estimate(_alone(value), _form(".2f"), f"computing alone in {suite}")
 
 
 def title_of_figure(name: str) -> str:
-    """The title of the figure with this name."""
+    """Return the title of the figure with this name."""
     titles = {figure.name: figure.title for figure in FIGURES}
     if name not in titles:
         raise DocumentError(f"no figure {name!r}: expected one of {', '.join(titles)}")
@@ -588,7 +599,7 @@ def title_of_figure(name: str) -> str:
 
 
 def validated_at(suite: str) -> str:
-    """The step after which final losses were measured: ``1,400``."""
+    """Return the step after which final losses were measured: ``1,400``."""
     steps = {int(row["steps"]) for row in loss_verdicts.losses(derived(suite))}
     if len(steps) != 1:
         raise DocumentError(
@@ -598,7 +609,7 @@ def validated_at(suite: str) -> str:
 
 
 def loss_share(suite: str, name: str, at: str = "") -> Estimate:
-    """Difference between a final loss and the baseline's, as a share of the baseline's: ``+0.39 %``."""
+    """Return the difference of a final loss from the baseline's, as a share of the baseline's: ``+0.39 %``."""
     base = final_loss(suite, derived(suite).compared.baseline, at).interval.estimate
     difference = loss(suite, name, at=at).interval
     share = Interval(difference.estimate / base, difference.low / base, difference.high / base, difference.n)
@@ -611,21 +622,21 @@ def _undisturbed_pairs(suite: str, name: str, over: str, at: str) -> pd.DataFram
 
 
 def pair_range(suite: str, name: str, over: str = "", at: str = "") -> str:
-    """The lowest and the highest speed-up of an undisturbed pair, where pairs are too few for an interval."""
+    """Return the lowest and the highest speed-up of an undisturbed pair; it replaces an interval if pairs are few."""
     pairs = _undisturbed_pairs(suite, name, over, at)
     disturbed = " (disturbed)" if pairs["disturbed"].any() else ""
     return f"{pairs['speedup'].min():.2f} to {pairs['speedup'].max():.2f}{disturbed}"
 
 
 def pair_count(suite: str, name: str, over: str = "", at: str = "") -> int:
-    """How many undisturbed pairs of trials a speed-up is computed from; all pairs if all are disturbed."""
+    """Return from how many undisturbed pairs of trials a speed-up is computed; all pairs if all are disturbed."""
     return len(_undisturbed_pairs(suite, name, over, at))
 
 
 def pairs_agree(suite: str, name: str, over: str = "", at: str = "") -> bool:
-    """Whether all pairs, disturbed ones too, agree that the configuration is faster, or that it is slower.
+    """Return whether all pairs, disturbed ones too, agree that the configuration is faster, or that it is slower.
 
-    It is for pairs without an interval.
+    Templates use it if pairs are too few for an interval.
     """
     faster = _paired(suite, name, over, at)[0]["speedup"] > 1
     return bool(faster.all() or not faster.any())
@@ -636,14 +647,14 @@ class Beside:
     """One of our configurations compared with the fastest setting of a library in the same types."""
 
     ours: str
-    types: str  # the types in which both compute and send: ``bf16``, or ``bf16; ours sends int8 and int4``
+    types: str  # types in which both compute and send, ``bf16``; where ours sends others: ``bf16; ours sends int4``
     library: str
     setting: str  # the library's fastest configuration, as pages print it
     speedup: Estimate  # how many times as fast a step of ours is
     pairs: str  # the lowest and the highest speed-up of a pair
     # Whether ours is significantly faster or, with too few pairs for an interval, faster in every pair.
     faster: bool
-    slower: bool  # the same for slower
+    slower: bool  # whether ours is significantly slower or, with too few pairs, slower in every pair
 
     @property
     def text(self) -> str:
@@ -667,7 +678,7 @@ def _types(suite: str, at: str) -> dict[str, tuple[str, str]]:
 
 
 def fastest_setting(suite: str, library: str, types: str, at: str = "") -> str:
-    """The configuration with the shortest step among those of a library in ``types``, such as ``bf16``."""
+    """Return the configuration with the shortest step among those of a library in ``types``, such as ``bf16``."""
     names = [name for name, of in _types(suite, at).items() if of == (library, types)]
     if not names:
         raise DocumentError(f"{suite}: no records of {library} in {types} at {at!r}")
@@ -706,7 +717,10 @@ def beside_libraries(suite: str, *ours: str, at: str = "") -> list[Beside]:
 
 
 def outcomes(rows: Sequence[Beside]) -> str:
-    """In how many comparisons ours is faster, and in how many slower: ``faster in 4 of 6 comparisons and ...``."""
+    """Return in how many comparisons ours is faster, and in how many slower.
+
+    For example, ``faster in 4 of 6 comparisons and slower in 2``.
+    """
     faster, slower = sum(row.faster for row in rows), sum(row.slower for row in rows)
     text = f"faster in {'all' if faster == len(rows) else f'{faster} of'} {len(rows)} comparisons"
     text += f" and slower in {slower}" if slower else ""
@@ -720,14 +734,17 @@ def outcomes(rows: Sequence[Beside]) -> str:
 
 
 def not_beside(suite: str, at: str = "") -> str:
-    """Which records are missing, by library or ours and by type: ``FSDP2 in bf16, ours in bf16``; empty if none is."""
+    """Return which records are missing, by library and type; empty if none is.
+
+    For example, ``FSDP2 in bf16, ours in bf16``.
+    """
     found = {*_types(suite, at).values()}
     wanted = [(library, types) for types in ("fp32", "bf16") for library in (*peers.FAMILIES.values(), "")]
     return ", ".join(f"{key[0] or 'ours'} in {key[1]}" for key in wanted if key not in found)
 
 
 def settings_tried(suite: str, at: str = "") -> int:
-    """The number of libraries' settings of which a suite has records."""
+    """Return the number of libraries' settings of which a suite has records."""
     return sum(bool(library) for library, _ in _types(suite, at).values())
 
 
@@ -744,19 +761,19 @@ def not_repeated(search: str, suite: str, at: str = "") -> str:
 
 
 def model_sizes() -> str:
-    """The smallest and the largest model of all records, in million parameters: ``0.14 to 14.3``."""
+    """Return the smallest and the largest model of all records, in million parameters: ``0.14 to 14.3``."""
     sizes = pd.concat([derived(suite).finished["parameters"] for suite in suites()]) / 1e6
     return f"{sizes.min():.2f} to {sizes.max():.1f}"
 
 
 def disturbed(suite: str) -> str:
-    """In how many trials other programs took so much processor time that seconds are marked: ``17 of 28``."""
+    """Return in how many trials other programs took so much processor time that seconds are marked: ``17 of 28``."""
     ran = derived(suite)
     return f"{len(ran.disturbed)} of {len(ran.finished)}"
 
 
 def facts(suite: str) -> str:
-    """One line on a suite's records: trials, sweeps, machine, date, commit, and how many were disturbed."""
+    """Return a line on a suite's records: trials, sweeps, machine, date, commit, and how many were disturbed."""
     known = dict(page.facts(derived(suite)))
     sweeps, machines, occasions = (count(suite, what) for what in ("sweeps", "machines", "occasions"))
     trials = known["trials"]
@@ -777,20 +794,23 @@ def facts(suite: str) -> str:
 
 
 def seconds_on_record(suite: str) -> str:
-    """How long a suite says that it takes: its key ``time``."""
+    """Return how long a suite says that it takes, from its key ``time``."""
     with (ROOT / "suites" / f"{suite}.toml").open("rb") as file:
         return str(tomllib.load(file)["time"])
 
 
 def exposed(suite: str, name: str, at: str = "") -> Estimate:
-    """Seconds of a step in which a rank waits for messages, median over undisturbed trials."""
+    """Return the seconds of a step in which a rank waits for messages, as median over undisturbed trials.
+
+    If all trials are disturbed, all count.
+    """
     rows = speedups.undisturbed(_trials(suite, name, at))
     value = _alone(float(rows["exposed_seconds"].median()), disturbed=bool(rows["disturbed"].any()))
     return Estimate(value, number(3), f"{name}'s exposed communication in {suite}")
 
 
 def parity_range(suite: str) -> str:
-    """Tokens/s of ZeRO++ at a quarter of the rate, divided by those of ZeRO-3 at the full rate.
+    """Return the tokens/s of ZeRO++ at a quarter of the rate, divided by those of ZeRO-3 at the full rate.
 
     The two numbers are the lowest and the highest of all settings: ``0.97 and 1.12``.
     """
@@ -802,7 +822,7 @@ def parity_range(suite: str) -> str:
 
 
 def budgeted(suite: str, codec: str) -> Estimate:
-    """Loss with codecs chosen unit by unit, minus the loss with the single ``codec``, such as ``int4``.
+    """Return the loss with codecs chosen unit by unit, minus the loss with the single ``codec``, such as ``int4``.
 
     The chosen codecs may send as many bytes as the single one.
     """
@@ -816,7 +836,7 @@ def budgeted(suite: str, codec: str) -> Estimate:
 
 
 def composition(suite: str, parts: Sequence[str], together: str, at: str = "") -> Estimate:
-    """Speed-up of configuration ``together``, divided by the product of its parts' speed-ups, pair by pair."""
+    """Return the speed-up of ``together``, divided by the product of its parts' speed-ups, pair by pair."""
     ratios, disturbed = {}, {}  # by configuration, for each pair
     for name in (together, *parts):
         pairs = _paired(suite, name, "", at)[0].set_index(["occasion", "seed", "repeat"])
@@ -834,7 +854,7 @@ def composition(suite: str, parts: Sequence[str], together: str, at: str = "") -
 
 
 def product(suite: str, parts: Sequence[str], at: str = "") -> Estimate:
-    """The product of the speed-ups of several configurations, without an interval."""
+    """Return the product of the speed-ups of several configurations, without an interval."""
     ratios = [speedup(suite, name, at=at).interval for name in parts]
     value = _alone(
         math.prod(each.estimate for each in ratios), disturbed=any(each.disturbed for each in ratios)
@@ -850,7 +870,7 @@ def _plan(suite: str, machine: str) -> list[dict[str, Any]]:
 
 
 def planned(suite: str, column: str, machine: str = "", **row: object) -> float:
-    """A number that ``zeropp plan`` predicts for the one trial whose columns have the values of ``row``."""
+    """Return a number that ``zeropp plan`` predicts for the one trial whose columns have the values of ``row``."""
     rows = [each for each in _plan(suite, machine) if all(each.get(key) == row[key] for key in row)]
     if len(rows) != 1 or not isinstance(rows[0].get(column), int | float):
         raise DocumentError(

@@ -20,7 +20,7 @@ class Delayed(ReductionMethod):
 
     def finish(self):
         if self.sent is None:
-            raise RuntimeError("nothing was started")
+            raise RuntimeError("nothing was started: call start() before finish()")
         return self.mean
 
     def state(self):

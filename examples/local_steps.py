@@ -1,4 +1,4 @@
-"""Local steps with an outer optimizer, as DiLoCo (arXiv 2311.08105): nodes train apart, and meet every few steps.
+"""Local steps with an outer optimizer, as in DiLoCo (arXiv 2311.08105): nodes train apart, and meet every few steps.
 
 In a suite: ``strategy = "examples.local_steps:LocalSteps"`` with ``policy.group = "node"``, so that each node has all
 states, and ``policy.reduce = "examples.local_steps:NodeMean"``, so that gradients stay inside a node.

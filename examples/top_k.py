@@ -8,7 +8,7 @@ from zeropp import ReductionMethod
 
 
 class TopK(ReductionMethod):
-    """Sends the ``share`` of a unit's elements with the largest magnitudes; what is left is added to the next step."""
+    """Sends the ``share`` of a unit's elements with the largest magnitudes; the rest is added to the next step's."""
 
     laws = ("same_on_all_ranks", "zero", "bound", "exact_at_full_rank")
 

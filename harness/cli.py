@@ -234,7 +234,10 @@ def run(
         machine_file.check_host(machine, calibrated, machine_facts.identity())
     suite = load(file)
     if (total := sweeps * len(suite.trials)) > MOST_TRIALS:  # before they are made
-        raise Refusal(f"--sweeps {sweeps}: {total} trials; at most {MOST_TRIALS} are allowed in one folder")
+        raise Refusal(
+            f"--sweeps {sweeps} makes {total} trials, but at most {MOST_TRIALS} are allowed in one folder: "
+            "ask for fewer sweeps"
+        )
     trials = [trial for number in range(sweeps) for trial in suite.sweep(number)]
     if only is not None:
         trials = [suite.trial_by_prefix(only, sweeps)]
@@ -361,7 +364,7 @@ def show(
     else:
         records, broken = read_valid(folder)
         if not records and not broken:
-            raise Refusal(f"{folder}: no records in it; `zeropp run` writes them")
+            raise Refusal(f"{folder}: there are no records in it; `zeropp run` writes them")
         if records and not _print_rows(plan_rows.record_rows(records), as_json=as_json, as_csv=as_csv):
             terminal.records(records, out, folder)
         if broken:
@@ -429,7 +432,7 @@ def audit(
     expect: Annotated[
         list[str] | None,
         typer.Option(
-            help="What has to hold, as 'all_gather int8 <= 0.5 M between nodes'; repeatable.",
+            help="What has to hold, such as 'all_gather int8 <= 0.5 M between nodes'; repeatable.",
             metavar="EXPECTATION",
         ),
     ] = None,

@@ -13,7 +13,7 @@ _BEGINS_A_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 
 def safe_cell(value: Any) -> Any:
-    """Return a text as a cell without control characters that no spreadsheet takes for a formula.
+    """Return a text as a cell that has no control characters, and that no spreadsheet takes for a formula.
 
     Values other than texts are returned as they are.  A text that begins like a formula gets an apostrophe before it,
     as OWASP recommends, unless it is a number or a single dash.  Source: https://owasp.org/www-community/attacks/CSV_Injection

@@ -100,10 +100,10 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
 
 @cache
 def core_flops() -> float:
-    """Floating-point operations per second of one core, in a forward and backward pass of a small GPT.
+    """Return one core's floating-point operations per second, in a forward and backward pass of a small GPT.
 
-    They are measured once on a machine and kept in the user's cache, because importing torch takes longer than
-    planning a suite.
+    The number is measured once on a machine and kept in the user's cache, because importing torch takes longer
+    than planning a suite.
     """
     key = f"{machine.identity()}, torch {version('torch')}"
     try:

@@ -38,22 +38,27 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
     if device.type == "cuda":
         for codec in codecs:
             try_codec(operations, codec, device)
+        operations.sums_of_bits(torch.zeros(OCTET, device=device))
         torch.cuda.synchronize(device)
 
 
 def try_codec(operations: Operations, codec: Codec, device: torch.device) -> None:
-    """Encode and decode one octet of zeros with a codec that has kernels of its own.
+    """Encode and decode one octet of zeros with a codec that has kernels of its own, or sum it if it is a cast.
 
     Raises:
         RuntimeError: if that fails; the message names the codec.
     """
-    if not has_kernels(codec):
+    if not (isinstance(codec, Raw) or has_kernels(codec)):
         return
     x = torch.zeros(OCTET, device=device)
     frames = torch.zeros(codec.frame_bytes(OCTET), dtype=torch.uint8, device=device)
     try:
-        operations.encode(codec, x, frames, noise=Noise((0, 0, 0, 0)) if codec.stochastic else None)
-        operations.decode(codec, frames, x)
+        if isinstance(codec, Raw):
+            operations.encode(codec, x.to(DTYPES[codec.dtype]), frames)
+            operations.decode_sum(codec, frames[None], x)
+        else:
+            operations.encode(codec, x, frames, noise=Noise((0, 0, 0, 0)) if codec.stochastic else None)
+            operations.decode(codec, frames, x)
     except (ImportError, OSError, RuntimeError) as problem:
         raise RuntimeError(f"the kernels of {codec} do not run on {device}: {problem}") from problem
 
@@ -152,12 +157,12 @@ def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
     return frames.view(kind) if last == 1 else None
 
 
-def decode_sum(codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32") -> None:
-    """Decode ``frames`` and write their sum over the first dimension to ``out`` (..., S) fp32.
+def decode_sum(codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32", divisor: int = 1) -> None:
+    """Decode ``frames`` and write their sum over the first dimension, divided by ``divisor``, to ``out`` (..., S) fp32.
 
     See :meth:`Operations.decode_sum`.
     """
-    _choose(out.device.type)[0].decode_sum(codec, frames, out, sums=sums)
+    _choose(out.device.type)[0].decode_sum(codec, frames, out, sums=sums, divisor=divisor)
 
 
 def decode_sum_encode(
@@ -179,3 +184,11 @@ def decode_sum_encode(
     """
     operations, _ = _choose(out.device.type)
     operations.decode_sum_encode(first, second, frames, out, numel, noise=noise, carried=carried, sums=sums)
+
+
+def sums_of_bits(values: Tensor) -> Tensor:
+    """Return sums (n,) int64 of the bits of ``values`` (S,) fp32, to detect writes.
+
+    See :meth:`Operations.sums_of_bits`.
+    """
+    return _choose(values.device.type)[0].sums_of_bits(values)

@@ -19,8 +19,8 @@ def load(where: str | Path) -> pd.DataFrame:
     """Return one row per trial that trained, with the metrics of :func:`report.data.metrics.trials`.
 
     Times are in s and sizes in B, both per optimizer step (``report/quantities.csv``).  Column ``trial`` holds the
-    trial's definition in its canonical form.  Column ``losses`` holds a list of its validations, each a dict with
-    ``step``, ``loss``, ``train_seconds`` and ``inter_bytes``.
+    trial's definition in its canonical form.  Column ``losses`` holds the list of the trial's validations, each a dict
+    with ``step``, ``loss``, ``train_seconds`` and ``inter_bytes``.
     ``where`` is a suite's results folder, an archive of such a folder (``.tar.xz``), or a folder that holds several
     of these.
 
@@ -33,7 +33,10 @@ def load(where: str | Path) -> pd.DataFrame:
 
     path = Path(where)
     if not path.exists():
-        raise frames.ReportError(f"{path}: no such folder or archive")
+        raise frames.ReportError(
+            f"{path}: there is no such folder or archive; name a suite's results folder or archive, or a folder "
+            "with several of them"
+        )
     archives = [path] if path.is_file() else sorted(path.glob(f"*{archive.SUFFIX}"))
     folders = [folder for folder in (path, *sorted(path.glob("*"))) if any(folder.glob("*.json"))]
     if path in folders:
@@ -43,7 +46,9 @@ def load(where: str | Path) -> pd.DataFrame:
         parts = [_of_folder(archive.unpack(packed, Path(unpacked))) for packed in archives]
     parts += [_of_folder(folder) for folder in folders if folder.name not in suites]
     if not parts:
-        raise frames.ReportError(f"{path}: no records and no archives; `zeropp run SUITE` writes them")
+        raise frames.ReportError(
+            f"{path}: there are no records and no archives; `zeropp run SUITE` writes them"
+        )
     return pd.concat(parts, ignore_index=True)
 
 

@@ -50,7 +50,10 @@ def page(report: Report, command: Sequence[str]) -> str:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:
-    """Return a table's title, headings and lines of cells, each with whether it is a number."""
+    """Return what the template prints of a table: its ``title``, its ``heads`` and its ``lines`` of cells.
+
+    A heading and a cell are pairs of their text and whether their column holds numbers.
+    """
     known = [column for column in columns if column.always or any(row.get(column.key) for row in rows)]
     shown = list(filled(rows, known))
     lines = zip(*(column.cells for column in shown), strict=True)

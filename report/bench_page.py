@@ -235,14 +235,14 @@ def build(results: Path) -> Path:
     """Build the page of a folder of benchmarks.
 
     Raises:
-        ReportError: if the records are of several machines, versions of the code, or subjects.
+        ReportError: If the records are of several machines, of several versions of the code, or of several benchmarks.
     """
     benches = read_all(results)
     for field, name in (("pool", "machines or versions of the code"), ("subject", "subjects")):
         if len(values := sorted({getattr(bench, field) for bench in benches})) > 1:
             kinds = f"{len(values)} {name} ({', '.join(values)}), which cannot be combined"
             raise ReportError(
-                f"{results}: holds records of {kinds}; keep those of one, and move the others away"
+                f"{results}: holds records of {kinds}; keep the records of one in this folder, and move the others away"
             )
     tables, last = tables_of(benches), benches[-1]
     text = page.fill(
@@ -259,7 +259,7 @@ def build(results: Path) -> Path:
 
 
 def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
-    """Facts for the page's head: where and when the benchmark ran."""
+    """Return the facts of the page's head, as pairs of name and value: where and when the benchmark ran."""
     machine, code = benches[-1].machine, benches[-1].code
     ran = (bench.started[:16].replace("T", " ") for bench in (benches[0], benches[-1]))
     facts = {
@@ -275,7 +275,7 @@ def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
 
 
 def show(benches: Sequence[Bench], out: Console) -> None:
-    """Print the tables of records of one benchmark."""
+    """Print the tables of several records of one benchmark, each with its caption, footnotes and definitions."""
     for table in tables_of(benches):
         columns = tuple(column for column in table.columns if column.key not in _PAGE_ALONE)
         replace(table, columns=columns).show(out)
@@ -284,7 +284,7 @@ def show(benches: Sequence[Bench], out: Console) -> None:
 
 
 def show_run(record: Path) -> None:
-    """Print the tables of a run's record, what was missing, and the path of its folder's page."""
+    """Build the page of a record's folder; print the record's tables, what was not measured, and the page's path."""
     (bench,) = [bench for bench in read_all(record.parent) if bench.id == record.stem]
     out = console()
     show([bench], out)

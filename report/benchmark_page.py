@@ -64,7 +64,9 @@ def tables_of(files: Sequence[BenchmarkFile]) -> list[Table]:
 def _row(timed: Timed, *, reference: Timed | None, before: dict[str, float]) -> dict[str, Any]:
     """Return the row of one benchmark.
 
-    A cell is None if the test did not note the value, or if the reference has another number of elements.
+    ``rate`` and ``sent_mb`` are None if the test did not note these bytes; ``times`` is None if the group has no
+    reference, or a reference with another number of elements; ``change`` is None if the previous run lacks the
+    benchmark.
     """
     stats, moved, sent = timed.stats, timed.noted("moved_bytes"), timed.noted("sent_bytes")
     alike = reference is not None and reference.noted("elements") == timed.noted("elements")
@@ -80,7 +82,7 @@ def _row(timed: Timed, *, reference: Timed | None, before: dict[str, float]) -> 
 
 
 def build(results: Path) -> Path:
-    """Build the page of a folder with files of pytest-benchmark; returns its path.
+    """Build the page of a folder with files of pytest-benchmark, and return the page's path.
 
     Raises:
         RecordError: As :func:`harness.records.benchmark_file.read_all` raises it.

@@ -82,7 +82,7 @@ def every_table(derived: Derived) -> list[Table]:
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
     """Return all tables; those that ``columns`` names have only the requested columns.
 
-    The requested columns keep their order, and stand after the columns of place and configuration.
+    The requested columns keep their order, and follow the columns of place and configuration.
     """
     tables = {table.name: table for table in shown}
     for name, requested in columns.items():
@@ -141,7 +141,10 @@ def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str
                     os.fsync(file.fileno())
             _swap_in(staging, results)
     except OSError as error:
-        raise ReportError(f"{results}: cannot write the report: {error.strerror or error}") from error
+        raise ReportError(
+            f"{results}: cannot write the report ({error.strerror or error}); free space on the disk, or make the "
+            "folder writable"
+        ) from error
     return results / PAGE
 
 

@@ -50,12 +50,12 @@ tar -xf "$here"/{packed} -C "$here"
 def bundle(folder: Path, into: Path) -> Path:
     """Write ``<into>/<suite>-artifact.tar.xz`` from the records of ``folder``, and return its path.
 
-    Raises a RecordError if the folder has no records, no record says which run wrote it, the run does not say which
-    suite it ran, or the suite needs a file outside of its folder.
+    Raises a RecordError if the folder has no records, if no record says which run wrote it, if the last of these runs
+    does not say which suite it ran, or if the suite needs a file outside of its folder.
     """
     records = read_all(folder)
     if not records:
-        raise RecordError(f"{folder}: no records in it")
+        raise RecordError(f"{folder}: there are no records in it; `zeropp run SUITE` writes them")
     if not (runs := [record.run for record in records if record.run is not None]):
         raise RecordError(
             f"{folder}: the records do not say which run wrote them, because an older version made them; run the "

@@ -103,7 +103,7 @@ def report(
         if requested or explain or steps:
             many = f"{folder} holds {len(archives)} archives"
             needing = "--columns, --explain, --seconds and --machine"
-            raise Refusal(f"{many}: {needing} need the records of one suite; name its folder")
+            raise Refusal(f"{many}: {needing} need the records of one suite; name the results folder of one")
         _build_archives(archives, width, forms)
         return
     if explain is not None:
@@ -147,7 +147,7 @@ def compare(
     """Compare two runs of a suite, before and after a change; status 1 if anything got slower."""
     percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%", margin)
     if percent is None or not 0 < float(percent[1]) < 100:
-        raise Refusal(f"--margin {margin}: expected a number above 0 and below 100 with %, as 2%")
+        raise Refusal(f"--margin {margin}: expected a number above 0 and below 100 with %, such as 2%")
     from report.compare import compare as compare_folders
     from report.compare import page
 
@@ -198,7 +198,7 @@ def build_report(
     forms: Sequence[str] = (),
     steps: StepsFrom | None = None,
 ) -> None:
-    """Build a folder's page, and print its path."""
+    """Build the page of a folder of records of a suite or of a benchmark, and print the page's path."""
     interrupts.take_over()
     of_bench, of_tests = bench_record.holds(folder), benchmark_file.holds(folder)
     if (of_bench or of_tests) and (columns or forms or width != _WIDTH or steps):
@@ -244,13 +244,15 @@ def _columns(options: Sequence[str]) -> dict[str, list[str]]:
     for text in options:
         table, _, names = map(str.strip, text.partition("="))
         if not (table and names):
-            raise Refusal(f"--columns {text}: expected TABLE=COLUMN;COLUMN, as 'summary=Step, s;Tokens/s'")
+            raise Refusal(
+                f"--columns {text}: expected TABLE=COLUMN;COLUMN, such as 'summary=Step, s;Tokens/s'"
+            )
         columns[table] = [name.strip() for name in names.split(";")]
     return columns
 
 
 def _steps_from(seconds: Sequence[str], machine: Path | None, rate: str, results: Path) -> StepsFrom | None:
-    """Return where options say that seconds of steps come from; None if they do not say it."""
+    """Return the sources of seconds of steps that ``--seconds`` and ``--machine`` name; None without these options."""
     if rate and machine is None:
         raise Refusal("--rate sets the link of a machine: add --machine MACHINE.toml, or remove --rate")
     try:
@@ -277,14 +279,14 @@ def folder_of(suite: str, results: Path) -> Path | None:
     if suite.endswith(".toml"):
         folder = results / name_of(Path(suite))
         if not folder.is_dir():
-            raise Refusal(f"{folder}: no such results folder; `zeropp run` makes it")
+            raise Refusal(f"{folder}: there is no such results folder; `zeropp run` makes it")
         return folder
     folders = (Path(suite), results / suite) if suite else ()
     return next(filter(Path.is_dir, folders), None)
 
 
 def _existing_folder(suite: str, results: Path) -> Path:
-    """Return :func:`folder_of`, or raise a Refusal that lists the suites with results."""
+    """Return the results folder of a suite (:func:`folder_of`); without it, a Refusal lists the suites with results."""
     if (folder := folder_of(suite, results)) is None:
         unknown = f"unknown suite {suite!r}: {results} holds {suites_in(results)}"
         raise Refusal(f"{unknown}; expected one of these, or a folder (`zeropp show` prints single trials)")

@@ -68,7 +68,9 @@ def judge(ratio: Interval, margin: float) -> Verdict:
 
 
 def compare(first: Path, second: Path, margin: float) -> Comparison:
-    """Compare the trials that two folders have in common; steps within ``margin`` (0.02 is 2 %) are the same.
+    """Compare the trials that two results folders have in common, ``first`` from before a change, ``second`` after it.
+
+    Step times whose ratio differs from 1 by at most ``margin`` (0.02 is 2 %) count as the same (:func:`judge`).
 
     Raises a ReportError if a folder has no records, or no trial finished in both folders.
     """

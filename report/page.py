@@ -69,22 +69,19 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
 
 
 def _head_table(head: Verdicts, table: Table) -> tuple[Table, Table, str]:
-    """Split the table of verdicts into the rows that are shown and those that are folded.
-
-    The last of the three values is the label of the folded rows.
-    """
+    """Split the table of verdicts: return the rows that the page shows, those that it folds, and the fold's label."""
     shown, rest = head.parts(table)
     noun = "more row" if table.places else "more configuration"
     return shown, rest, counted(len(rest.data), noun)
 
 
 def fill(**parts: Any) -> str:
-    """Fill the template; optional parts that are left out are empty."""
+    """Return the HTML of ``page.html``, filled with ``parts``; optional parts that are left out are empty."""
     return render_template("page.html", {"full": theme.WIDTH} | dict.fromkeys(_OPTIONAL, ()) | parts)
 
 
 def render_template(template: str, parts: Mapping[str, Any]) -> str:
-    """Render one of the templates in this folder, with the style that all of them share."""
+    """Render one of the templates in this folder, with the style sheet that all templates share."""
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -94,10 +91,12 @@ def render_template(template: str, parts: Mapping[str, Any]) -> str:
 
 
 def heading(derived: Derived) -> tuple[str, str]:
-    """Return the page's heading in two parts: the compared configurations ("A and B against"), and the baseline.
+    """Return the page's heading in two parts, of which the page shows the second as a name.
 
-    The page shows the second part as a name.  It is the suite if no trial has finished, and the strategy if all
-    configurations change one strategy and have no names of their own.
+    The parts are the compared configurations ("A and B against", or their number if their names are long) and the
+    baseline.  If the names are long, all configurations change one strategy, and the suite names no baseline, the
+    parts are the number of configurations and this strategy.  If no trial has finished, the second part is the suite.
+    If nothing is compared, the first part is empty.
     """
     if derived.finished.empty:
         return "No finished trial of", derived.frames.suite

@@ -12,9 +12,9 @@ from harness.suites.suite import NAME
 
 
 def named(results: Path, run: str) -> str:
-    """Return the suite that the suite file of a run names in its key ``seconds``.
+    """Return the name of the suite that the suite file of a run gives in its key ``seconds``.
 
-    The name is empty if there is none, or if the run's file is missing or damaged.
+    The name is empty if the suite file has no such key or a wrong one, or if the run's file is missing or damaged.
     """
     try:
         suite = run_record.read(results, run).suite
@@ -25,14 +25,17 @@ def named(results: Path, run: str) -> str:
 
 
 def beside(results: Path, suite: str) -> Path | None:
-    """Return the results folder of another suite beside a results folder, or its archive; None without records."""
+    """Return where the records of suite ``suite`` are, in the folder that also holds the results folder ``results``.
+
+    This is the suite's own results folder or, if that has no records, the suite's archive; None without an archive.
+    """
     folder = results.absolute().parent / suite
     packed = folder.with_name(f"{suite}{archive.SUFFIX}")
     return folder if any(folder.glob("*.json")) else packed if packed.is_file() else None
 
 
 def files(results: Path) -> list[Path]:
-    """Return all files of the records that any run of a results folder names, sorted."""
+    """Return the sorted record files and archives of all suites that runs of a results folder name in ``seconds``."""
     runs = sorted((results / run_record.RUNS).glob("*.json"))
     places = {beside(results, name) for run in runs if (name := named(results, run.stem))}
     return sorted(

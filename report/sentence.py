@@ -35,19 +35,20 @@ _three_digits: Final = number(3)
 
 
 def two_digits(value: float) -> str:
-    """A positive number with two significant digits: ``4600``, ``18``, ``0.11``."""
+    """Format a positive number with two significant digits: ``4600``, ``18``, ``0.11``."""
     return number(2)(float(f"{value:.1e}"))
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An effect with its names in a sentence."""
+    """An effect, and the words that name it in a sentence."""
 
     effect: Effect
     name: str
     base: str
     place: str = ""  # if there are several settings, which one: ``with 50 Mbit/s, ``
     notes: str = ""  # after the claim
+    sequel: str = ""  # further sentences, each after a space
     preset: bool = True  # whether the configuration is a strategy without changes, or a control
 
     @property
@@ -66,7 +67,15 @@ class Sentence(NamedTuple):
 def sentence(
     derived: Derived, asked: Quantity, kind: str, found: Mapping[Key, Effect], compared: Sequence[Key]
 ) -> Sentence:
-    """The sentence on effects ``found`` of ``kind``; ``compared`` are the keys of those compared with a baseline."""
+    """Return the sentence of a page's head.
+
+    Args:
+        derived: The records.
+        asked: The quantity that the suite asks for.
+        kind: The quantity that the sentence compares, of which ``found`` has the effects.
+        found: An effect for each setting and configuration.
+        compared: The keys in ``found`` of the configurations that are compared with a baseline.
+    """
     if derived.finished.empty:
         return Sentence(_nothing_finished(derived))
     if asked == "trials":
@@ -84,9 +93,10 @@ def sentence(
 
 
 def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequence[Verdict] = ()) -> str:
-    """The sentence on the largest significant difference, else on the largest that was measured; or none.
+    """Return the sentence on the largest significant difference or, if none is significant, on the largest difference.
 
-    ``differences`` has one or more; ``controls`` has the verdicts of the compared controls that are not among them.
+    ``differences`` has at least one entry.  ``controls`` has the verdicts of the compared controls that
+    ``differences`` leaves out.
     """
     count = len(differences)
     of_all = f", the largest of {count} differences" if count > 1 else ""
@@ -96,9 +106,9 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequen
     if top.known and top.effect.significant:
         text = claim + evidence + top.notes + _counts(kind, differences, controls)
         own_case = text.split()[0][1:].lower() != text.split()[0][1:]  # as in qwZ
-        return f"{text}." if own_case else f"{text[0].upper()}{text[1:]}."
+        return (f"{text}." if own_case else f"{text[0].upper()}{text[1:]}.") + top.sequel
     if not known:
-        return f"Inconclusive ({_why(kind, top.effect)}): {claim}{of_all}{top.notes}."
+        return f"Inconclusive ({_why(kind, top.effect)}): {claim}{of_all}{top.notes}.{top.sequel}"
     if top.effect.counted:
         return f"No configuration differs from {top.base} in {_IN_WORDS[kind]}."
     subject = f"{top.name} does not differ" if count == 1 else "No configuration differs"
@@ -109,11 +119,12 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequen
     needed = effects.needed(change, top.effect.equal)
     bound, noun = "more than " * (needed == MOST_NEEDED), "occasion" if change.occasions > 1 else _noun(kind)
     largest = f"of the largest of {count} differences: {claim}" if count > 1 else "of this size"
-    return f"{subject} ({pairs}); {bound}{needed} {noun}s would show a difference {largest}."
+    needed_words = f"{bound}{needed} {noun}s would show a difference {largest}"
+    return f"{subject} ({pairs}); {needed_words}.{top.sequel}"
 
 
 def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:
-    """The largest significant difference, else the largest that is known, else the largest.
+    """Return the largest significant difference, else the largest that is known, else the largest.
 
     Of significant differences in speeds and losses, only those of strategies without changes are considered, and of
     these in speeds only gains.  If there are no such strategies, or no gains, this restriction does not apply.
@@ -128,7 +139,7 @@ def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:
 
 
 def _counts(kind: str, differences: Sequence[Difference], controls: Sequence[Verdict] = ()) -> str:
-    """``; of 9 comparisons of step time, 8 are better and 1 is worse``; empty for one comparison.
+    """Return ``; of 9 comparisons of step time, 8 are better and 1 is worse``; empty for one comparison.
 
     The verdicts of controls, which are not counted among the comparisons, follow: ``; the control is worse``.
     """
@@ -143,7 +154,7 @@ def _counts(kind: str, differences: Sequence[Difference], controls: Sequence[Ver
 
 
 def _verdicts_in_words(found: Sequence[Verdict]) -> str:
-    """The number of each verdict: ``8 are better and 1 is worse``."""
+    """Return the number of each verdict as text: ``8 are better and 1 is worse``."""
     counts = Counter(found)
     verdicts: tuple[Verdict, ...] = (
         "better",
@@ -159,7 +170,10 @@ def _verdicts_in_words(found: Sequence[Verdict]) -> str:
 
 
 def _claim(kind: str, difference: Difference) -> tuple[str, str]:
-    """What a difference says; and its interval and number of values, in parentheses."""
+    """Return a clause that states a difference, and its interval with the number of values, in parentheses.
+
+    The second text is empty for a quantity that is counted and has no interval.
+    """
     effect, name, base = difference.effect, difference.name, difference.base
     change, value = effect.change, effect.change.estimate
     form: Callable[[float], str] = "{:.2f}".format
@@ -208,19 +222,19 @@ def _claim(kind: str, difference: Difference) -> tuple[str, str]:
 
 
 def _whose(thing: str, name: str) -> str:
-    """``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``; without a thing ``that of ZeRO++ (...)``."""
+    """Return ``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``; without ``thing``, ``that of ...``."""
     if name.replace("+", "").replace("-", "").isalnum():
         return f"{name}'s {thing}".strip()
     return f"{f'the {thing}' if thing else 'that'} of {name}"
 
 
 def _noun(kind: str) -> str:
-    """What is counted to state how many values there are."""
+    """Return the noun for one value of a quantity: ``pair``, or ``seed`` for losses, or ``repeat`` for nodes."""
     return {"loss": "seed", "nodes": "repeat"}.get(kind, "pair")
 
 
 def _why(kind: str, effect: Effect) -> str:
-    """Why there is no verdict: ``one seed; a verdict needs six``."""
+    """Return why there is no verdict: ``one seed; a verdict needs six``."""
     change = effect.change
     if effect.why:
         return effect.why
@@ -240,7 +254,9 @@ def _in_words(number: int, noun: str) -> str:
 def _differences(
     derived: Derived, asked: Quantity, found: Mapping[Key, Effect], compared: Sequence[Key]
 ) -> list[Difference]:
-    """Differences in page order; without controls, if other configurations are compared.
+    """Return the differences in the order of the page.
+
+    Controls are left out if at least two other configurations are compared.
 
     A control is a deliberate fault, with which a suite shows that it would notice such a fault.
     """
@@ -257,8 +273,7 @@ def _differences(
         if peer is not None and peer.family != "single":
             settings = trials[key[1]].peer
             notes[key] += f"; {key[1]} sends {peer.wire(settings.compute, settings.reduce_dtype)}"
-    if asked == "rate":
-        notes |= {key: notes[key] + _break_even(derived, key) for key in keys}
+    sequels = {key: _break_evens(derived, key) for key in keys} if asked == "rate" else {}
     if asked == "loss":
         margins = {
             (row["setting"], row["configuration"]): row["margin"] for row in loss_verdicts.losses(derived)
@@ -275,6 +290,7 @@ def _differences(
         Difference(
             found[key], spelled(key[1]), spelled(next(iter(bases.get(key, overall)), "")),
             f"within {key[0]} without activations, " if asked == "size" else places.get(key[0], ""), notes[key],
+            sequels.get(key, ""),
             preset=key[1] == name_of(trials[key[1]].strategy) or trials[key[1]].control is not None,
         )
         for key in keys
@@ -282,7 +298,10 @@ def _differences(
 
 
 def _places(derived: Derived) -> dict[str, str]:
-    """``with 50 Mbit/s, `` for each of several settings: the one field that tells all apart, if there is one."""
+    """Return words for each of several settings, such as ``with 50 Mbit/s, ``; empty for a single setting.
+
+    The words give one field in which all settings differ or, without such a field, all fields in which any differ.
+    """
     titles = titles_of(derived.finished[["setting", "where"]])
     if len(titles) < 2:
         return {}
@@ -295,7 +314,7 @@ def _places(derived: Derived) -> dict[str, str]:
 
 
 def _of_nodes(derived: Derived) -> list[Difference]:
-    """What more nodes change in the tokens/s of each configuration."""
+    """Return, for each configuration, how its tokens/s on the most nodes differ from those on the fewest nodes."""
     batches = {"weak": "a rank", "strong": "in all"}
     return [
         Difference(
@@ -305,11 +324,11 @@ def _of_nodes(derived: Derived) -> list[Difference]:
     ]
 
 
-def _break_even(derived: Derived, key: Key) -> str:
-    """The end of the sentence: where a configuration breaks even, at the sizes of this setting and of the others.
+def _break_evens(derived: Derived, key: Key) -> str:
+    """Return sentences on the rates at which a configuration breaks even.
 
-    A size is a setting without its rate.  If there are several sizes, each is named.  If there are more than
-    :data:`_MOST_SIZES`, only the size of this setting is given.
+    There is a sentence for each size (a setting without its rate), first for the size of the setting in ``key``.  If
+    there are more than :data:`_MOST_SIZES` sizes, there is the first sentence only.
     """
     elsewhere = derived.trials.loc[derived.trials["setting"].eq(key[0]), "elsewhere"].iloc[0]
     rows = derived.break_evens
@@ -323,26 +342,30 @@ def _break_even(derived: Derived, key: Key) -> str:
     names = common_and_rest(found_at)[1]
     others = [where for where in found_at if where != elsewhere]
     shown = [elsewhere, *others] if len(found_at) <= _MOST_SIZES else [elsewhere]
-    clauses = (
-        (f"with {names[where]}, " if names[where] else "", _at_size(*found_at[where])) for where in shown
+    found_in_words = [(names[where], _at_size(spelled(key[1]), *found_at[where])) for where in shown]
+    return "".join(
+        f" With {name}, {clause}." if name else f" {clause}." for name, clause in found_in_words if clause
     )
-    return "".join(f"; {place}{clause}" for place, clause in clauses if clause)
 
 
-def _at_size(found: break_even.BreakEven, high_mbit: float) -> str:
-    """A clause on where a configuration breaks even, at rates up to ``high_mbit``; empty with too few repeats."""
-    highest = f"up to {_three_digits(high_mbit)} Mbit/s"
+def _at_size(name: str, found: break_even.BreakEven, high_mbit: float) -> str:
+    """Return a clause on the rates, up to ``high_mbit``, at which a configuration breaks even.
+
+    The clause is empty if there are too few repeats for an interval.
+    """
+    highest = f"{_three_digits(high_mbit)} Mbit/s"
     match found.outcome:
         case "crosses":
-            return f"it breaks even at {break_even.crossings_in_words(found)} Mbit/s"
+            return f"{name} breaks even at {break_even.crossings_in_words(found)} Mbit/s"
         case "pays":
-            return f"it is faster at every measured rate, {highest}"
+            return f"{name} is faster at every measured rate, up to {highest}"
         case "costs":
-            return f"it is faster at no measured rate, {highest}"
+            return f"{name} is faster at no measured rate, up to {highest}"
     if found.few:
         return ""
-    unclear = break_even.unclear_in_words(found)
-    return f"no break-even is determined {highest}: by interpolation, the difference is {unclear}"
+    ranges = listed([f"from {two_digits(low)} to {two_digits(high)} Mbit/s" for low, high in found.unclear])
+    speedup = "its speed-up, interpolated between measured rates, is not significant"
+    return f"{_whose('break-even', name)} is not determined: {speedup} {ranges}"
 
 
 def _on_trials(derived: Derived) -> str:
@@ -362,7 +385,7 @@ def _nothing_finished(derived: Derived) -> str:
 
 
 def _nothing_compared(derived: Derived) -> str:
-    """Why there is no difference to speak of."""
+    """Return a sentence that says why nothing is compared."""
     failed, compared = len(derived.frames.failures), derived.compared
     beside = f"; {counted(failed, 'trial')} failed" if failed else ""
     finished = f"{counted(len(derived.finished), 'trial')}"

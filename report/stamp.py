@@ -1,4 +1,4 @@
-"""Notes from which records a folder's report was built, so that `zeropp run` does not draw the same page again.
+"""Notes in a stamp which records a folder's report was built from, so that `zeropp run` does not draw it again.
 
 The stamp is a hidden file beside the page.  It holds a hash of everything that decides the page, and the sentences in
 the page's head.
@@ -25,8 +25,10 @@ _HERE: Final = Path(__file__).parent
 
 
 def digest(results: Path) -> str:
-    """SHA-256 of a folder's records, traces and journal, of the records of seconds that its suite names, and of the
-    program that draws them.
+    """Return a hexadecimal SHA-256 of everything that decides a folder's page.
+
+    This is the folder's records, traces and journal, the records of the suites that its suite names in ``seconds``,
+    and the program that draws the page, with the versions of its packages.
     """
     whole = hashlib.sha256(f"{source_digest()} {[version(name) for name in _PACKAGES]}".encode())
     for path in sorted(path for path in _HERE.rglob("*") if path.is_file() and path.suffix != ".pyc"):
@@ -45,7 +47,7 @@ def _add(whole: Any, path: Path, folder: Path) -> None:
 
 
 def sentences_of(results: Path) -> list[str] | None:
-    """The sentences in the head of the folder's page, if it was built from the records as they are now; else None."""
+    """Return the sentences in the head of the folder's page; None if the page is not of the records as they are now."""
     try:
         found, *sentences = regular_file.read_text(results / _STAMP).splitlines()
     except (OSError, ValueError):  # there is no stamp, or it is damaged

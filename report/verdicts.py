@@ -95,7 +95,7 @@ class Verdicts:
 
 
 def of_folder(results: Path) -> Verdicts:
-    """The verdicts of a results folder; errors are those of :func:`report.data.step_seconds.derive_folder`."""
+    """Return the head of the page of a results folder; raises as :func:`report.data.step_seconds.derive_folder`."""
     return verdicts(derive_folder(results))
 
 
@@ -123,12 +123,12 @@ _NONE: Final = Table("verdicts", "Verdicts", "", pd.DataFrame(), ())
 
 
 def _compared(derived: Derived, found: Mapping[Key, Effect]) -> list[Key]:
-    """Keys of the contrast's configurations whose difference from a baseline was measured."""
+    """Return the keys of the contrast's configurations whose difference from a baseline was measured."""
     return [key for key, effect in found.items() if key[1] in derived.compared.contrast and effect.size >= 0]
 
 
 def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Mapping[Key, Effect]]) -> Table:
-    """A row for every setting and configuration, the baseline first."""
+    """Return the table of verdicts: a row for each setting and configuration, the setting's baselines first."""
     shown = {name: of for name, of in _QUANTITIES.items() if found.get(name)}
     own, own_title = _own_column(derived, asked)
     first = derived.finished.drop_duplicates("configuration").set_index("configuration")["id"]
@@ -234,7 +234,7 @@ def _places(
 
 
 def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, Any]:
-    """Value, verdict and printed text of a cell."""
+    """Return what the table's data holds of a cell: its value, its verdict and its printed text, by column."""
     value = effect.value if effect is not None else Interval(math.nan, math.nan, math.nan, 0)
     verdict, mark = "not measured", ""
     if is_base:
@@ -256,8 +256,8 @@ def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, A
 def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, Any]:
     """Return the table's cells for the prediction interval of an effect, and ``n``, the number of values behind it.
 
-    They are NaN without an effect or an interval, for seconds of one occasion, which says nothing about others, and
-    for bytes and memory, which are counted and do not vary.
+    All are NaN without an effect, and for bytes and memory, which are counted and do not vary.  The interval is also
+    NaN if the effect has no interval, or if its seconds are of one occasion, which says nothing about other occasions.
     """
     row: dict[str, Any] = dict.fromkeys(("expected_low", "expected_high", "_expected", "n"), math.nan)
     if effect is None or effect.counted:
@@ -277,7 +277,10 @@ def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, 
 
 
 def _own_column(derived: Derived, asked: Quantity) -> tuple[dict[Key, Any], str]:
-    """Values and title of a further column, if the suite asks for a quantity that no other column shows."""
+    """Return the values and the title of a further column for the quantity that the suite asks for.
+
+    Both are empty if another column shows this quantity.
+    """
     keys = ["setting", "configuration"]
     if asked == "tokens":
         decoded = groups(derived.generations, keys)
@@ -307,7 +310,10 @@ def _text_or_number(value: Any) -> str:
 
 
 def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -> str:
-    """What numbers and marks mean, and when a loss is worse; ``again``: whether the table predicts a new run."""
+    """Return the caption, which says what numbers and marks mean, and when a loss is worse.
+
+    ``again`` says whether the table predicts a new run.
+    """
     base = spelled(derived.compared.baseline)
     margins = [row["margin"] for row in loss_verdicts.losses(derived) if row["margin"] > 0]
     has_margin = bool("loss" in shown and margins)
@@ -334,7 +340,11 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
 
 
 def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None) -> tuple[int, ...]:
-    """Numbers of the rows of effect ``first`` and the largest significant effects, each with its setting's baseline."""
+    """Return the numbers of the open rows, which are all rows if there are at most :data:`MOST_OPEN`.
+
+    Otherwise they are the row of effect ``first``, then the rows of the largest significant effects, then those of the
+    largest other effects, as far as there is room; the row of the setting's baseline is open with each.
+    """
     rows = table.data.to_dict("records")
     if len(rows) <= MOST_OPEN:
         return tuple(range(len(rows)))
@@ -352,7 +362,7 @@ def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None)
 
 
 def _has_front(derived: Derived) -> bool:
-    """Whether enough strategies ran in one setting for a front of bytes and losses."""
+    """Return whether enough strategies ran in one setting for a front of bytes and losses."""
     front = loss_verdicts.front(derived)
     trials = derived.trials[derived.trials["configuration"].isin(front["configuration"])]
     return len(set(front["setting"])) == 1 and len(set(trials["strategy"])) >= loss_verdicts.FEWEST_OF_FRONT

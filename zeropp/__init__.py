@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from impl.comm.watchdog import WireError as WireError
     from impl.comm.wire import Wire as Wire
     from impl.deepspeed.config_to_policy import recipe as recipe
+    from impl.engine.muon import Muon as Muon
+    from impl.engine.muon import hidden_matrices as hidden_matrices
     from impl.parameters.access import Gradient as Gradient
     from impl.parameters.access import OptimizerState as OptimizerState
     from impl.parameters.access import Weights as Weights
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from impl.plan.policy import Policy as Policy
     from impl.plan.policy import PolicyError as PolicyError
     from impl.plan.policy import preset as preset
+    from impl.plan.spans import Span as Span
     from impl.plan.topology import Topology as Topology
     from impl.quantized_collectives import quantized_all_gather as quantized_all_gather
     from impl.quantized_collectives import quantized_reduce_scatter as quantized_reduce_scatter
@@ -74,12 +77,15 @@ _HOME: Final = {  # for each name, where it is defined: "module", or "module:nam
     # training
     "shard": "impl.zero:shard",
     "Zero": "impl.zero:Zero",
+    "Muon": "impl.engine.muon:Muon",
+    "hidden_matrices": "impl.engine.muon:hidden_matrices",
     "elementwise": "impl.zero:elementwise",
     "zero": "impl.zero",  # for programs that write deepspeed.zero.Init, after `import zeropp as deepspeed`
     "fsdp2": "impl.adapters.inside_fsdp2:fsdp2",
     "simulate": "impl.simulate:simulate",
     # policies
     "Policy": "impl.plan.policy:Policy",
+    "Span": "impl.plan.spans:Span",
     "preset": "impl.plan.policy:preset",
     "MemoryLimits": "impl.plan.policy:MemoryLimits",
     "Offload": "impl.plan.policy:Offload",

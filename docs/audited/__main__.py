@@ -121,7 +121,7 @@ def main(names: Sequence[str]) -> int:
         sys.stdout.write("".join(rows))
         return 0
     if missing:
-        sys.stderr.write(f"{PAGE}: not written: {missing}\n")
+        sys.stderr.write(f"{PAGE} was not written: {missing}\n")
         return 1
     parameters = sum(parameter.numel() for parameter in programs.build().parameters())
     PAGE.write_text(

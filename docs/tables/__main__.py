@@ -11,7 +11,7 @@ for name in (*PAGES, METRICS, *COMPILED):
     path = DOCS / name
     page = path.read_text(encoding="utf-8")
     if name in COMPILED and (without := missing()):
-        sys.stdout.write(f"{path}: not regenerated ({without}); tox -e compile installs what is needed\n")
+        sys.stdout.write(f"{path}: is not regenerated ({without}); tox -e compile installs what is needed\n")
         continue
     if (changed := current_page(name, page)) != page:
         path.write_text(changed, encoding="utf-8")

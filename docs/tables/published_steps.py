@@ -67,7 +67,8 @@ def read(path: Path) -> pd.DataFrame:
     """Read the distinct rows of a table, and compute the columns ``seconds``, ``tflops``, ``work`` and ``fitted``.
 
     Raises:
-        PublishedError: for a missing column, a number that is not above 0, or a system of unknown volume.
+        PublishedError: If a column is missing, a number is not above 0, a system's volume is not known, or a row's
+            parallelism cannot be modelled.
     """
     table = pd.read_csv(path)
     if missing := [name for name in NEEDED if name not in table]:
@@ -145,12 +146,12 @@ def fit(rows: pd.DataFrame, efficiency: float | None = None) -> Machine:
         efficiency: Share of their rate that adapters achieve; None to fit it, too.
 
     Raises:
-        PublishedError: if there are no rows, or their ``overlap`` is not ``none`` in all or ``full`` in all.
+        PublishedError: If there are no rows, or their ``overlap`` is not ``none`` in all or ``full`` in all.
     """
     if len(set(rows["overlap"])) != 1:
         raise PublishedError(
-            f"a machine can be fitted only to rows with equal overlap; these are {len(rows)} rows with "
-            f"{len(set(rows['overlap']))} values of overlap"
+            f"a machine can be fitted only to rows with equal overlap, but these are {len(rows)} rows with "
+            f"{len(set(rows['overlap']))} values of overlap: keep the rows of one"
         )
     tokens, overlap = rows["tokens_per_gpu"], rows["overlap"].iloc[0]
     if overlap not in ("none", "full"):
@@ -182,7 +183,7 @@ def fit(rows: pd.DataFrame, efficiency: float | None = None) -> Machine:
 
 
 def equal_fits(rows: pd.DataFrame) -> list[Machine]:
-    """Return machines that fit the rows as well as the best one does, within :data:`NOISE`.
+    """Return the machines whose error of fit to the rows is at most :data:`NOISE` larger than the best machine's.
 
     One machine is fitted for each efficiency of adapters in :data:`EFFICIENCIES`.
     """
@@ -214,7 +215,7 @@ class Predicted:
 
     @property
     def held_out(self) -> pd.DataFrame:
-        """The rows that the machine was not fitted to."""
+        """The rows to which the machine was not fitted."""
         return self.rows[~self.rows["fitted"]]
 
     @property
@@ -323,8 +324,8 @@ def page(table: Predicted) -> str:
         f"""This shows that the published numbers are consistent with the model; it does not validate the model. Only
         {distinct} of the {len(rows)} rows are distinct, since several models have the same published throughput. The
         size of a language model does not change its predicted throughput, because computation and bytes both grow in
-        proportion to the parameters; nor does the number of nodes, although published throughput falls by 3 to 8 %
-        from 128 to 512 GPUs. An adapter's efficiency belongs to its transport: RDMA and TCP of one nominal rate
+        proportion to the parameters. Nor does the number of nodes, because the model has neither stragglers nor
+        congestion. An adapter's efficiency belongs to its transport: RDMA and TCP of one nominal rate
         achieve different ones. Rows whose batch lies outside the fitted range are marked *transferred*.""",
     ]
     if len(held):

@@ -17,12 +17,12 @@ def insert_rows(page: str) -> str:
     A table without a column of units in its head gets no units.
 
     Raises:
-        ValueError: if the page and ``report/quantities.csv`` do not have equally many tables.
+        ValueError: If the page and ``report/quantities.csv`` do not have equally many tables.
     """
     tables = [list(rows) for _, rows in itertools.groupby(QUANTITIES.values(), lambda row: row["table"])]
     if len(heads := _TABLE.findall(page)) != len(tables):
         raise ValueError(
-            f"the page has {len(heads)} tables of quantities, report/quantities.csv has {len(tables)}: "
+            f"the page has {len(heads)} tables of quantities, but report/quantities.csv has {len(tables)}: "
             "expected equally many"
         )
     left = iter(tables)

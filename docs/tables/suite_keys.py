@@ -14,7 +14,7 @@ from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.peers import PEERS
 from harness.suites.repeat_order import Repeats
 from harness.suites.suite import Kind, Override, SuiteTables
-from harness.suites.trial import Trial
+from harness.suites.trial import KEYS, Trial
 
 _TYPES: Final = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
 _OVERRIDE: Final = (
@@ -59,56 +59,12 @@ _VALUES: Final = {
     "peer.group": "`all`, `node`: ranks that share one copy of FSDP2's states; with `node`, nodes are replicas (HSDP)",
     "peer.bucket_mb": "number: largest bucket of DDP's gradients, in MB",
     "deepspeed_config": "for strategy `recipe` or `deepspeed`: a file next to the suite, or a table",
-    "policy.align": "whole number: parameters start on multiples of so many elements; a suite sets it for all "
-    "its policies",
-    "policy.stage": "0, 1, 2 or 3: what is sharded",
-    "policy.group": "number of ranks that share one copy of all states, 0 for all ranks, or `node`",
-    "policy.local_steps": "whole number: optimizer steps that each group takes between exchanges with the others, "
-    "[local steps](#local-steps); or `none`",
-    "policy.local_fragments": "whole number: parts into which units are dealt, each exchanged after another step; "
-    "or `none`",
-    "policy.outer_rate": "number: learning rate of the outer step that follows an exchange (0.7); or `none`",
-    "policy.outer_momentum": "number: Nesterov momentum of the outer step, below 1 (0.9); or `none`",
-    "policy.secondary": "number of ranks that share hpZ's copy, 0 for no copy, or `node`",
-    "policy.secondary_format": "hpZ's copy: `frames` keeps the codes that were received, `bf16`, `fp16` or "
-    "`fp32` casts the weights",
-    "policy.gather": "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes",
-    "policy.reduce": "`ring`; `one_hop`: one all-to-all over all ranks; `two_hop`: inside nodes, then between; or "
-    "`module:Class`, [a method of your own](own_method.md)",
     "method": "table: arguments of [a method or strategy of your own](own_method.md); `none` gives no argument",
-    "policy.chunks": "whole number: parts in which a shard is reduced, so that hops overlap",
-    "policy.reduce_every": "`micro_batch` reduces after each micro-batch and adds up in shards; `step` adds up "
-    "locally and reduces once; `stage`: as the stage implies",
-    "policy.compute": "`fp32`, `bf16`, `fp16`: type of gathered weights and local gradients; masters stay fp32",
-    "policy.loss_scale": "`none`, a number, or `dynamic` followed by `:from<scale>`, `:window<steps>`",
     "margin": "steps of training by which a loss may be worse; 0: 1 % of the baseline's loss instead",
     "seconds": "name of the suite whose records have the seconds of a step, "
     "[for net speed-ups](#seconds-of-a-step-from-another-suite); empty: its own",
-    "policy.frozen": "codec in which untrained weights are stored and sent, or `none`",
-    "policy.prefetch": "elements that are gathered ahead of their use. The next unit is gathered ahead even if it is "
-    "larger; 0: no unit is",
-    "policy.max_live": "most elements that are gathered at the same time: beyond this number no further unit is "
-    "gathered ahead or kept. Not given: 1,000,000,000, and the next unit is gathered ahead even beyond this number",
-    "policy.max_reuse": "a unit stays gathered until backward if fewer elements than this run in between; 0: never",
-    "policy.persist_below": "parameters with fewer elements stay gathered and are never quantised; 0: none",
-    "policy.persist_most": "most elements that stay gathered because of `persist_below`; in model "
-    "order, a parameter that would exceed it is sharded instead",
-    "policy.largest_unit": "most elements of a unit; larger blocks are cut into their submodules; 0: no limit",
-    "policy.reduce_bucket": "gradient elements that may be in reduction at the same time",
-    "policy.max_padding": "largest share of a unit that may be padding",
-    "policy.offload_optimizer": "share of trained elements whose masters and optimizer state are on the host",
-    "policy.offload_weights": "share of elements whose encoded and frozen shards are on the host",
-    "policy.order_every": "backward passes between checks of the order of messages; 0: never",
-    "policy.weights": "codec; or a list of two: inside an hpZ group, and between such groups",
-    "policy.differences": "codec of the differences from hpZ's copy, which are sent instead of weights; or `none`",
-    "policy.refresh": "steps after which whole weights are sent instead of differences; 0: never",
-    "policy.gradients": "codec; or a list of two: inside a node, and between nodes",
-    "policy.sums": "`fp32`, or `fp16` as DeepSpeed: type in which a hop sums",
-    "policy.blocks": "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes",
-    "policy.planes": "1, or 2: weights are quantised by rows for forward and by columns for backward",
-    "policy.feedback": "`none`, `classic` or `loco`, followed by `:decay<d>`, `:reset<n>`, `:last`, `:all`, "
-    "`:fp32`, `:bf16`, `:fp16`",
-    "policy.budget": "`none`, or `weights <bits>`, `gradients <bits>` or both, `every <steps> of <codecs>`",
+    "policy.schedule": "list of spans, tables with `until` (steps, or a share such as `50 %`), `every` and policy "
+    "fields: [what changes while training](#policies-that-change-while-training)",
     "cluster.slow": "number: rate of the last node's link as a share of the others'",
     "cluster.inner_rate": "text with kbit/s, Mbit/s or Gbit/s: rate between ranks of a node",
     "cluster.launcher": "`local`, `torchrun`, `hosts`, `slurm` ([across hosts](cluster.md))",
@@ -122,14 +78,16 @@ _VALUES: Final = {
     "cluster.latency": "text with us or ms: delay one way, in addition to the time for the bytes",
     "model.name": f"{', '.join(MODELS)}, or `module:function`",
     "model.arguments": "table: arguments of the model",
-    "optimizer.name": "class of torch.optim, or `module:class`",
+    "optimizer.name": "class of torch.optim, [`Muon`](muon.md#in-suites) included, or `module:class`",
+    "optimizer.matrices": "pattern of the names of parameters that Muon steps; empty: the hidden matrices",
     "optimizer.schedule.warmup": "steps of a linear warm-up",
     "optimizer.schedule.start": "factor of the learning rate before the first step of the warm-up",
     "optimizer.schedule.decay": "`none`, `linear`, `cosine`: after the warm-up, until the last step",
     "optimizer.schedule.floor": "factor of the learning rate at the last step",
     "tokenizer": "`module:function` that makes tokens from a text; without it bytes are tokens",
     "activation_checkpointing": "true: blocks keep only their inputs, and run again in the backward pass",
-    "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000",
+    "optimizer.arguments": "table: arguments of the optimizer; `lr` below 1000; `adamw` is a table of those of Muon's "
+    "AdamW",
     "corpus": "`stdlib`, a text, token files or `module:function`; for a model that reads images `glyphs`, which is "
     "then the default",
     "sequence": "tokens; images have 1, 4, 16, 64 (the default), 256 or 1024 patches",
@@ -140,7 +98,14 @@ _VALUES: Final = {
     "memory_limit": "text with MiB or GiB",
     "control": "`none`, or a change that makes training worse on purpose: `stale_secondary`, hpZ's copy is never "
     "renewed; `late_secondary`, it is renewed one step late; `half_batch`, only the first half of each batch is "
-    "used; `unordered`, gradients are not reordered before the two hops",
+    "used; `unordered`, gradients are not reordered before the two hops; `late_schedule`, each span of "
+    "`policy.schedule` begins one step late, which the trial's checks find",
+    **{
+        f"policy.{name}": each.says.replace(
+            "a method of your own", "[a method of your own](own_method.md)"
+        ).replace("with Muon", "with [Muon](muon.md)")
+        for name, each in KEYS.items()
+    },
 }
 
 

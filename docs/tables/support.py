@@ -38,6 +38,7 @@ def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, C
         "local steps": {"group": "node", "local_steps": 1},
         "qwZ": {"weights": weights},
         "two planes": {"weights": weights, "planes": 2},
+        "plane of the phase": {"weights": weights, "planes": "phase"},
         "hpZ": {"secondary": "node"},
         "hpZ in 16 bits": {"secondary": "node", "secondary_format": "bf16"},
         "weights by hop": {"secondary": "node", "inside": weights},

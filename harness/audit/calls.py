@@ -1,4 +1,4 @@
-"""Reads what the witnesses of an audited program wrote, and puts the calls of all ranks side by side."""
+"""Reads what the witnesses of an audited program wrote, and combines it into the calls of all ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Group:
 
 
 class Key(NamedTuple):
-    """What calls that are one row have in common."""
+    """The fields that all calls in one row of the report share."""
 
     phase: str
     operation: str  # what the program called
@@ -42,8 +42,8 @@ class Key(NamedTuple):
     dtype: str
     group: str  # name
     peer: int  # global rank at the other end of a send or recv; -1 if it is not known
-    site: str
-    caller: str
+    site: str  # innermost line outside of installed packages: file, number and function
+    caller: str  # innermost function that is not torch.distributed's own interface
     source: str  # "recorder" or "wrapper"
 
 
@@ -55,7 +55,7 @@ class Count(NamedTuple):
     bytes: int
 
     def plus(self, other: Count) -> Count:
-        """Return the sum."""
+        """Return the sum of two counts, field by field."""
         return Count(*(a + b for a, b in zip(self, other, strict=True)))
 
 
@@ -74,11 +74,12 @@ class Rank:
     recorders: tuple[str, ...] = ()
     groups: dict[str, Group] = field(default_factory=dict)
     rows: dict[int, dict[Key, Count]] = field(default_factory=dict)  # by step
-    whole: int = 0  # steps whose calls were read
-    steps: int = 0  # steps that ended
+    whole: int = 0  # number of steps whose calls were read
+    steps: int = 0  # number of steps that ended
     model: dict[str, Any] | None = None
-    counters: dict[int, dict[str, int]] = field(default_factory=dict)  # at the end of a step
-    ended: str = ""  # how; empty if the process was killed
+    # By step and interface, the bytes that the interface had sent by the end of the step.
+    counters: dict[int, dict[str, int]] = field(default_factory=dict)
+    ended: str = ""  # how the process ended; empty if it was killed
     reading: float = 0.0  # share of the time that reading the recorder took
     notes: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)  # notes after which calls may be missing
@@ -112,6 +113,11 @@ class Rank:
                 self.missed.append(
                     f"the recorder overflowed: {event['entries']} calls of steps {event['first']} to {event['last']} "
                     "are lost"
+                )
+            case "unmarked":
+                self.missed.append(
+                    f"--step-marker {event['module']}:{event['name']}: module {event['module']} has no "
+                    f"{event['name']}, so that no step ended; give the name of a function of that module"
                 )
             case "fault":
                 self.missed.append(f"the audit failed inside the program: {' | '.join(event['text'])}")
@@ -159,7 +165,7 @@ class Calls:
         return min((rank.whole for rank in self.ranks), default=0)
 
     def group(self, rank: Rank, name: str) -> Group:
-        """Return a group of a rank; if it is not known, the group of all ranks stands for it."""
+        """Return the rank's process group of this name; if there is none, a group of all ranks."""
         return rank.groups.get(name) or Group(name, tuple(range(self.world)))
 
     def steps(self, first: int, last: int | None) -> list[int]:
@@ -172,12 +178,12 @@ def read(folder: Path, ranks_per_node: int | None = None) -> Calls:
     """Read the files of the witnesses in ``folder``.
 
     Args:
-        folder: the folder with the witnesses' files.
-        ranks_per_node: puts ranks ``k * ranks_per_node`` and following on node k; by default a rank's node follows
-            from torchrun's or Slurm's variables, else from its host.
+        folder: The folder with the witnesses' files.
+        ranks_per_node: Number of consecutive ranks on each node; by default a rank's node follows from torchrun's or
+            Slurm's variables, else from its host.
 
     Raises:
-        Refusal: if a file cannot be read.
+        Refusal: If a file cannot be read.
     """
     ranks, notes, paths = list[Rank](), list[str](), sorted(folder.glob("*.jsonl"))
     for path in paths:
@@ -200,7 +206,10 @@ def read(folder: Path, ranks_per_node: int | None = None) -> Calls:
 def combine(
     ranks: Sequence[Rank], notes: list[str], *, processes: int, ranks_per_node: int | None = None
 ) -> Calls:
-    """Put the calls of the program's processes side by side; of a rank that was restarted, the last process counts."""
+    """Combine what the program's processes did into the calls of all ranks.
+
+    If a rank was restarted, only its last process counts.
+    """
     last: dict[int, Rank] = {}
     for rank in sorted(ranks, key=lambda rank: rank.process.get("started", 0)):
         if rank.number in last and rank.number >= 0:
@@ -217,7 +226,7 @@ def combine(
             notes.append(f"rank {rank.number} was killed in step {rank.steps + 1}{after}")
         unseen = {group.backend for group in rank.groups.values() if not group.seen}
         notes += [
-            f"backend {backend} of torch {rank.torch} has no recorder: calls that C++ makes, as DDP's, are not seen"
+            f"backend {backend} of torch {rank.torch} has no recorder: calls from C++, such as DDP's, are not seen"
             for backend in sorted(unseen)
         ]
     return Calls(kept, _topology(kept, ranks_per_node), processes, list(dict.fromkeys(notes)))
@@ -244,7 +253,7 @@ def _topology(ranks: Sequence[Rank], ranks_per_node: int | None) -> Topology:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row of the report: ranks that made the same calls in each step."""
+    """A row of the report: ranks that made the same calls in a step."""
 
     key: Key
     count: Count  # of each rank, in one step
@@ -274,7 +283,10 @@ def lines(calls: Calls, step: int) -> list[Line]:
 
 
 def alike(calls: Calls, steps: Sequence[int]) -> list[list[int]]:
-    """Return the steps in classes with equal calls on all ranks: the largest class first, of equal ones the latest."""
+    """Return the steps in classes; in all steps of a class, every rank made the same calls.
+
+    The largest class comes first; of classes of equal size, the one with the latest step.
+    """
     classes: dict[Any, list[int]] = defaultdict(list)
     for step in steps:
         signature = tuple(frozenset(rank.rows.get(step, {}).items()) for rank in calls.ranks)
@@ -283,7 +295,7 @@ def alike(calls: Calls, steps: Sequence[int]) -> list[list[int]]:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return numbers as text, as ``0-3, 6``."""
+    """Return numbers as text, such as ``0-3, 6``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

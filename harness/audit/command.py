@@ -32,8 +32,8 @@ class Options:
     first: int  # first step to report
     last: int | None  # last step to report, None for all
     expected: tuple[Expectation, ...]
-    marker: str  # of a step, as module:function; empty for optimizer steps
-    elements: int | None  # parameters of --model
+    marker: str  # module:function, each return of which ends a step; empty if optimizer steps end steps
+    elements: int | None  # number of parameters of --model; None without it
     model: str
     ranks_per_node: int | None
     folder: Path
@@ -43,11 +43,13 @@ def parse_steps(text: str) -> tuple[int, int | None]:
     """Return the first and last step that ``--steps`` names: ``5``, ``2:10`` or ``2:``, counted from 1."""
     found = _STEPS.fullmatch(text.strip())
     if found is None:
-        raise Refusal(f"--steps {text}: expected a step or a range, as 5, 2:10 or 2:")
+        raise Refusal(f"--steps {text}: expected a step or a range, such as 5, 2:10 or 2:")
     first = int(found["first"])
     last = (int(found["last"]) if found["last"] else None) if found["to"] else first
     if first < 1 or (last is not None and last < first):
-        raise Refusal(f"--steps {text}: steps are counted from 1, and the last is not before the first")
+        raise Refusal(
+            f"--steps {text}: expected steps from 1 on, and a last step that is not before the first"
+        )
     return first, last
 
 
@@ -72,7 +74,7 @@ def options(
     if file is not None:
         expected += expectations.read_file(file)
     if marker and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", marker):
-        raise Refusal(f"--step-marker {marker}: expected module:function, as trainer.loop:train_step")
+        raise Refusal(f"--step-marker {marker}: expected module:function, such as trainer.loop:train_step")
     elements = run.count_parameters(model) if model else None
     return Options(
         tuple(command), first, last, tuple(expected), marker, elements, model, ranks_per_node, folder
@@ -80,7 +82,7 @@ def options(
 
 
 def audit(options: Options) -> tuple[int, Report | None]:
-    """Run the program, and return its exit status and the report; None if there is nothing to report.
+    """Run the program, and return its exit status and the report, which is None if there is nothing to report.
 
     Lines about what was not seen go to standard error.
     """
@@ -95,6 +97,12 @@ def audit(options: Options) -> tuple[int, Report | None]:
         return status, None
     for note in calls.notes:
         say(note, errors)
+    if 0 < calls.whole < options.first:
+        ended = counted(calls.whole, "step")
+        say(
+            f"--steps {options.first}: the program made only {ended}, and the report is of all of them",
+            errors,
+        )
     report = reported(calls, options)
     if report is None:
         say(

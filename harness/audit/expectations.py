@@ -99,7 +99,9 @@ def parse(text: str) -> Expectation:
     """
     found = _FORM.fullmatch(text.strip())
     if found is None:
-        raise Refusal(f"expectation {text!r}: expected {FORM}, as 'all_gather int8 <= 0.5 M between nodes'")
+        raise Refusal(
+            f"expectation {text!r}: expected {FORM}, such as 'all_gather int8 <= 0.5 M between nodes'"
+        )
     parts = {name: " ".join((value or "").lower().split()) for name, value in found.groupdict().items()}
     for name, known in (("operation", OPERATIONS), ("dtype", _TYPES), ("phase", PHASES)):
         if parts[name] and parts[name] not in known:
@@ -129,13 +131,13 @@ def read_file(path: Path) -> list[Expectation]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise Refusal(f"{path}: {error}") from error
+        raise Refusal(f"{path}: cannot be read as TOML: {error}") from error
     if unknown := sorted(set(table) - {"expect"}):
         raise Refusal(f"{path}: unknown key {unknown[0]!r}: expected expect = ['...'] and nothing else")
     texts = table.get("expect", [])
     if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
         raise Refusal(
-            f"{path}: expected a list of texts, as expect = ['all_gather int8 <= 0.5 M between nodes']"
+            f"{path}: expected a list of texts, such as expect = ['all_gather int8 <= 0.5 M between nodes']"
         )
     try:
         return [parse(text) for text in texts]
@@ -161,7 +163,7 @@ def broken(
         if expectation.unit == "m" and model is None:
             made.append(
                 f"not checked: {expectation.text}: no optimizer with parameters was seen: give --model "
-                "module:function, or write it in MB"
+                "module:function, or state the number in MB"
             )
             continue
         bound = expectation.number * {

@@ -60,7 +60,7 @@ class Found:
             Refusal: before the block has ended.
         """
         if self._calls is None:
-            raise Refusal("audit(): the block has not ended yet; read what was found after it")
+            raise Refusal("audit(): the block has not ended yet; read calls and tables after the block")
         return self._calls
 
     @property
@@ -71,7 +71,7 @@ class Found:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The calls of a step, a dictionary for each line of the table."""
+        """The calls of the step that stands for all, a dictionary for each line of the table."""
         return tables.call_rows(self.report)
 
     @property
@@ -113,7 +113,7 @@ def audit(model: torch.nn.Module | None = None, *, ranks_per_node: int | None = 
         Refusal: if this torch has no torch.distributed.
     """
     if not dist.is_available():
-        raise Refusal("audit(): this torch was built without torch.distributed; nothing can be sent")
+        raise Refusal("audit(): this torch was built without torch.distributed; install a torch that has it")
     witness, found = Witness(None), Found(model, ranks_per_node)
     witness.write(event="process", pid=os.getpid(), environment={}, host="")
     witness.arm(torch)

@@ -78,10 +78,12 @@ def run(command: Sequence[str], folder: Path) -> int:
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         status = process.wait()
     except FileNotFoundError as error:
-        raise Refusal(f"{command[0]}: no such program; give the command as you type it in a shell") from error
+        raise Refusal(
+            f"{command[0]}: there is no such program; give the command as you type it in a shell"
+        ) from error
     except PermissionError as error:
         raise Refusal(
-            f"{command[0]}: not executable; put its interpreter before it, as python train.py"
+            f"{command[0]}: is not executable; put its interpreter before it, as in python train.py"
         ) from error
     finally:
         signal.signal(signal.SIGINT, before[0])
@@ -107,13 +109,13 @@ def count_parameters(name: str) -> int:
     from impl.errors import raising
 
     if not named_object.is_name(name):
-        raise Refusal(f"--model {name}: expected module:function, as train:build_model")
+        raise Refusal(f"--model {name}: expected module:function, such as train:build_model")
     with raising(Refusal, f"--model {name}:"):
         make = named_object.import_object(name)
         with torch.device("meta"):
             model = make() if not isinstance(make, torch.nn.Module) else make
     if not isinstance(model, torch.nn.Module):
-        raise Refusal(f"--model {name}: returned {type(model).__name__}, expected a torch.nn.Module")
+        raise Refusal(f"--model {name}: returned {type(model).__name__}, but expected a torch.nn.Module")
     return sum(parameter.numel() for parameter in model.parameters())
 
 

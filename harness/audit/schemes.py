@@ -1,8 +1,8 @@
-"""Holds the calls of a step to closed forms: which scheme of data parallelism sends such messages?
+"""Compares the calls of a step with closed forms, to find which scheme of data parallelism sends such messages.
 
 A term of a closed form is a number of elements of whole messages of one operation, in multiples of the model's
-parameters.  With P ranks in a group, a term of an all-gather or reduce-scatter sends (P - 1) / P of its bytes, and one
-of an all-reduce 2 (P - 1) / P (:mod:`harness.audit.wire`).
+parameters.  With P ranks in a group, a term of an all-gather or reduce-scatter sends (P - 1) / P of its bytes, and a
+term of an all-reduce sends 2 (P - 1) / P of them (:mod:`harness.audit.wire`).
 
 | scheme | all-gather | reduce-scatter | all-reduce |
 | --- | --- | --- | --- |
@@ -41,22 +41,22 @@ class Term:
     dtype: str
     group_size: int
     measured: int
-    expected: float | None = None  # None: of no closed form
+    expected: float | None = None  # None for messages outside of the closed form
 
     @property
     def difference(self) -> float | None:
-        """Measured over expected, less 1."""
+        """Measured bytes over expected bytes, minus 1; None if no bytes are expected."""
         return None if not self.expected else self.measured / self.expected - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A name, the terms of its closed form, and the messages that are in none."""
+    """A scheme of data parallelism: its name, the terms of its closed form, and the messages outside of it."""
 
     name: str
     terms: tuple[Term, ...]
     rest: tuple[Term, ...]
-    source: str  # of the model's size
+    source: str  # where the model's size is from
 
     @property
     def measured(self) -> int:
@@ -82,7 +82,13 @@ class Model:
 
 
 def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Model | None:
-    """Return the audited model; ``elements`` is what ``--model`` counted in ``named``.  None if nothing is known."""
+    """Return the size of the audited model; None if it is not known.
+
+    Args:
+        calls: The calls of all ranks, with what the witnesses noted about the model.
+        elements: Number of parameters of the model that the user named; None if the user named none.
+        named: The name that the user gave.
+    """
     events = [rank.model for rank in calls.ranks if rank.model is not None]
     units: list[dict[str, Any]] = max((event["fsdp"] for event in events), key=len, default=[])
     of_units = sum(unit["elements"] for unit in units)
@@ -123,7 +129,10 @@ def _term(place: Place, count: Count, expected: float | None = None) -> Term:
 
 
 def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]]:
-    """Return the scheme that the messages look like, and the bytes of each of its terms; empty if none."""
+    """Return the name of the scheme that the messages look like, and the bytes of each of its terms.
+
+    Without such a scheme the name is :data:`NONE`.
+    """
     if model.units:
         found = _of_units(large, model)
         if found is not None:
@@ -133,7 +142,7 @@ def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Pla
     elements = model.elements
 
     def whole(places: Sequence[Place], share: float = 1.0) -> dict[Place, float]:
-        """Return ``share`` of the parameters' bytes for each place, for as many micro-batches as it had."""
+        """Return, for each place, ``share`` of the parameters' bytes times the number of micro-batches there."""
         return {
             place: share
             * elements
@@ -206,5 +215,5 @@ def _bits(dtype: str) -> int:
 
 
 def share_of(count: float, dtype: str, model: Model | None) -> float | None:
-    """Return bytes of a type as a multiple of the parameters; None without a model."""
+    """Return ``count`` bytes of a type as a multiple of the model's parameters; None without a model."""
     return None if model is None or math.isnan(count) else count / item_bytes(dtype) / model.elements

@@ -86,7 +86,7 @@ def report_on(
 
 
 def call_rows(report: Report, step: int | None = None) -> list[dict[str, Any]]:
-    """Return a row for each line of a step, by default of the one that stands for all."""
+    """Return a row for each line of a step, by default of the step that stands for all."""
     return [_row(report, line) for line in lines(report.calls, report.shown if step is None else step)]
 
 
@@ -126,7 +126,7 @@ def short(site: str) -> str:
 
 
 def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
-    """Return the terms of a scheme, its sum, and the rest."""
+    """Return a row for each term of a scheme, for each message outside of it, and for the sum of its terms."""
     rows = [
         {
             "phase": term.phase, "operation": term.operation, "dtype": term.dtype, "group_size": term.group_size,
@@ -190,7 +190,7 @@ def as_csv(report: Report) -> str:
 
 
 def sentences(report: Report) -> list[str]:
-    """Return what the report is about: ranks, steps and model."""
+    """Return sentences on what the report is about: its ranks, steps and model."""
     calls = report.calls
     nodes = calls.topology.count
     where = f"{len(calls.ranks)} of {calls.world} ranks on {nodes} node{'s' * (nodes != 1)}"

@@ -3,7 +3,8 @@
 The formulas are those of rings, which gloo and NCCL use for large messages: with P ranks, an all-gather or
 reduce-scatter of a whole message of S bytes sends S (P - 1) / P to the next rank, an all-reduce twice as much.  An
 all-to-all sends S / P to each other rank, a send its message.  For broadcast, reduce, gather and scatter the root is
-not known, so that each rank is counted with its mean share: S (P - 1) / P, of one piece for gather and scatter.
+not known, so that each rank is counted with its mean share, S (P - 1) / P; for gather and scatter, S is one rank's
+piece.
 Source: gloo/allgather_ring.h, gloo/allreduce.cc; NCCL's documentation of algorithm bandwidth (nccl-tests,
 doc/PERFORMANCE.md).
 """
@@ -24,12 +25,12 @@ class Sent(NamedTuple):
 
     @property
     def all(self) -> float:
-        """Their sum."""
+        """Bytes that the rank sends to all other ranks."""
         return self.inside + self.between
 
 
 def sent(rank: int, key: Key, count: Count, group: Group, topology: Topology) -> Sent:
-    """Return what ``rank`` sends for these calls along ``group``."""
+    """Return the bytes that ``rank`` sends for these calls in ``group``."""
     size, me = group.size, topology.nodes.get(rank, 0)
     if key.done_as == "recv" or size < 2:
         return Sent(0, 0)

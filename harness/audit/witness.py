@@ -2,7 +2,8 @@
 
 A copy of this file is loaded into the program's processes by their ``sitecustomize`` (:mod:`harness.audit.on_path`),
 possibly by another Python than ours: it needs Python 3.8 or later and imports only the standard library.  It uses
-torch only after the program has imported it.  No exception leaves it, the first one is written into the file.
+torch only after the program has imported it.  No exception leaves this module, and the first exception is written into
+the file.
 
 There are two sources:
 
@@ -22,6 +23,7 @@ The file has one JSON object a line:
   the last whole step.  A row is a list in the order of :data:`FIELDS`;
 - ``counters``: bytes that interfaces have sent until the end of a step, without headers;
 - ``lost``: entries that were overwritten;
+- ``unmarked``: the function that ``--step-marker`` names does not exist, so that no call of it ends a step;
 - ``fault``: an exception of this file; ``end``: the process ended by itself.
 
 Sources: torch/csrc/distributed/c10d/FlightRecorderDetail.hpp (``dump``, ``record``), torch/optim/optimizer.py (global
@@ -236,7 +238,7 @@ class Witness:
         self.inherited = None if world is None else world.default_pg
 
     def end(self, how: str) -> None:
-        """Write all that is left."""
+        """Write the calls that have not been written, and how the process ended."""
         if os.getpid() == self.pid and not self.over:
             self.read(final=True)
             with contextlib.suppress(OSError):  # a full disk is not the program's concern
@@ -358,7 +360,7 @@ class Witness:
 
     @_guarded
     def before_step(self, optimizer: Any, *_: Any) -> None:
-        """Take the first optimizer that steps as the one that ends steps; of nested ones it is the outermost."""
+        """Let the first optimizer that steps end steps from now on; of nested optimizers this is the outermost."""
         if self.stepper is None or self.stepper() is None:
             self.stepper = weakref.ref(optimizer)
         if self.stepper() is optimizer:
@@ -404,7 +406,7 @@ class Witness:
             holder = functools.reduce(getattr, path, module)
             function = getattr(holder, name)
         except AttributeError:
-            self.fault()
+            self.write(event="unmarked", module=module.__name__, name=self.marker.partition(":")[2])
             return
 
         @functools.wraps(function)
@@ -626,7 +628,7 @@ class Witness:
 
 
 class _AfterImport:
-    """Finds modules as the other finders do, and calls a function after each has been imported.
+    """Finds modules as the other finders do, and calls a function after each wanted module has been imported.
 
     A program may look for a module without importing it, as ``importlib.util.find_spec()`` does, and import it later.
     """
@@ -679,7 +681,7 @@ class _Loader:
 
 
 def _process() -> dict[str, Any]:
-    """Return who this process is."""
+    """Return facts that identify this process, among them its host, number, time of start and launcher's variables."""
     environment = {
         name: os.environ[name]
         for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SLURM_NODEID")

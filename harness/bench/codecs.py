@@ -23,6 +23,7 @@ from harness.cluster.rank import Progress, Rank
 from harness.records.bench_record import ElementType, Sample
 from impl import ops
 from impl.codecs.codec import Codec, OwnCodec, Raw, parse
+from impl.codecs.own_rows import used_bytes
 from impl.codecs.reference import DTYPES, NAMES, Carried
 from impl.codecs.rounding_noise import Key
 from impl.cuda.launch import on_device
@@ -161,7 +162,7 @@ def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
 
 
 def works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
-    """Yield all operations to time on the elements ``x`` (S,), of those ``backends`` that work on their device."""
+    """Yield all operations to time on the elements ``x`` (S,), by the backends that work on the device of ``x``."""
     kernels = [name for name in backends if name in (x.device.type, "reference")]
     kernels += [name for name in backends if name in kernel_ablation.ABLATED and x.is_cuda]
     for codec, name in product(map(parse, codecs), kernels):
@@ -181,12 +182,12 @@ def _codec_works(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
     """Yield the operations of one codec on one backend; they share the buffers of its frames."""
     ablated = kernel_ablation.ABLATED.get(backend)
     operations = ops.operations_of(backend) if ablated is None else ablated(on_device)
-    numel, frame_bytes = x.numel(), codec.frame_bytes(x.numel())
-    out, frame = torch.empty_like(x), torch.zeros(frame_bytes, dtype=torch.uint8, device=x.device)
+    numel, out = x.numel(), torch.empty_like(x)
+    frame = torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8, device=x.device)
     noise = Key(seed=0, step=0, micro_batch=0, unit="bench", purpose="gradients", source=0).noise()
     encode = partial(operations.encode, codec, x, frame, noise=noise)
     encode()
-    frames = frame.repeat(SOURCES, 1)
+    frames, frame_bytes = frame.repeat(SOURCES, 1), used_bytes(codec, frame)
 
     def work(operation: str, moved_bytes: int, run: Callable[[], object]) -> Work:
         names = {"operation": operation, "codec": str(codec), "backend": backend, "other": None}
@@ -196,8 +197,10 @@ def _codec_works(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
     yield work("decode", x.nbytes + frame_bytes, partial(operations.decode, codec, frames[0], out))
     if x.dtype == torch.float32:
         fused = partial(operations.decode_sum_encode, codec, codec, frames, frame, numel, noise=noise)
-        yield work("decode_sum", frames.nbytes + x.nbytes, partial(operations.decode_sum, codec, frames, out))
-        yield work("decode_sum_encode", frames.nbytes + frame_bytes, fused)
+        yield work(
+            "decode_sum", SOURCES * frame_bytes + x.nbytes, partial(operations.decode_sum, codec, frames, out)
+        )
+        yield work("decode_sum_encode", SOURCES * frame_bytes + frame_bytes, fused)
     if not isinstance(codec, Raw | OwnCodec):
         carried = partial(encode, carried=Carried(torch.zeros_like(x, dtype=torch.float32)))
         yield work("encode_carried", x.nbytes + 2 * 4 * numel + frame_bytes, carried)

@@ -77,7 +77,10 @@ def codecs(
     from harness.bench import other_libraries
     from impl.codecs.codec import parse
 
-    texts = tuple(dict.fromkeys(str(parse(text)) for text in codec or bench_codecs.CODECS))
+    parsed = dict.fromkeys(map(parse, codec or bench_codecs.CODECS))
+    for one in parsed:
+        one.frame_bytes(1)  # raises an error for a codec whose module or package is missing
+    texts = tuple(map(str, parsed))
     usual = bench_codecs.OURS if codec else bench_codecs.USUAL  # other libraries do not have our codecs
     backends, kinds = list(dict.fromkeys(backend or usual)), list(dict.fromkeys(kind or ("fp32",)))
     axes = {"backend": (backends, bench_codecs.BACKENDS), "type of elements": (kinds, get_args(ElementType))}
@@ -185,7 +188,7 @@ class _Run:
             raise Refusal(
                 f"{self._folder}: holds {counted(len(pools), 'record')} of another machine or version of the code "
                 f"(hash {pools[0]}, here {pool}), and such records cannot be compared; move the folder aside, or "
-                "name another one with --results"
+                "name another folder with --results"
             )
 
     def at(self, place: Place, target: Callable[[Rank], Sequence[Sample]]) -> list[Sample]:

@@ -35,7 +35,7 @@ def why_missing(name: str) -> str | None:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those libraries among ``names``, for the record."""
+    """Return the versions of the libraries in ``names``, for the record; our own backends are left out."""
     packages = (name.partition(".")[0] for name in names if name in QUANTISERS)
     return {name: importlib.metadata.version(name) for name in packages}
 

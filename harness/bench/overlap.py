@@ -195,7 +195,10 @@ def _rows(topology: Topology, mebibytes: int) -> tuple[int, int]:
 
 
 def _hops(wire: Wire, mebibytes: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return two functions, one for each hop: it posts the hop's messages and waits for them, without encoding."""
+    """Return two functions, which post the messages of the first and of the second hop and wait for them.
+
+    Nothing is encoded.
+    """
     topology = wire.mesh.topology
 
     def hop(axis: Axis, row: int) -> None:

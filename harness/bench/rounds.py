@@ -33,7 +33,7 @@ def interleaved(
         rank: Reports progress.
         candidates: Functions to run.
         stage: What the progress line says.
-        rounds: Fewest and most rounds.  The time of the first one after the warm-up decides how many fit ``seconds``.
+        rounds: Fewest and most rounds.  The time of the first round after the warm-up decides how many fit ``seconds``.
         seconds: About how long all rounds may take.
 
     Returns:

@@ -55,7 +55,7 @@ class RankTrace(NamedTuple):
 
     spans: list[Span]  # of the step that is drawn; empty for peers
     seconds: float  # duration of the step that is drawn or, for peers, of a profiled step
-    before: float  # duration of the step before it, which was not traced
+    before: float  # duration of the step before the traced steps
     profile: Path  # the file that torch.profiler wrote
 
 

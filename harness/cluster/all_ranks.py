@@ -56,7 +56,7 @@ def mean_of_group(tensor: Tensor, ranks: int) -> Tensor:
 
 
 def swap(rows: Tensor) -> Tensor:
-    """Send each rank its row of ``rows`` (world, ...); returns the rows that all ranks have for this one."""
+    """Send each rank its row of ``rows`` (world, ...); returns the rows (world, ...) that this rank receives."""
     if (thread := current()) is not None:
         return torch.stack([sent[thread.rank] for sent in thread.share(rows)])
     received = torch.empty_like(rows)
@@ -73,7 +73,7 @@ def add(tensor: Tensor) -> None:
 
 
 def take_largest(tensor: Tensor) -> None:
-    """Replace the elements of ``tensor`` by the largest over all ranks."""
+    """Replace each element of ``tensor`` by the largest value of this element on any rank."""
     if current() is None:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
     else:

@@ -135,9 +135,9 @@ class Link:
             return
         median = statistics.median(self.calibrated_mbit)
         if not REACHED[0] * rate <= median <= REACHED[1] * rate:
-            why = "the network, or the hosts' congestion control (such as bbr), carries no more"
+            why = "the network, or the hosts' congestion control (such as bbr), carries no more; set a lower rate"
             why = "messages bypass the queue" if median > rate else why
-            raise LinkError(f"link 'shaped' was set to {rate:g} Mbit/s and carries {median:.4g}: {why}")
+            raise LinkError(f"link 'shaped' was set to {rate:g} Mbit/s but carries {median:.4g}: {why}")
 
 
 def open_link(cluster: Cluster, run_id: str) -> Link:

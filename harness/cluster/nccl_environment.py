@@ -49,7 +49,7 @@ def nccl_in_words(ports: Sequence[Port]) -> str:
 
 
 def choose_hcas(requested: int | tuple[str, ...], present: Sequence[str], node: int) -> str:
-    """Return the InfiniBand adapters that a node's NCCL may use, separated by commas.
+    """Return the InfiniBand or RoCE adapters that a node's NCCL may use, separated by commas.
 
     Args:
         requested: How many adapters, or their names.
@@ -57,11 +57,15 @@ def choose_hcas(requested: int | tuple[str, ...], present: Sequence[str], node: 
         node: Number of the node, for the message.
 
     Raises:
-        LinkError: If the node lacks some of them.
+        LinkError: If the node lacks some of the requested adapters.
     """
     chosen = present[:requested] if isinstance(requested, int) else requested
     if not set(chosen) <= set(present) or (isinstance(requested, int) and len(chosen) < requested):
         text = requested if isinstance(requested, int) else ", ".join(requested)
-        adapters = f"{len(present)} InfiniBand adapters with an active port ({', '.join(present) or 'none'})"
-        raise LinkError(f"cluster.hcas = {text}: node {node} has {adapters}")
+        adapters = (
+            f"{len(present)} InfiniBand or RoCE adapters with an active port ({', '.join(present) or 'none'})"
+        )
+        raise LinkError(
+            f"cluster.hcas = {text}: node {node} has {adapters}; name adapters that every node has, or a smaller number"
+        )
     return ",".join(chosen)

@@ -127,7 +127,8 @@ def _check_route(route: Any, index: int, interface: str, other: str) -> None:
     if leaving != index:
         name = route.get_links(leaving)[0].get_attr("IFLA_IFNAME")
         raise OSError(
-            f"messages to {other} leave through {name} and not through {interface}, the interface that is shaped"
+            f"messages to {other} leave through {name}, but {interface} is the interface that is shaped; change the "
+            "route, or the interface with GLOO_SOCKET_IFNAME"
         )
 
 

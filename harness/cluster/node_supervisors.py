@@ -31,7 +31,7 @@ from harness.errors import LinkError, Refusal
 from harness.suites.parse_quantity import CANONICAL
 
 _CAUSE_SECONDS: Final = (
-    12.0  # to wait for the answer of the node that failed first, once others have noticed it
+    12.0  # to wait for the answer of the node that failed first, once others have noticed the failure
 )
 _CLEAR_SECONDS: Final = 30.0  # to wait until other nodes have ended their ranks
 _BYE_SECONDS: Final = 5.0  # to wait until other nodes have read that the run is over
@@ -67,7 +67,7 @@ class Nodes:
 
     channel: Channel
     nodes: list[Node]
-    # Facts about each node's interface before it was shaped for the latest work; empty if it was not.
+    # Facts about each node's interface before it was shaped for the latest work; empty if it was not shaped.
     shaped: list[dict[str, Any]] = field(default_factory=list)
     status: int = 1  # exit status of the other supervisors
     together: bool = True  # whether the nodes have met
@@ -89,7 +89,8 @@ class Nodes:
                 if code.get(name) != codes[0].get(name):
                     difference = f"{name} {code.get(name)}, not {codes[0].get(name)}"
                     raise Refusal(
-                        f"node {number} has another zeropp-bench than node 0 ({difference}): install the same on both"
+                        f"node {number} has another zeropp-bench than node 0 ({difference}): install the same code on "
+                        "both"
                     )
 
     def run(self, work: Work, argument: Any, launch: Launch, on_progress: Report) -> list[Any]:

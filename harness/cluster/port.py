@@ -22,7 +22,9 @@ class Port:
     shaped_mbit: float | None = (
         None  # rate to which the host limits the interface; NCCL must then use this interface
     )
-    hcas: str = ""  # InfiniBand adapters that NCCL may use, separated by commas; if empty, NCCL chooses
+    hcas: str = (
+        ""  # InfiniBand or RoCE adapters that NCCL may use, separated by commas; if empty, NCCL chooses
+    )
     control: str = ""  # Unix-domain socket of the keeper that can lift the link's rate (`lift_rate`), if any
 
 
@@ -50,7 +52,10 @@ def port_towards(host: str) -> Port:
     interfaces, chosen = psutil.net_if_addrs(), os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen is not None:
         if not (entries := interfaces.get(chosen)):
-            raise Refusal(f"GLOO_SOCKET_IFNAME = {chosen!r}: there is no such interface here")
+            raise Refusal(
+                f"GLOO_SOCKET_IFNAME = {chosen!r}: this host has no such interface: name one that it has, or unset "
+                "the variable"
+            )
         entry = next((entry for entry in entries if entry.family == socket.AF_INET), entries[0])
         return Port(chosen, entry.address)
     address = address_towards(host)

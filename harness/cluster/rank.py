@@ -78,7 +78,7 @@ class Rank:
 
     @contextlib.contextmanager
     def open_link(self) -> Iterator[None]:
-        """Lift the link's rate during the body; all ranks must call it.
+        """Lift the link's rate during the body; all ranks must call this method.
 
         The rate of real hosts' interfaces (link ``shaped``) is not lifted.
         """
@@ -133,4 +133,6 @@ def _request(keeper: socket.socket, send: Callable[[], None], expected: bytes) -
     except OSError as error:
         raise LinkError(f"the keeper of the link does not answer: {error}") from error
     if answer != expected:
-        raise LinkError(f"the keeper of the link ended: {expected.decode()!r} was expected, not {answer!r}")
+        raise LinkError(
+            f"the link's keeper ended: it answered {answer!r} instead of {expected.decode()!r}: run the trial again"
+        )

@@ -315,7 +315,7 @@ def _watch(
             time.sleep(_STACKS_SECONDS)
             late = "rank " + ", ".join(str(watched.rank) for watched in running)
             late = _THREADS if running[0].name == _THREADS else late
-            message = f"no result from {late} after {timeout_seconds:g} s; stacks are in the log"
+            message = f"there is no result from {late} after {timeout_seconds:g} s; stacks are in the log"
             return LaunchError("timeout", message)
         seconds = left if stop_reason is None else min(left, _POLL_SECONDS)
         for ready in connection.wait(running, timeout=seconds):  # type: ignore[arg-type]  # by its fileno

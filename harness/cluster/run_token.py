@@ -52,7 +52,7 @@ class Seal:
         content = bytes.fromhex(text.decode("ascii"))
         hidden, tag = content[:-_TAG_BYTES], content[-_TAG_BYTES:]
         if not hmac.compare_digest(tag, self._tag(key, hidden)):
-            raise ValueError("not sealed with this run's token")
+            raise ValueError("the text is not sealed with this run's token")
         return json.loads(self._masked(hidden[:_NONCE_BYTES], hidden[_NONCE_BYTES:]))
 
     def _masked(self, nonce: bytes, content: bytes) -> bytes:
@@ -71,7 +71,7 @@ def of_session(token: str, nonces: list[str]) -> Seal:
 
 
 def digest_of(token: str) -> str:
-    """Return a digest by which processes that have a token recognise it; it may be public."""
+    """Return a digest, which may be public, by which processes that have a token recognise the token."""
     return hashlib.sha256(f"zeropp token {token}".encode()).hexdigest()
 
 

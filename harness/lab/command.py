@@ -64,7 +64,7 @@ def formats(
     *,
     codec: Annotated[
         Several,
-        typer.Option(help="Codec in its text form; may be given several times. Default: 20 common codecs."),
+        typer.Option(help="Codec in its text form; may be given several times. Default: 22 common codecs."),
     ] = None,
     bits: Annotated[
         float | None,

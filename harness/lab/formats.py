@@ -29,13 +29,14 @@ from harness.records.trial_record import Record, read_valid
 from harness.suites.trial import Trial
 from impl import ops, regular_file
 from impl.codecs.codec import Codec, common_grain, parse
+from impl.codecs.own_rows import used_bytes
 from impl.codecs.rounding_noise import Key
 from impl.plan.bit_budget import Cost, choose, total
 
 CODECS: Final = (
     "bf16", "int8:128", "fp8e4m3:128", "mxfp8", "mxfp6e2m3", "mxfp6e3m2", "int6:128", "int4:128",
     "int4:128:clip", "int4:128:asym", "int4:128:stochastic", "int4:128:hadamard32", "nvfp4", "mxfp4", "nf4",
-    "spike3", "int3:128", "spike2", "int2:128", "sign1",
+    "spike3", "int3:128", "spike2", "int2:128", "sign1", "lossless:zlib", "lossless:zlib:bf16",
 )  # fmt: skip
 _RESAMPLED: Final = 2000  # bootstrap samples of seeds
 _FEWEST: Final = 5  # least number of codecs with losses for a rank correlation
@@ -181,7 +182,9 @@ def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
     began = time.perf_counter()
     ops.encode(codec, x, frames, noise=noise)
     ops.decode(codec, frames, out)
-    return out, frames.shape[-1] * x.shape[-2], time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    ranks = math.prod(x.shape[:-2])  # that encode, each its own frames
+    return out, used_bytes(codec, frames) // ranks, seconds
 
 
 def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:

@@ -66,7 +66,7 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
     policy = Policy(memory=MemoryLimits(max_padding=float("inf")))
     units = plan_units(model, topology, policy)
     single = RankBatches(trial.model_copy(update={"strategy": "single"}), 0, torch.device("cpu"))
-    optimizer, schedule = optimizers.build(trial.optimizer, model.parameters()), trial.schedule()
+    optimizer, schedule = optimizers.of_model(trial.optimizer, model), trial.schedule()
     parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
     tensors: dict[str, Tensor] = {}
     for step in range(max(steps) + 1):

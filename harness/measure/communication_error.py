@@ -197,7 +197,8 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
     """
     (unit,) = (unit for unit in zero.units if unit.geometry.name == only)
     codec = unit.policy.weights
-    other = zero.policy.differences is not None or zero.policy.budget is not None or unit.policy.planes > 1
+    policy = zero.current_policy
+    other = policy.differences is not None or policy.budget is not None or unit.policy.planes != 1
     if isinstance(codec, Raw | OwnCodec) or codec.stochastic or other:
         return None  # the masters were not sent in exactly this codec
     master = unit.master_shard.master.detach().contiguous().cpu()
@@ -213,7 +214,7 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
         return None
     return (
         f"in step {step} the weights of {only} were gathered with a squared error of {found:.3g}, but {codec} makes "
-        f"one of {expected:.3g}: they were not sent in this codec"
+        f"a squared error of {expected:.3g}: the weights were not sent in this codec"
     )
 
 
@@ -255,9 +256,10 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
     Two rules are checked on whole reductions and gathers.  First, an error grows at most :data:`GROWTH` times after the
     first measured step.  Second, the error of hpZ's copy is at most the error of the copied weights, plus the copy's
     own rounding.  The first rule does not apply to gradients with error feedback or a user's own reduction, to codecs
-    that a budget changes, and to the first step of differences, since these errors may grow.
+    that a budget changes, and to the first step of differences, since these errors may grow.  With a schedule, it
+    applies to the steps of one policy, and to no differences.  The second does not apply to a copy that holds another
+    plane than the forward pass computes with.
     """
-    rounding = BF16_VNMSE if policy.copy_codec not in (policy.weights, policy.inside) else 0.0
     ends = [
         (error, error.squared_error / error.squared_value)
         for error in errors
@@ -266,22 +268,27 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
         and error.squared_value
     ]
     weights = {(e.step, e.unit, e.codec): vnmse for e, vnmse in ends if e.purpose == "weights"}
-    first: dict[tuple[str, str, str], float] = {}
+    first: dict[tuple[Policy, str, str, str], float] = {}
     for error, vnmse in ends:
+        now = policy.policy_at(error.step)
+        rounding = BF16_VNMSE if now.copy_codec not in (now.weights, now.inside) else 0.0
         copied = weights.get((error.step, error.unit, error.codec), math.inf)
         units = error.unit or "all units"
         sentence = f"in step {error.step} the vNMSE of {error.purpose} of {units} is {vnmse:.3g}"
-        if error.purpose == "secondary" and vnmse > 1.001 * copied + rounding:
-            return f"{sentence}, but that of the weights that they copy is {copied:.3g}"
+        if error.purpose == "secondary" and policy.planes == 1 and vnmse > 1.001 * copied + rounding:
+            return f"{sentence}, but the vNMSE of the copied weights is {copied:.3g}"
         gradients = error.purpose == "gradients"
-        budgeted = ("gradients" if gradients else "weights") in policy.candidates
-        differs = policy.differences is not None and error.step == 0
-        carries = policy.feedback is not None or policy.own_reduce is not None
+        budgeted = ("gradients" if gradients else "weights") in now.candidates
+        differs = now.differences is not None and (error.step == 0 or bool(policy.schedule))
+        carries = now.feedback is not None or now.own_reduce is not None
         if budgeted or (carries if gradients else differs):
             continue
-        allowed = GROWTH * max(first.setdefault((error.purpose, error.unit, error.codec), vnmse), BF16_VNMSE)
+        key = now, error.purpose, error.unit, error.codec
+        allowed = GROWTH * max(first.setdefault(key, vnmse), BF16_VNMSE)
         if vnmse > allowed:
-            return f"{sentence}: more than {allowed:.3g}, which the first measured step allows"
+            return (
+                f"{sentence}, but after the error in the first measured step at most {allowed:.3g} is allowed"
+            )
     return None
 
 
@@ -331,7 +338,7 @@ def drawn_step(seed: int, repeat: int, warmup: int, total: int) -> int | None:
     begins in the course of training is present in late steps, which is why early ones are not drawn.
 
     Returns:
-        The index of the step; None if the trial of ``total`` steps has no step after the first to draw.
+        The index of the step; None if no step of a trial of ``total`` steps lies after the first and the warm-up.
     """
     first = max(warmup, 1, total // 2)
     return None if first >= total else first + draw(f"{seed}/{repeat}/checked step", total - first)

@@ -38,7 +38,10 @@ class ProcessorMeter:
 
 
 def busy_seconds() -> dict[str, float] | None:
-    """Return the CPU seconds since boot, summed over the CPUs that this process may use; None if not counted."""
+    """Return CPU seconds since boot by kind (``user``, ``system``, ``interrupts``, ``steal``).
+
+    They are summed over the CPUs that this process may use.  Returns None on systems that do not count them.
+    """
     try:
         times = psutil.cpu_times(percpu=True)
     except (OSError, ValueError):

@@ -149,7 +149,7 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
 
 
 def _open(uuids: Sequence[str]) -> list[_Gpu]:
-    """Open GPUs by UUID; returns none if NVML does not work or does not know one of them."""
+    """Open GPUs by UUID; returns an empty list if NVML does not work or does not know one of the GPUs."""
     import pynvml
 
     try:

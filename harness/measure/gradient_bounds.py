@@ -167,7 +167,9 @@ class FirstGradient:
     # By layout: the (windows,) numbers of the drawn windows; and (windows, window + 1) fp32 with the mean
     # gradient of each window and, in the last column, the mean of its largest magnitudes.
     _drawn: dict[Layout, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _finite: bool = True  # an overflow of the single process leaves nothing to compare with
+    _finite: bool = (
+        True  # False if the single process's gradient overflowed, so that nothing can be compared with it
+    )
 
     def __post_init__(self) -> None:
         for layout in self.layouts:
@@ -192,7 +194,7 @@ class FirstGradient:
             means.add_(torch.cat([drawn, drawn.abs().amax(dim=1, keepdim=True)], dim=1))
 
     def average(self) -> None:
-        """Average over this rank's group, or all ranks; all ranks must call this."""
+        """Average the added gradients over this rank's group, or all ranks; all ranks must call this."""
         for _, means in self._drawn.values():
             if self.ranks:
                 means.copy_(all_ranks.mean_of_group(means, self.ranks))

@@ -34,7 +34,7 @@ def read(path: Path) -> Machine:
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"{path}: not TOML: {error}") from None
+        raise Refusal(f"{path}: is not TOML: {error}; `zeropp calibrate` writes such a file") from None
     known = [field.name for field in fields(Machine)]
     for key in table:
         if key not in known:
@@ -68,8 +68,11 @@ def check_host(path: Path, machine: Machine, host: str) -> None:
             f"{again}"
         )
     if machine.host != host:
-        raise Refusal(f"{path}: calibrated on {machine.host}, but this host is {host}: {again}")
+        raise Refusal(
+            f"{path}: this machine was calibrated on {machine.host}, but this host is {host}: {again}"
+        )
     if (days := (datetime.now(UTC).date() - date.fromisoformat(machine.date)).days) > STALE_DAYS:
         raise Refusal(
-            f"{path}: calibrated {days} days ago, on {machine.date}, and at most {STALE_DAYS} are allowed: {again}"
+            f"{path}: this machine was calibrated {days} days ago, on {machine.date}, but at most {STALE_DAYS} days "
+            f"are allowed: {again}"
         )

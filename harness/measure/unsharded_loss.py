@@ -74,7 +74,7 @@ def as_gathered(
 def by_columns(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry]
 ) -> dict[str, Tensor]:
-    """Return the weights, by name, that the backward pass uses under ``planes = 2``; empty for one plane.
+    """Return the weights, by name, that the backward pass uses with two planes; empty for one plane.
 
     With two planes weights are quantised twice: in blocks along rows for forward, along columns for backward.
     """
@@ -83,7 +83,7 @@ def by_columns(
     with _restored(model.named_parameters()) as parameters:
         for unit in units:
             unit_policy, rows = _policy_of(unit, policy), 0
-            if unit_policy.planes > 1 and isinstance(unit_policy.weights, Blocked):
+            if unit_policy.planes != 1 and isinstance(unit_policy.weights, Blocked):
                 rows = unit_policy.weights.block_size(unit.shard)
             _encode_and_decode(unit_policy.weights, unit, parameters, Clock(0), rows)
         return {name: parameter.detach().clone() for name, parameter in parameters.items()}

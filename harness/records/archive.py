@@ -43,7 +43,9 @@ def pack(folder: Path, into: Path) -> Path:
     """
     files = sorted(folder.glob("*.json"))
     if not files:
-        raise RecordError(f"{folder}: no records in it; run its suite first, or name another folder")
+        raise RecordError(
+            f"{folder}: there are no records in it; run its suite first, or name another folder"
+        )
     for pattern in ("runs/*.json", "traces/trace-*.json", JOURNAL):
         files += sorted(folder.glob(pattern))
     buffer, total = io.BytesIO(), 0
@@ -61,7 +63,9 @@ def pack(folder: Path, into: Path) -> Path:
                     raise RecordError(f"{path}: {reason}; move it out of the folder")
                 if total > _MOST_IN_ALL or len(files) > _MOST_ENTRIES:
                     limits = f"{_MOST_ENTRIES} files or {_MOST_IN_ALL >> 30} GiB in all"
-                    raise RecordError(f"{folder}: more than {limits} cannot be packed; pack parts of it")
+                    raise RecordError(
+                        f"{folder}: more than {limits} cannot be packed; move some of its files into another folder"
+                    )
                 archive.addfile(entry, io.BytesIO(content))
     except OSError as error:
         raise RecordError(f"{error.filename or folder}: cannot read: {error.strerror or error}") from error
@@ -94,7 +98,8 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
             _merge(archive, Path(name), folder)
     except _OtherEntryError as error:
         raise RecordError(
-            f"{archive}: holds {error.args[0]!r}, which is no record of suite {suite}"
+            f"{archive}: holds {error.args[0]!r}, which is no record of suite {suite}; give the archive the name of "
+            "the folder that was packed, or pack the folder again"
         ) from None
     except (OSError, tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -117,7 +122,9 @@ def _extract(archive: Path, suite: str, staging: Path) -> None:
             count, total = count + 1, total + entry.size
             if count > _MOST_ENTRIES or total > _MOST_IN_ALL:
                 limits = f"{_MOST_ENTRIES} files or {_MOST_IN_ALL >> 30} GiB in all"
-                raise RecordError(f"{archive}: holds more than {limits}; nothing was unpacked")
+                raise RecordError(
+                    f"{archive}: holds more than {limits}; nothing was unpacked: pack fewer records"
+                )
             if (content := file.extractfile(entry)) is not None:
                 (staging / match[2]).parent.mkdir(exist_ok=True)
                 (staging / match[2]).write_bytes(content.read())

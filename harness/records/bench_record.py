@@ -26,7 +26,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
     """One candidate, timed in every round together with a reference, so that drift cancels in their ratio."""
 
     kind: Kind
-    names: dict[str, str | int | float | None]  # which candidate, and under which conditions
+    names: dict[str, str | int | float | None]  # the candidate, and the conditions of its rounds
     sizes: dict[str, int] = {}  # bytes, elements and the like of one call or step
     seconds: list[float]  # of the slowest rank, by round; before :func:`merge_ranks`, of one rank
     reference_seconds: list[float]  # of the reference, by round
@@ -38,7 +38,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
         for name, values in self.timed.items():
             if len(values) != len(self.seconds) or not values:
                 raise ValueError(
-                    f"seconds has {len(self.seconds)} rounds, {name} has {len(values)}: expected equally many"
+                    f"seconds has {len(self.seconds)} rounds, but {name} has {len(values)}: expected equally many"
                 )
             if min(values) <= 0:
                 raise ValueError(f"{name} = {min(values):g}: expected seconds above 0")
@@ -115,5 +115,5 @@ def read_all(folder: Path) -> list[Bench]:
     """
     benches = [read_as(Bench, path) for path in sorted(folder.glob("*.json"))]
     if not benches:
-        raise RecordError(f"{folder}: no records in it; `zeropp bench` writes them")
+        raise RecordError(f"{folder}: there are no records in it; `zeropp bench` writes them")
     return sorted(benches, key=lambda bench: (bench.started, bench.id))

@@ -80,9 +80,14 @@ def read_all(folder: Path) -> list[BenchmarkFile]:
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "the file"
-            raise RecordError(f"{path}: not a file of pytest-benchmark: {place}: {first['msg']}") from None
+            why = f"{place}: {first['msg']}"
+            raise RecordError(
+                f"{path}: is not a file of pytest-benchmark: {why}; move it out of the folder"
+            ) from None
         except (OSError, ValueError) as error:
             raise RecordError(f"{path}: cannot read it: {error}") from error
     if not files:
-        raise RecordError(f"{folder}: no files of pytest-benchmark in it; `tox -e bench` writes them")
+        raise RecordError(
+            f"{folder}: there are no files of pytest-benchmark in it; `tox -e bench` writes them"
+        )
     return sorted(files, key=lambda file: file.datetime)

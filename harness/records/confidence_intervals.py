@@ -47,7 +47,7 @@ class Interval:
     )
     left_out: int = 0  # number of further values that were left out because other programs disturbed them
     disturbed: bool = False  # whether other programs disturbed all values, so that none could be left out
-    fewest_occasions: int = 1  # fewest occasions for an interval, if there is more than one
+    fewest_occasions: int = 1  # fewest occasions for an interval, if the values are of several occasions
 
     @property
     def why_none(self) -> str:
@@ -305,7 +305,7 @@ def undecided(
         left_out: Number of further keys that were left out because other programs disturbed them.
 
     Returns:
-        Disjoint parts (low, high) of [0, 1] in ascending order; with too few values, all of it.
+        Disjoint parts (low, high) of [0, 1] in ascending order; with too few values, the whole of [0, 1].
     """
     both = [key for key in left if key in right]
     numbers = None if occasions is None else [occasions[key] for key in both]
@@ -346,7 +346,7 @@ def _roots(square: float, linear: float, constant: float) -> list[float]:
 
 
 def joined(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Sort parts of a line, and merge those that touch or overlap."""
+    """Sort parts of a line, and merge parts that touch or overlap."""
     whole: list[tuple[float, float]] = []
     for low, high in sorted(parts):
         if whole and low <= whole[-1][1]:

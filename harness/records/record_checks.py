@@ -2,7 +2,8 @@
 
 Each check returns a sentence that names the first inconsistency, or None:
 
-- :func:`ledger_mismatch`: bytes and messages that were booked equal those that were predicted.
+- :func:`ledger_mismatch`: bytes and messages that were booked equal those that were predicted, with a schedule also
+  step by step.
 - :func:`interface_mismatch`: the nodes' network interfaces counted as many bytes as the ledgers hold.
 - :func:`rate_mismatch`: the link had the requested rate.
 - :func:`codec_mismatch`: messages were encoded with the codecs of the trial's policy.
@@ -22,9 +23,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
+from harness.records import sent_by_step
 from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
 from harness.records.trial_record import LedgerRow, Record
 from harness.suites.trial import Trial
+from impl.plan.policy import Policy
 
 # Allowed bytes that an interface counts, as a share of the ledger's bytes plus headers.
 INTERFACE_WITHIN: Final = (0.99, 1.02)
@@ -32,7 +35,7 @@ INTERFACE_WITHIN: Final = (0.99, 1.02)
 # announcements and a header with each part; each of these three takes 48 bytes.
 CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # rate that probes may measure, as a share of the requested rate
-# A trial with at least so many steps, warm-up included, must have a falling training loss; reports judge losses then.
+# In a trial of at least so many steps, warm-up included, the training loss must fall, and reports judge the losses.
 _LEARNS: Final = 100
 # Number of barriers around the timed steps.  There are as many around each validation, which itself is not counted.
 _BARRIERS: Final = 4
@@ -56,6 +59,8 @@ def ledger_mismatch(record: Record) -> str | None:
                 row = f"{sent[0]} bytes in {sent[1]} messages for {', '.join(filter(None, key))}"
                 prediction = f"predicted are {wanted[0]} bytes in {wanted[1]} messages"
                 return f"rank {rank.rank} sent {row}; {prediction}"
+    if not measured and (why := sent_by_step.mismatch(record)) is not None:
+        return why
     if measured and record.predicted.equal is not None:
         return (
             f"the record states that its ledgers equal predictions of {measured[0]}, which were not predicted"
@@ -117,17 +122,28 @@ def codec_mismatch(record: Record) -> str | None:
     policy = Trial.from_canonical(record.trial).resolved_policy()
     if policy is None:
         return None
-    policies = [policy, policy.for_kind(persistent=True), policy.for_kind(trainable=False)]
-    known = {str(codec) for variant in policies for codec in (*variant.codecs, variant.copy_codec)}
-    unblocked = partial(re.sub, r":[0-9]+", "")  # a codec without the size of its blocks
-    if policy.blocks == "shape":  # the size of blocks then differs from unit to unit
-        known |= {unblocked(text) for text in known}
+    known, unblocked = (
+        dict[int, set[str]](),
+        partial(re.sub, r":[0-9]+", ""),
+    )  # a codec without the size of its blocks
     for error in record.communication_errors:
-        if error.codec and not known & {error.codec, unblocked(error.codec)}:
+        phase = policy.phase_at(error.step)
+        if phase not in known:
+            known[phase] = _codecs_of(policy.phases[phase])
+        if error.codec and not known[phase] & {error.codec, unblocked(error.codec)}:
             hop = "" if error.hop is None else f" in hop {error.hop}"
             sent = f"{error.purpose} of {error.unit or 'all units'} were sent as {error.codec}{hop}"
-            return f"in step {error.step} {sent}; the trial's policy has {', '.join(sorted(known))}"
+            return f"in step {error.step} {sent}; the trial's policy has {', '.join(sorted(known[phase]))}"
     return None
+
+
+def _codecs_of(policy: Policy) -> set[str]:
+    """Return the texts of all codecs in which messages of a policy without a schedule may be."""
+    policies = [policy, policy.for_kind(persistent=True), policy.for_kind(trainable=False)]
+    known = {str(codec) for variant in policies for codec in (*variant.codecs, variant.copy_codec)}
+    if policy.blocks == "shape":  # the size of blocks then differs from unit to unit
+        known |= {re.sub(r":[0-9]+", "", text) for text in known}
+    return known
 
 
 def secondary_mismatch(record: Record) -> str | None:
@@ -140,10 +156,11 @@ def secondary_mismatch(record: Record) -> str | None:
         return None
     trial = Trial.from_canonical(record.trial)
     policy, per_node = trial.resolved_policy(), trial.cluster.ranks_per_node
-    if policy is None or trial.host is not None or policy.secondary == 0:
+    if policy is None or trial.host is not None:
         return None
-    if policy.secondary != "node" and policy.secondary > per_node:
-        return None
+    for phase in policy.phases:
+        if phase.secondary == 0 or (phase.secondary != "node" and phase.secondary > per_node):
+            return None
     for rank in record.ranks:
         rows = [row for row in rank.ledger or [] if (row.phase, row.link) == ("backward", "inter")]
         if nbytes := sum(row.bytes for row in rows if row.purpose in ("weights", "persistent")):

@@ -58,7 +58,7 @@ class Node(BaseModel, extra="ignore", frozen=True):
     code: dict[str, Any]  # version, commit and hash of the sources
     software: Software
     environment: dict[str, str]  # environment variables that affect results, without secrets
-    hcas: list[str] = []  # its InfiniBand adapters with an active port, in order; empty in older records
+    hcas: list[str] = []  # its InfiniBand and RoCE adapters with an active port; empty in older records
 
 
 class Run(_Part):
@@ -99,6 +99,7 @@ def read(results: Path, run: str) -> Run:
     name = digest_of(json.loads(regular_file.read_text(path)))[:_LETTERS]
     if name != run:
         raise RecordError(
-            f"{path}: edited or damaged since it was written: the hash of its content is {name}"
+            f"{path}: was edited or damaged since it was written: the hash of its content is {name}; restore it, or "
+            "delete it with the records of its run and run again"
         )
     return record

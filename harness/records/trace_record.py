@@ -37,7 +37,7 @@ class Event(BaseModel, extra="ignore", frozen=True):
     @model_validator(mode="after")
     def _in_a_lane(self) -> Self:
         if self.ph == "X" and self.cat not in LANES:
-            raise ValueError(f"lane {self.cat[:40]!r}; expected one of {', '.join(LANES)}")
+            raise ValueError(f"unknown lane {self.cat[:40]!r}: expected one of {', '.join(LANES)}")
         return self
 
 
@@ -84,7 +84,10 @@ def read_traces(folder: Path) -> list[Trace]:
         except OSError as error:
             raise RecordError(f"{path}: cannot be read: {error.strerror or error}") from error
         except ValidationError as error:
-            raise RecordError(f"{path}: not the trace of a step: {wrong_field(error)}") from error
+            why = wrong_field(error)
+            raise RecordError(
+                f"{path}: is not the trace of a step: {why}; delete the file, or write it again with `zeropp trace`"
+            ) from error
         if path != path_of(folder, trace.otherData.trial):
             raise RecordError(
                 f"{path}: holds the trace of trial {trace.otherData.trial}; rename or delete it"

@@ -47,9 +47,9 @@ class Spent:
     """Seconds of one rank's thread: wall-clock time, and what the thread did in that time, as far as known."""
 
     seconds: float = 0.0
-    ran: float = 0.0  # on a CPU
-    slept: float = 0.0  # waiting for anything but a CPU
-    stalled: float = 0.0  # ready to run, without a CPU
+    ran: float = 0.0  # seconds on a CPU
+    slept: float = 0.0  # seconds of waits for anything but a CPU
+    stalled: float = 0.0  # seconds in which it was ready to run, but had no CPU
 
     @property
     def used(self) -> float:
@@ -76,8 +76,8 @@ class Spent:
 class Norms(NamedTuple):
     """Norms of one rank's part of the gradient in one step."""
 
-    reduced: float  # that the backward passes left
-    stepped: float  # that the optimizer had
+    reduced: float  # norm of the gradient as the backward passes left it
+    stepped: float  # norm of the gradient with which the optimizer stepped
     scale: float  # loss scale in ``reduced``
 
 
@@ -132,11 +132,11 @@ class Checked:
     checks: Spent = field(default_factory=Spent)
     seconds: float = 0.0  # seconds of all checks, also in warm-up steps
     laps: float = 0.0  # seconds of all laps from the first timed step to the last
-    passed: float = 0.0  # the same seconds, by another clock of the system
+    passed: float = 0.0  # the same seconds as measured by another clock of the system
     encodes: bool = False  # whether the trial's policy has codecs other than casts
     random: str = ""  # digest of the state of torch's generator when training begins
     waited: float | None = None  # seconds of all steps spent waiting for messages; None for peers
-    sleeps_counted: bool = False  # whether sleep shows waiting for messages
+    sleeps_counted: bool = False  # whether the thread's sleep is counted, and is only waits for messages
     carried: int = 0  # bytes that the transports carried for this rank in the timed steps
     booked: int = 0  # bytes that its ledger booked in the same time
 
@@ -344,7 +344,11 @@ def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start:
         for rank, norm in enumerate(found, start):
             expected = norm.reduced / scale * factor
             if not abs(norm.stepped - expected) <= _SAME_NORM * expected and math.isfinite(expected):
-                asks = "" if clip is None else f" with the whole clipped from {whole:.6g} to {clip:g}"
+                asks = (
+                    ""
+                    if clip is None
+                    else f", after clipping the norm over all ranks from {whole:.6g} to {clip:g}"
+                )
                 yield (
                     f"in step {index} the optimizer of rank {rank} had gradients with a norm of {norm.stepped:.6g}, "
                     f"but its backward passes left {expected:.6g}{asks}"

@@ -55,10 +55,20 @@ class LedgerRow(_Part):
     messages: int
 
 
-class Step(_Part):
-    """Times of one optimizer step on one rank; ``exposed_*`` is how long the rank waited for messages in a part.
+class StepsSent(_Part):
+    """Consecutive optimizer steps, warm-up included, in each of which one rank sent the same numbers of bytes."""
 
-    They are 0 or None if the ranks were threads, whose seconds are not measured.
+    first: int  # number of the first of these steps
+    steps: int
+    inter: int  # bytes of each step to other nodes, without evaluations
+    intra: int  # bytes of each step inside the node
+
+
+class Step(_Part):
+    """Seconds of one optimizer step and of its parts on one rank.
+
+    ``exposed_*`` are the seconds of a part in which the rank waited for messages.  All seconds are 0 or None if the
+    ranks were threads, whose seconds are not measured.
     """
 
     index: int
@@ -142,6 +152,7 @@ class RankRecord(_Part):
     memory: Memory
     tokens: list[Token] = []
     alone: list[Alone] = []
+    sent_by_step: list[StepsSent] = []  # for trials with policy.schedule
 
 
 class GradientCheck(_Part):
@@ -161,6 +172,20 @@ class QuantisationError(_Part):
     codec: str
     vnmse: float  # sum((decoded - x)^2) / sum(x^2)
     largest: float  # max |decoded - x| / max |x|
+
+
+class LosslessSize(_Part):
+    """Bytes of one unit's weights or reduced gradients in a codec without loss; they were encoded but not sent.
+
+    A codec that ends in ``bf16`` casts the elements to bf16 first, and loses nothing more.
+    """
+
+    purpose: str
+    unit: str
+    codec: str
+    elements: int  # of all ranks, with padding
+    bytes: int
+    vnmse: float  # of the cast to bf16; 0 without
 
 
 class CommunicationError(_Part):
@@ -215,11 +240,11 @@ class InterfaceCounters(_Part):
 
 
 class AdapterCounters(_Part):
-    """Bytes that one node's InfiniBand adapters sent in the timed steps, with their packets' headers."""
+    """Bytes that one node's InfiniBand or RoCE adapters sent in the timed steps, with their packets' headers."""
 
     node: int
     tx_bytes: int  # sum of port_xmit_data of all ports that NCCL may use; other jobs may use these ports too
-    ports: list[str]  # as ``mlx5_0/1``
+    ports: list[str]  # names of these ports, such as ``mlx5_0/1``
     booked_bytes: int | None = None  # that the node's ranks booked to other nodes; None without a ledger
 
 
@@ -280,6 +305,7 @@ class Predicted(_Part):
     # Purposes of messages that were measured and not predicted, because a method of the user's own declares no bytes.
     # All other rows equal their predictions.
     unpredicted: list[str] = []
+    sent_by_step: list[list[StepsSent]] = []  # by rank; for trials with policy.schedule
 
 
 PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")
@@ -336,6 +362,7 @@ class Record(_Part):
     adapters: list[AdapterCounters] = []
     validations: list[Validation] = []
     quantisation: list[QuantisationError] = []
+    lossless: list[LosslessSize] = []
     communication_errors: list[CommunicationError] = []
     chosen_codecs: list[ChosenCodec] = []
     predicted: Predicted | None = None
@@ -461,30 +488,34 @@ def read_as(model: type[Model], path: Path) -> Model:
     except UnicodeDecodeError as error:
         raise RecordError(f"{path}: cannot read: {error}") from error
     except (ValueError, RecursionError) as error:  # not JSON, or beyond Python's limits on numbers and depth
-        raise RecordError(f"{path}: not a record: {error}{_REMEDY}") from None
+        raise RecordError(f"{path}: is not a record: {error}{_REMEDY}") from None
     if not isinstance(data, dict) or "schema_version" not in data:
-        raise RecordError(f"{path}: not a record: no schema_version{_REMEDY}")
+        raise RecordError(f"{path}: is not a record: it has no schema_version{_REMEDY}")
     if data["schema_version"] != version:
-        versions = f"schema version {data['schema_version']}, this program reads and writes {version}"
-        raise RecordError(f"{path}: {versions}; move the folder aside or use the version that wrote it")
+        versions = (
+            f"schema version {data['schema_version']}, but this program reads and writes version {version}"
+        )
+        raise RecordError(
+            f"{path}: has {versions}; move the folder aside, or use the version that wrote the file"
+        )
     try:
         digest = digest_of(data)
     except (ValueError, RecursionError):
         digest = None
     if digest is not None and data.get("digest") not in (None, digest):
         digests = f"it states the digest {str(data['digest'])[:12]}, but its content has {digest[:12]}"
-        raise RecordError(f"{path}: edited or damaged since it was written: {digests}{_REMEDY}")
+        raise RecordError(f"{path}: was edited or damaged since it was written: {digests}{_REMEDY}")
     try:
         record = model.model_validate(data)
     except ValidationError as error:
-        raise RecordError(f"{path}: not a record: {wrong_field(error)}{_REMEDY}") from error
+        raise RecordError(f"{path}: is not a record: {wrong_field(error)}{_REMEDY}") from error
     if digest is None:
-        raise RecordError(f"{path}: not a record: it holds a number that is infinite or NaN{_REMEDY}")
+        raise RecordError(f"{path}: is not a record: it holds a number that is infinite or NaN{_REMEDY}")
     return record
 
 
 def wrong_field(error: ValidationError) -> str:
-    """Return the first field that pydantic refuses, and why."""
+    """Return text with the name of the first field that pydantic refuses, and its reason."""
     first = error.errors()[0]
     path, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     return f"{path}: {message}" if path else message

@@ -47,6 +47,7 @@ from impl.errors import ZeroError
 from impl.plan import memory as held
 from impl.plan import unit_plan
 from impl.plan.own_method import Declared, MethodError, planned_messages
+from impl.plan.owners import MOMENTUM_BYTES, owners_of
 from impl.plan.policy import Policy, PolicyError
 from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
 from impl.plan.step_time import Step
@@ -76,7 +77,7 @@ class Forecast:
     padded: int | None = None  # elements of its units, with padding; None for peers
     # Bytes that all ranks send between nodes in a step or generation; None for peers.
     inter: int | None = None
-    intra: int | None = None  # bytes that they send inside nodes
+    intra: int | None = None  # bytes that all ranks send inside nodes
     egress: int | None = None  # bytes that one node sends to all others in a step
     memory: dict[str, int] | None = None  # bytes of one rank by part, without activations
     wire_seconds: float | None = None  # time that ``egress`` takes at the link's rate; None without a rate
@@ -157,6 +158,8 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     )
     state = optimizer if isinstance(optimizer, int) else 0
     memory = peer_memory(trial, prediction.parameters, state)
+    if trial.optimizer.orthogonalises and state:  # of peers, whose ranks hold whole matrices
+        memory["optimizer"] -= (held.ADAM_BYTES - MOMENTUM_BYTES) * _matrix_elements(trial, model)
     if policy is not None and not policy.readable:  # neither padding nor frames have a known size
         return prediction
     if policy is not None:
@@ -174,6 +177,17 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     elif (why := deepspeed.why_not(trial)) is not None:
         prediction.failure = Failure(kind="refused", message=why, log=None, by=DEEPSPEED)
     return prediction
+
+
+def _matrix_elements(trial: Trial, model: nn.Module | Listed) -> int:
+    """Return the number of elements that Muon steps."""
+    if isinstance(model, Listed):
+        return sum(place.spec.numel for place in model.placed if place.spec.group)
+    from harness.strategies.optimizers import group_of
+
+    group = group_of(trial.optimizer, model)
+    named = model.named_parameters()
+    return sum(p.numel() for name, p in named if group is not None and group(name, p))
 
 
 def _unread(trial: Trial) -> dict[str, str]:
@@ -228,7 +242,9 @@ def _units(
 
     if trial.host is not None:
         return hosted_units(trial.host, model, topology, policy), []
-    units = plan_units(model, topology, policy)
+    from harness.strategies.optimizers import group_of
+
+    units = plan_units(model, topology, policy, group_of=group_of(trial.optimizer, model))
     if trial.workload != "rlhf":
         return units, []
     with unfilled():
@@ -239,13 +255,16 @@ def _plan(
     prediction: Forecast, policy: Policy, model: nn.Module | Listed, state: int
 ) -> dict[str, int] | None:
     """Fill in what a trial with a policy sends; returns one rank's memory by part, None for a host engine."""
-    trial, topology, memory = prediction.trial, prediction.trial.topology(), None
+    trial, topology, memory, owners = prediction.trial, prediction.trial.topology(), None, None
     units, judges = _units(trial, policy, model)
     if trial.host is None:
         planned = [unit for unit in units if isinstance(unit, UnitGeometry)]
         streams = trial.cluster.transport == "nccl"
         memory = held.memory(policy, topology, planned, micro_batches=trial.accumulation, streams=streams)
         memory = held.with_state(memory, state)
+        if (owners := owners_of(policy, topology, planned)) is not None:
+            each = (held.with_muon(memory, planned, owners, rank) for rank in range(topology.world))
+            memory = max(each, key=lambda parts: sum(parts.values()))
         if judges:
             memory = sum_parts(memory, held.memory(policy, topology, judges, backward=False))
         prediction.copied = copied_bytes(policy, topology, planned, trial)
@@ -261,7 +280,7 @@ def _plan(
     if trial.own_strategy or not known:  # measured, not predicted
         prediction.padded, prediction.step = sum(unit.padded for unit in units), None
         return memory
-    inter, intra = per_node_bytes(policy, topology, units, trial, methods=methods)
+    inter, intra = per_node_bytes(policy, topology, units, trial, methods=methods, owners=owners)
     if judges:
         judged = per_node_bytes(policy, topology, judges, trial, judges=True)
         inter, intra = inter + judged[0], intra + judged[1]
@@ -342,7 +361,9 @@ def check_writable(folder: Path, name: str) -> None:
         with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise Refusal(f"{name} not writable: {existing}: {error.strerror}") from None
+        raise Refusal(
+            f"{name} cannot be written: {existing}: {error.strerror}; choose another folder"
+        ) from None
 
 
 def check_inputs(folder: Path, trials: Mapping[str, Trial], records: Sequence[Record]) -> None:
@@ -387,7 +408,7 @@ def _layout_problem(trial: Trial, error: Exception) -> str:
     """
     if not isinstance(error, PaddingError):
         return str(error)
-    problem, align = f"{error}: policy.max_padding = {error.needed:.2f} in the suite", trial.policy.align
+    problem, align = f"{error}: set policy.max_padding = {error.needed:.2f} in the suite", trial.policy.align
     unaligned = trial.policy.model_copy(update={"align": 1})
     policy = trial.model_copy(update={"policy": unaligned}).resolved_policy()
     if policy is None or policy.grain % align == 0:
@@ -399,7 +420,7 @@ def _layout_problem(trial: Trial, error: Exception) -> str:
 
 
 def _local_ranks(trial: Trial) -> int:
-    """Return the number of ranks on this machine: all, unless a launcher spreads the nodes over machines."""
+    """Return the number of ranks on this machine: all ranks, or those of one node if a launcher starts the nodes."""
     if trial.strategy == "single":
         return 1
     cluster = trial.cluster
@@ -415,13 +436,15 @@ def _memory_problems(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[
         sharing = sharing if trial.measures_time else ranks
         if (size := sharing * (per_rank - offloaded)) > min(host.gpus):
             need = "a rank needs" if sharing == 1 else f"{sharing} ranks that share a GPU need"
-            problems.append(f"{need} {gib(size)} without activations, a GPU here has {gib(min(host.gpus))}")
+            problems.append(
+                f"{need} {gib(size)} without activations, but a GPU here has {gib(min(host.gpus))}"
+            )
     size, processes = offloaded if cuda else per_rank, ranks if trial.measures_time else 1
     whole = ranks * size + processes * PROCESS_BYTES
     if whole > host.memory and (offloaded or not cuda):
         need = f"x {gib(whole / ranks)} = {gib(whole)} without activations"
         need = f"offload {gib(whole)}" if cuda else need
-        problems.append(f"{ranks} ranks {need}, this machine has {gib(host.memory)}")
+        problems.append(f"{ranks} ranks {need}, but this machine has {gib(host.memory)}")
     return tuple(f"too big for memory: {problem}" for problem in problems)
 
 
@@ -438,19 +461,19 @@ def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
     cuda, single = trial.cluster.device == "cuda", trial.strategy == "single"
     apart = trial.cluster.transport != "staged" and trial.measures_time
     if cuda and apart and not single and ranks > gpus:
-        shared = "ranks share GPUs with cluster.transport = 'staged'"
-        yield f"cluster.device = 'cuda': {ranks} ranks need a GPU each, this machine has {gpus}; {shared}"
+        shared = "let ranks share GPUs with cluster.transport = 'staged', or set device = 'cpu'"
+        yield f"cluster.device = 'cuda': {ranks} ranks need a GPU each, but this machine has {gpus}; {shared}"
     if cuda and not gpus:
-        yield "cluster.device = 'cuda': NVML shows no GPU on this machine"
+        yield "cluster.device = 'cuda': NVML shows no GPU on this machine; set device = 'cpu', or install a driver"
     if ranks > most and not cuda and trial.measures_time:
         yield (
             f"{ranks} ranks are more than this machine can hold: {gib(PROCESS_BYTES)} each before any "
-            f"model, at most {most} in {gib(host.memory)}"
+            f"model, at most {most} in {gib(host.memory)}; set a smaller cluster.nodes or cluster.ranks_per_node"
         )
 
 
 def _why_paced(trial: Trial, host: Host) -> str | None:
-    """Return why link ``auto`` becomes ``paced`` here, which delays messages in the process; None if it does not."""
+    """Return why link ``auto`` becomes ``paced``, so that ranks delay their own messages; None if it does not."""
     cluster = trial.cluster
     shaped = cluster.link == "auto" and cluster.launcher == "local" and cluster.nodes > 1
     return host.namespaces() if shaped and cluster.rate is not None else None

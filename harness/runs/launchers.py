@@ -70,7 +70,7 @@ def place(trials: Sequence[Trial]) -> Place | None:
             f"{advice}--ntasks-per-node=1 zeropp ..." if largest.launcher == "slurm" else "; start more nodes"
         )
         count = f"the launcher started {counted(started.nodes, 'node')}"
-        raise Refusal(f"cluster.nodes is {largest.nodes}, {count}{advice}")
+        raise Refusal(f"cluster.nodes is {largest.nodes}, but {count}{advice}")
     return started
 
 
@@ -88,8 +88,8 @@ def slurm_cluster(trials: Sequence[Trial]) -> Cluster | None:
     has = os.environ.get("SLURM_JOB_NUM_NODES", "")
     if "SLURM_JOB_ID" in os.environ and has.isdecimal() and int(has) < largest.nodes:
         raise Refusal(
-            f"cluster.nodes is {largest.nodes}, this Slurm job has {has} nodes: allocate {largest.nodes} "
-            f"(salloc --nodes={largest.nodes}), or set cluster.nodes"
+            f"cluster.nodes is {largest.nodes}, but this Slurm job has {has} nodes: allocate {largest.nodes} "
+            f"(salloc --nodes={largest.nodes}), or set cluster.nodes = {has}"
         )
     return largest
 

@@ -47,7 +47,8 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     if first.predicted is not None:
         ledgers, unpredicted = [outcome.predicted or [] for outcome in outcomes], list(first.unpredicted)
         equal = None if unpredicted else [rank.ledger for rank in ranks] == ledgers
-        predicted = Predicted(ledgers=ledgers, equal=equal, unpredicted=unpredicted)
+        by_step = [outcome.predicted_by_step for outcome in outcomes if outcome.predicted_by_step]
+        predicted = Predicted(ledgers=ledgers, equal=equal, unpredicted=unpredicted, sent_by_step=by_step)
     if processor_use is not None:
         seconds = math.fsum(use.ranks for use in spent if use is not None)
         processor_use = processor_use.model_copy(update={"ranks": seconds})
@@ -72,6 +73,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "check_seconds": round(max(o.compared.seconds + o.checked.seconds for o in outcomes), 6),
             "communication_errors": communication_error.combine([dict(c.communicated) for c in compared]),
             "quantisation": compared[0].errors,
+            "lossless": compared[0].lossless,
         }
     )
     if (error := next(_errors(outcomes, record), None)) is not None:
@@ -82,7 +84,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
 
 
 def _with_ledger(adapters: AdapterCounters, ranks: Sequence[RankRecord], trained: bool) -> AdapterCounters:
-    """Return a node's counters, to which the bytes that its ranks booked to other nodes are added.
+    """Return a node's counters together with the bytes that the node's ranks booked to other nodes.
 
     Without ledgers, the counters are returned unchanged.  If the workload is training (``trained``), evaluations run
     between steps: neither the counters nor these bytes include them.
@@ -162,7 +164,7 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
     if scaler is not None and count and scaler["skipped"] >= count:
         yield (
             f"all {count} steps were skipped because gradients overflowed, the last one at a loss scale of "
-            f"{scaler['scale']:g}; start policy.loss_scale from a smaller one"
+            f"{scaler['scale']:g}; start policy.loss_scale from a smaller scale"
         )
     for rank, outcome in enumerate(outcomes):
         if outcome.compared.wrong is not None:

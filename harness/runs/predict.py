@@ -17,13 +17,14 @@ from harness.errors import Refusal
 from harness.records.trial_record import Record
 from harness.suites.peers import PEERS, zero_stage
 from harness.suites.trial import Model, Trial
-from harness.workloads.preset_parameters import parameters_of
+from harness.workloads.preset_parameters import parameters_of_trial
 from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.errors import raised
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
 from impl.plan.local_steps import meeting_steps
 from impl.plan.own_method import Declared
+from impl.plan.owners import Owners
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.topology import Topology
@@ -56,7 +57,7 @@ def model_to_plan(trial: Trial, models: Models) -> nn.Module | Listed | Refusal:
     if ":" in trial.model.name or trial.host is not None or trial.workload == "rlhf" or cut:
         return build_model(trial.model, trial.sequence, models)
     try:
-        return Listed(*parameters_of(trial.model, trial.sequence))
+        return Listed(*parameters_of_trial(trial))
     except Refusal as error:
         return error
 
@@ -85,6 +86,7 @@ def per_node_bytes(
     *,
     judges: bool = False,
     methods: Declared | None = None,
+    owners: Owners | None = None,
 ) -> tuple[int, int]:
     """Return the mean bytes that the ranks of one node send in a timed step, to other nodes and inside the node.
 
@@ -97,6 +99,7 @@ def per_node_bytes(
         trial: The trial.
         judges: Whether ``units`` are those of the frozen models that score in workload ``rlhf``.
         methods: By unit, the messages of each reduction that a user's own method declares.
+        owners: The owners of matrices, if Muon steps them.  The nodes do not send them equally many bytes.
 
     Returns:
         (bytes to other nodes, bytes inside the node).
@@ -105,24 +108,32 @@ def per_node_bytes(
     beginnings = _beginnings(policy, trial)
     if judges:  # their weights never change, so that copies kept from earlier steps are still current
         timed: list[Event] = ["evaluate"] * trial.steps
-        loads, later, beginnings = (timed, timed), 0, [(1, ["evaluate"] * trial.warmup)]
+        loads, later, beginnings = (timed, timed), 0, [(1, policy, ["evaluate"] * trial.warmup)]
     zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # without FSDP2's groups
 
-    def nbytes(rank: int, events: list[Event]) -> dict[LedgerKey, int]:
+    def nbytes(rank: int, phase: Policy, events: list[Event]) -> dict[LedgerKey, int]:
         if trial.host is None:
-            ledger = traffic.predict(policy, topology, zero_units, rank, events, methods=methods).sent
+            ledger = traffic.predict(phase, topology, zero_units, rank, events, methods=methods).sent
         else:
             ledger = predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
         return {key: sent.bytes for key, sent in ledger.items()}
 
     total = {"inter": 0, "intra": 0}
     for rank in range(topology.ranks_per_node):
-        for steps, before in beginnings:
-            none, first, both = (nbytes(rank, [*before, *load]) for load in ([], *loads))
+        for steps, phase, before in beginnings:
+            none, first, both = (nbytes(rank, phase, [*before, *load]) for load in ([], *loads))
             step = _step(none, first, both, later)
-            for link, size in at_most(policy, topology, zero_units, step).items():
+            for link, size in at_most(phase, topology, zero_units, step).items():
                 total[link] += steps * size
-    return total["inter"] // trial.steps, total["intra"] // trial.steps
+    inter, intra = total["inter"] // trial.steps, total["intra"] // trial.steps
+    if owners is not None:
+        books = [traffic.Book(topology, rank) for rank in range(topology.world)]
+        for book in books:
+            book.optimizer_step(owners)
+        sent = [(key.link, each.bytes) for book in books for key, each in book.sent.items()]
+        inter += sum(nbytes for link, nbytes in sent if link == "inter") // topology.nodes
+        intra += sum(nbytes for link, nbytes in sent if link == "intra") // topology.nodes
+    return inter, intra
 
 
 def _step(
@@ -157,20 +168,32 @@ def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]
     return (first, both), trial.accumulation - 1
 
 
-def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, list[Event]]]:
-    """Return (number of timed steps, events before such a step) for each kind of step.
+def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Event]]]:
+    """Return for each kind of step the number of timed steps, their policy, and the passes that precede such a step.
 
     A policy with differences sends whole weights in some steps and differences in the others.  A step that sends
     differences is counted after a step that sent whole weights.  With local steps, fragments are exchanged after some
-    steps, and nothing after the others.
+    steps, and nothing after the others.  With a schedule, each of its policies is a kind.
     """
     if (local := policy.local_steps) is not None:
-        return _local_beginnings(local, meeting_steps(policy), trial)
-    if policy.differences is None:
-        return [(trial.steps, [])]
-    every = policy.refresh or trial.warmup + trial.steps
-    whole = sum(index % every == 0 for index in range(trial.warmup, trial.warmup + trial.steps))
-    return [(whole, []), (trial.steps - whole, traffic.passes(policy))]
+        kinds_apart = _local_beginnings(local, meeting_steps(policy), trial)
+        return [(count, policy, before) for count, before in kinds_apart]
+    if not policy.schedule and policy.differences is None:
+        return [(trial.steps, policy, [])]
+    kinds, phases = Counter[tuple[int, bool]](), policy.phases
+    before, since = -1, 0  # the phase of the last step, and the steps since weights themselves were sent
+    for index in range(trial.warmup + trial.steps):
+        number = policy.phase_at(index)
+        now = phases[number]
+        anew = before < 0 or now.gathering != phases[before].gathering
+        anew = anew or now.differences is None or 0 < now.refresh <= since
+        before, since = number, 1 if anew else since + 1
+        kinds[number, anew] += index >= trial.warmup
+    return [
+        (count, phases[number], [] if anew else traffic.passes(policy))
+        for (number, anew), count in kinds.items()
+        if count
+    ]
 
 
 def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[tuple[int, list[Event]]]:
@@ -192,7 +215,7 @@ def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[
 def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
     """Return the bytes that one rank copies between host and device in one step, in both directions."""
     loads, later = _loads(policy, trial)
-    first, both = (traffic.predict(policy, topology, units, 0, load).copied for load in loads)
+    first, both = (traffic.predict(policy.phases[0], topology, units, 0, load).copied for load in loads)
     return sum(_step({}, first, both, later).values())
 
 

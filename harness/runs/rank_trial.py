@@ -38,6 +38,7 @@ from harness.measure.peak_memory import device_in_use, forget_peak, peak_device,
 from harness.measure.step_clock import StepClock
 from harness.measure.unsharded_loss import as_computed
 from harness.records.memory_parts import sum_parts, without_training
+from harness.records.sent_by_step import in_runs
 from harness.records.training_faults import Checked, Spent
 from harness.records.trial_record import (
     AdapterCounters,
@@ -49,6 +50,7 @@ from harness.records.trial_record import (
     NodeUse,
     ProcessorUse,
     RankRecord,
+    StepsSent,
     Validation,
 )
 from harness.runs.reference_checks import Compared, Comparison
@@ -91,10 +93,11 @@ class Outcome:
     record: RankRecord
     validations: list[Validation]
     predicted: list[LedgerRow] | None  # messages of the timed steps by ``impl.plan.traffic``; None for peers
+    predicted_by_step: list[StepsSent]  # for a schedule, bytes of each step by ``impl.plan.traffic``
     unpredicted: list[str]  # purposes of messages that are measured and not predicted
     # What the node's interface sent in the timed steps, without evaluations; only the node's first rank has it.
     sent: InterfaceCounters | None
-    # What the node's InfiniBand adapters sent in the timed steps; only the node's first rank has it.
+    # What the node's InfiniBand and RoCE adapters sent in the timed steps; only the node's first rank has it.
     adapters: AdapterCounters | None
     probed: list[float]  # rate of the link into its node, Mbit/s
     compared: Compared  # comparisons with a single process and with exact values
@@ -124,7 +127,7 @@ WORKS: Final = {work.__name__: work for work in (run, measure_link)}
 
 
 def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
-    """Return a function that checks the commands a node receives from node 0; the node has read ``suite`` itself.
+    """Return a function that checks the commands which a node receives from node 0; the node has read ``suite`` itself.
 
     A command may only name trials of that suite, by id.  The node runs the trial of its own suite file, so that no
     name of a module comes from another process.
@@ -136,14 +139,14 @@ def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
     def admit(argument: Any, launch: Launch) -> Any:
         if launch.backend not in backends:
             raise Refusal(
-                f"transport {launch.backend!r}: not in this node's suite file; copy node 0's file here"
+                f"transport {launch.backend!r} is not in this node's suite file: copy node 0's file here"
             )
         if not isinstance(argument, Assignment):
             return argument
         repeat, wanted = argument.trial.repeat, argument.trial.model_copy(update={"repeat": 0})
         if (trial := own.get(wanted.id)) is None:
             raise Refusal(
-                f"trial {argument.trial.id}: not in this node's suite file; copy node 0's file here"
+                f"trial {argument.trial.id} is not in this node's suite file: copy node 0's file here"
             )
         return replace(argument, trial=trial.model_copy(update={"repeat": repeat}), folder=folder.current())
 
@@ -194,16 +197,26 @@ class TrialRun:
         self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, optimizer, read, zero=engine)
         self.checks, self.checked, self.witness = checks, checks.checked, self.loop.clock.witness
         self.checked.trainable, self._read = trained, read
+        if (zero := self.strategy.zero) is not None:
+            checks.matrix = self.comparison.watched_matrix(zero, self.loop.optimizer)
         # All ranks built the same model; from here on each draws its own random numbers, as for dropout.
         torch.manual_seed(draw(f"{trial.seed}/{rank.rank}/torch", 2**63))
         self.checked.random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
         if policy is not None:
-            self.checked.encodes = any(not isinstance(codec, Raw) for codec in policy.codecs)
-            self.checked.kernel = wrong_kernel(policy.codecs, self.device)
+            codecs = (*policy.codecs, *(policy.owned if trial.optimizer.orthogonalises else ()))
+            self.checked.encodes = any(not isinstance(codec, Raw) for codec in codecs)
+            self.checked.kernel = wrong_kernel(codecs, self.device)
         self.events = self.loop.events
         self.events += self.comparison.events
         self.generator = self._generator() if trial.workload == "generate" else None
         self.validations: list[Validation] = []
+        # For a schedule: bytes sent in training before the first step and until the end of each, and the number of
+        # events before the first step.
+        self.scheduled, self.sent_until = (
+            policy is not None and bool(policy.schedule),
+            list[tuple[int, int]](),
+        )
+        self.events_before = 0
         # Peak memory before the latest comparison.  Comparisons may hold more memory, which is not counted.
         self.peak_rss = 0
         # Checks, evaluations and comparisons belong to no step.  What they sent is kept apart three times: as the
@@ -286,9 +299,11 @@ class TrialRun:
                 memory=memory,
                 tokens=[] if self.generator is None else self.generator.measured,
                 alone=self.alone,
+                sent_by_step=in_runs(self.sent_until),
             ),
             validations=self.validations,
             predicted=predicted,
+            predicted_by_step=self._predicted_by_step(),
             unpredicted=list(self.strategy.unpredicted),
             sent=sent if self.own_interface and self.rank.first_of_node else None,
             adapters=adapters if self.ports and self.rank.first_of_node else None,
@@ -350,7 +365,7 @@ class TrialRun:
         return compute_alone.measure(
             as_computed(trial, model),
             next(batches_of(self.data)),
-            partial(optimizers.build, trial.optimizer),
+            partial(optimizers.of_share, trial.optimizer, optimizers.owned_shapes(trial, model)),
             ranks=trial.topology().world,
             when=when,
             count=count,
@@ -381,6 +396,15 @@ class TrialRun:
             sent = (sent or {}) | (self.judges.predicted(self.judge_events)[0] or {})  # no unit is in both
         return sent, copied
 
+    def _predicted_by_step(self) -> list[StepsSent]:
+        """Predict the bytes of each step of a schedule; empty without one."""
+        if not self.scheduled or self.strategy.unpredicted:
+            return []
+        events = self.events
+        return in_runs(
+            self.strategy.predicted_steps(events[: self.events_before], events[self.events_before :])
+        )
+
     def _generator(self) -> Generator:
         """Return a generator whose prompts are the beginnings of this rank's first batch."""
         generate = self.trial.generate
@@ -402,8 +426,17 @@ class TrialRun:
         """Train one step, and validate if that is due."""
         if self._read is not None:
             self._read.clear()  # forget the inputs of passes that rehearsed the step
+        if self.scheduled and not self.sent_until:
+            self.sent_until, self.events_before = [self._sent_in_training()], len(self.events)
         waited = self.strategy.exposed_seconds()
-        self.loop.step(index, warmup=index < self.trial.warmup)
+        stepped = self.loop.step(index, warmup=index < self.trial.warmup)
+        if self.scheduled and stepped.done:  # otherwise an overflow: the schedule goes on with the next step
+            self.sent_until.append(self._sent_in_training())
+        zero, matrix = self.strategy.zero, self.checks.matrix
+        if zero is not None and matrix is not None and matrix.drawn == index:
+            with self._untimed():
+                wrong = self.comparison.after_step(index, self.strategy, zero, matrix)
+            self.checked.wrong = self.checked.wrong or wrong
         if waited is not None and (now := self.strategy.exposed_seconds()) is not None:
             self.checked.waited = (self.checked.waited or 0.0) + now - waited
         if self.trial.validate_every and (index + 1) % self.trial.validate_every == 0:
@@ -443,7 +476,7 @@ class TrialRun:
 
         Returns:
             On the node's first rank: bytes and packets of the node's interface, which are 0 if others use it too; and
-            bytes of the node's InfiniBand adapters.  On other ranks: zeros.
+            bytes of the node's InfiniBand and RoCE adapters.  On other ranks: zeros.
         """
         count = np.zeros(3, np.int64)
         nccl = self.trial.cluster.transport == "nccl" and self.trial.cluster.nodes > 1
@@ -459,7 +492,7 @@ class TrialRun:
         return count
 
     def _sent_by_port(self) -> dict[str, int]:
-        """Return the bytes sent so far by each InfiniBand port of this node that NCCL may use.
+        """Return the bytes sent so far by each InfiniBand or RoCE port of this node that NCCL may use, by port.
 
         The result is empty in a network namespace and with a shaped interface, where NCCL uses sockets.
         """
@@ -498,6 +531,13 @@ class TrialRun:
         if (ledger := self.strategy.ledger()) is None:
             return None
         return sum(s.bytes for key, s in ledger.items() if key.link == "inter" and key.phase != "evaluate")
+
+    def _sent_in_training(self) -> tuple[int, int]:
+        """Return the bytes that this rank has sent so far to other nodes and inside its node, without evaluations."""
+        nbytes = {"inter": 0, "intra": 0}
+        for key, sent in (self.strategy.ledger() or {}).items():
+            nbytes[key.link] += sent.bytes if key.phase != "evaluate" else 0
+        return nbytes["inter"], nbytes["intra"]
 
     def _compare(self, index: int) -> None:
         """Compare the messages of step ``index`` with exact values if that is due, outside of the timed steps."""

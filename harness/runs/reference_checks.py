@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.optim import _muon as torch_muon
 
 from harness.cluster.rank import Progress, Rank
 from harness.cluster.rank_processes import kind_of
@@ -51,27 +52,38 @@ from harness.measure.unsharded_loss import (
     evaluating,
     mean_loss,
 )
-from harness.records.trial_record import QuantisationError, Validation
+from harness.records.trial_record import LosslessSize, QuantisationError, Validation
+from harness.strategies.optimizers import group_of, muon_arguments, set_rates
 from harness.strategies.strategy import Strategy
 from harness.strategies.training_loop import run_passes
 from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import Trial
+from harness.witness.matrix_witness import MatrixWitness
 from harness.witness.training_checks import TrainingChecks
 from harness.workloads import models
 from harness.workloads.dataset import draw
 from harness.workloads.rank_batches import Batches, FirstSequences, batches_of
 from impl.adapters.joined import fsdp2_groups
 from impl.adapters.traffic import GroupGeometry
-from impl.codecs.codec import Dtype
+from impl.codecs import reference
+from impl.codecs.codec import Codec, Dtype
 from impl.codecs.rounding_noise import Clock
+from impl.comm.wire import Observer
+from impl.engine.muon import Muon
 from impl.errors import raised
+from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event
+from impl.unit.whole_values import WholeValues
 from impl.zero import Zero, find_blocks, plan_units
 
 # Losses may differ by this share, or by this much if they are below 1: sums in another order round differently.
 TOLERANCE: Final = 1e-4
+# Allowed differences of a matrix that Muon stepped: relative to a weight, which is rounded three times, and relative to
+# the learning rate, since another order of sums in bf16 may change an element of the update by a few units of 2^-8.
+_MUON_ULPS: Final = 3 * 2.0**-24
+_MUON_ERROR: Final = 2.0**-5
 same_loss: Final = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
@@ -100,7 +112,7 @@ class ComparedLoss:
     # as with dropout.
     trained: float | None = None
     step: int = 0  # the step before which they were compared; 0 is before training
-    sharded: float = math.nan  # of the sharded model
+    sharded: float = math.nan  # loss of the sharded model; NaN until it has run
 
 
 @dataclass(slots=True)
@@ -111,6 +123,7 @@ class Compared:
     gradient_errors: list[GradientError] = field(default_factory=list)  # by step and unit
     communicated: list[tuple[Place, list[float]]] = field(default_factory=list)  # sums of messages' errors
     errors: list[QuantisationError] = field(default_factory=list)  # of the grid of codecs, over all ranks
+    lossless: list[LosslessSize] = field(default_factory=list)  # over all ranks
     # Sums of errors of one unit's messages before the drawn step; they are judged, but not recorded.
     drawn: list[tuple[Place, list[float]]] = field(default_factory=list)
     wrong: str | None = None  # the first fault of the drawn unit's messages that this rank found itself
@@ -135,6 +148,9 @@ class Comparison:
         # A strategy of the user's own may have other weights on each node.
         checks = checks and not trial.own_strategy
         self.drawn = drawn if checks and drawn not in self.steps else None
+        self.stepped_again = (
+            drawn if checks and trial.optimizer.orthogonalises else None
+        )  # a step of one matrix
         self.events: list[Event] = []  # passes before training, for ``impl.plan.traffic``
 
     def before_training(self, strategy: Strategy) -> None:
@@ -155,7 +171,7 @@ class Comparison:
         """Rehearse step ``index``, and compare its messages with exact values."""
         self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
         policy, errors = self.trial.resolved_policy(), SumsByPlace()
-        differ = policy is not None and communication_error.outcomes_differ(policy)
+        differ = policy is not None and communication_error.outcomes_differ(policy.policy_at(index))
         for repeated in (1, communication_error.REPEATED) if differ and index == self.steps[-1] else (1,):
             with _rehearsal(strategy) as observed:
                 if repeated == 1 and strategy.zero is not None:
@@ -193,7 +209,7 @@ class Comparison:
             gathered = next(sums for place, sums in errors.items() if place.purpose == "weights")
             wrong = communication_error.too_exact(index, zero, unit, gathered)
             wrong = wrong or _copied_between_nodes(zero, unit, count)
-            if zero.policy.differences is None and zero.policy.budget is None:
+            if zero.current_policy.differences is None and zero.policy.budget is None:
                 self._compare_passes(index, strategy, zero, data, unit)
             errors |= {
                 Place(index, "gradients", name, hop.number, hop.axis, str(hop.codec)): sums
@@ -202,17 +218,59 @@ class Comparison:
         self.compared.drawn += [(place, sums.tolist()) for place, sums in errors.items()]
         self.compared.wrong = wrong or observed.unlike
 
+    def watched_matrix(self, zero: Zero, optimizer: torch.optim.Optimizer) -> MatrixWitness | None:
+        """Return a witness of one drawn matrix; None if no step of it is taken again, or this rank holds no part."""
+        if self.stepped_again is None or not isinstance(optimizer, Muon):
+            return None
+        matrices, rank = optimizer.owners.matrices, zero.wire.mesh.rank
+        matrix = matrices[draw(f"{self.trial.seed}/{self.trial.repeat}/stepped matrix", len(matrices))]
+        unit = zero.units[matrix.unit]
+        start, end = unit.geometry.part(matrix.slot, rank)
+        spans = zip(unit.geometry.spans(rank), unit.master_shard.masters, strict=True)
+        master, first = next((m, span[1]) for span, (group, m) in spans if group == matrix.slot.spec.group)
+        part = slice(start - first, end - first)
+        return MatrixWitness(optimizer, matrix, master, part, self.stepped_again, self.rank.rank)
+
+    def after_step(self, index: int, strategy: Strategy, zero: Zero, witness: MatrixWitness) -> str | None:
+        """Take step ``index`` of one matrix again, from the whole of it, and return how it differs; else None.
+
+        All ranks must call it.
+        """
+        assert strategy.wire is not None  # noqa: S101  # the engine has one
+        parts, unit, slot = witness.parts, zero.units[witness.matrix.unit], witness.matrix.slot
+        if parts is None:  # the step was skipped, on all ranks
+            return None
+        number = unit.geometry.slots.index(slot)
+        with strategy.wire.observed(Observer()):
+            value, momentum, gradient, after = (
+                WholeValues(unit).gather_member(number, part)
+                for part in (parts.value, parts.momentum, parts.gradient, parts.after)
+            )
+        geometry = unit.geometry
+        bounds = [geometry.overlap(slot, rank) for rank in range(geometry.shards)]
+        places = [(first - slot.offset, end - slot.offset) for first, end in bounds]
+        expected, rate = muon_step(self.trial, index, value, momentum, gradient, zero.policy.owned, places)
+        # Both multiply in bf16, and may add up in another order.
+        off = (after - expected).abs() - (_MUON_ULPS * expected.abs() + _MUON_ERROR * rate)
+        if bool((off <= 0).all()):
+            return None
+        at = int(off.argmax())
+        return (
+            f"after step {index} element {at} of matrix {slot.spec.name!r} is {float(after.view(-1)[at]):.9g}, but "
+            f"Muon gives {float(expected.view(-1)[at]):.9g} from its whole momentum and gradient"
+        )
+
     def _compare_later_step(self, index: int, strategy: Strategy, zero: Zero, checks: TrainingChecks) -> None:
         """Compare loss and reduced gradients of step ``index`` with a single process that has the same masters.
 
         Policies with differences, and gradients with error feedback, are left out: a single process, which encodes
         only once, would find other values.  Policies with a bit budget are left out because it chooses other codecs.
         """
-        if zero.policy.differences is not None or zero.policy.budget is not None:
+        if zero.current_policy.differences is not None or zero.policy.budget is not None:
             return
         with _rehearsal(strategy):
             expected = self._compare_passes(index, strategy, zero, self.data)
-            if expected.trained is not None and zero.policy.feedback is None:
+            if expected.trained is not None and zero.current_policy.feedback is None:
                 checks.note_rehearsal(index)
 
     def _compare_passes(
@@ -236,19 +294,22 @@ class Comparison:
         with evaluating(strategy.model):
             passes = run_passes(self.trial, strategy, data, index)
         # Errors that were carried from earlier steps are in the reduced gradient, and not in the single process's.
-        carries = zero.policy.feedback is not None or any(unit.reduction.remembers for unit in zero.units)
+        carries = zero.current_policy.feedback is not None or any(
+            unit.reduction.remembers for unit in zero.units
+        )
         if gradient is not None and not carries:
             self.compared.gradient_errors += _gradient_errors(gradient, strategy)
         self.compared.losses.append(replace(expected, sharded=passes.mean))
         return expected
 
     def after_steps(self, strategy: Strategy) -> None:
-        """Try a grid of codecs on this rank's weights, and on the gradients of one further backward pass."""
+        """Try codecs on this rank's weights, and on the gradients of one further backward pass."""
         if strategy.zero is None or not self.measures:
             return
         self.rank.report(Progress("trying codecs"))
         run_passes(self.trial, strategy, self.data, self.trial.warmup + self.trial.steps)
         self.compared.errors = quantisation_error.measure(strategy.zero)
+        self.compared.lossless = quantisation_error.measure_lossless(strategy.zero)
 
     def _single_process(
         self,
@@ -272,7 +333,8 @@ class Comparison:
             The losses on this rank's batches; and the mean gradient of all ranks, or None if the trial only decodes
             or its peer (DeepSpeed) does not show its gradients.
         """
-        trial, topology, policy = self.trial, self.rank.topology, self.trial.resolved_policy()
+        trial, topology, whole = self.trial, self.rank.topology, self.trial.resolved_policy()
+        policy = None if whole is None else whole.policy_at(clock.step if clock else 0)
         data, reference = data or self.data, math.nan
         try:
             if unit is None:
@@ -280,7 +342,7 @@ class Comparison:
         except Exception as error:  # an error of a user's own model becomes a Refusal, unless memory ran out
             if ":" not in trial.model.name or kind_of(error) != "crashed":
                 raise
-            raise Refusal(f"model {trial.model.name!r}: raised {raised(error)}") from error
+            raise Refusal(f"model {trial.model.name!r} raised {raised(error)}") from error
         # Layouts stay None for DeepSpeed, which does not show its reduced gradients.
         layouts: Sequence[Layout] | None = None
         family, columns = trial.host or family_of(trial.strategy), dict[str, Tensor]()
@@ -290,8 +352,8 @@ class Comparison:
                 # With peer.group = "node", each node is one copy of the states, sharded among its own ranks.
                 sharing = topology if trial.peer.group == "all" else Topology(1, topology.ranks_per_node)
                 units = fsdp2_groups(model, find_blocks(model), sharing)
-            elif policy is not None:
-                units = plan_units(model, topology, policy)
+            elif whole is not None:
+                units = plan_units(model, topology, whole, group_of=group_of(trial.optimizer, model))
             elif family == "ddp":
                 layouts = model_layouts(model)
             if units:
@@ -305,7 +367,7 @@ class Comparison:
                 return ComparedLoss(reference, loss, None, step), None
             if unit is not None:
                 layouts = [layout for layout in layouts if layout.geometry.name == unit]
-            loss, gradient = self._gradient(computed, layouts, data, step, columns)
+            loss, gradient = self._gradient(computed, layouts, data, step, columns=columns, policy=policy)
             if unit is not None:
                 # Presets have no dropout, so their loss in evaluation mode is their loss in training.  A check in
                 # evaluation mode runs other code than the training that it checks.
@@ -332,7 +394,9 @@ class Comparison:
         layouts: Sequence[Layout],
         data: Batches,
         step: int,
+        *,
         columns: Mapping[str, Tensor],
+        policy: Policy | None,
     ) -> tuple[float, FirstGradient]:
         """Return this rank's mean loss of a step's batches, and all ranks' mean gradient.
 
@@ -342,9 +406,10 @@ class Comparison:
             data: Where batches come from.
             step: The step whose batches are used.
             columns: By parameter, values with which backward passes compute in place of the model's own
-                (``policy.planes = 2`` sends weights by rows forward and by columns backward).
+                (with ``policy.planes`` other than 1, weights are quantised by rows forward and by columns backward).
+            policy: The policy of the step; None for a peer.
         """
-        trial, policy = self.trial, None if self.trial.host is not None else self.trial.resolved_policy()
+        trial, policy = self.trial, None if self.trial.host is not None else policy
         compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
         rounding = ROUNDING[compute]
         # If the secondary shard is not held as frames, backward passes compute with a rounded copy of the weights.
@@ -367,6 +432,53 @@ class Comparison:
                     parameter.grad = None
         first.average()
         return math.fsum(losses) / len(losses), first
+
+
+def muon_step(  # noqa: PLR0917  # its arguments are one step
+    trial: Trial,
+    index: int,
+    value: Tensor,
+    momentum: Tensor,
+    gradient: Tensor,
+    owned: tuple[Codec, Codec],
+    places: Sequence[tuple[int, int]],
+) -> tuple[Tensor, float]:
+    """Take one step of a whole matrix by the formula of ``torch.optim.Muon``, with messages in the codecs ``owned``.
+
+    Args:
+        trial: The trial, whose optimizer is Muon.
+        index: Number of the step, which decides the learning rate.
+        value: The matrix (rows, columns) before the step.
+        momentum: The momentum, of the same shape, before the step.
+        gradient: The mean gradient, of the same shape.
+        owned: Codecs of the momentum's and of the update's parts.
+        places: The bounds of each rank's part in the matrix.
+
+    Returns:
+        The matrix after the step, and the learning rate as Muon adjusts it to the shape.
+    """
+
+    def sent(codec: Codec, whole: Tensor) -> Tensor:
+        decoded = whole.float().contiguous()
+        for first, end in places:
+            part = decoded.view(-1)[first:end].clone()
+            frame = torch.empty(codec.frame_bytes(end - first), dtype=torch.uint8, device=part.device)
+            reference.encode(codec, part, frame)
+            reference.decode(codec, frame, part)
+            decoded.view(-1)[first:end] = part
+        return decoded
+
+    arguments, _ = muon_arguments(trial.optimizer)
+    optimizer = torch.optim.Muon([nn.Parameter(value)], **arguments)  # gives all options their defaults
+    set_rates(optimizer, trial.schedule(), index)
+    (how,) = optimizer.param_groups
+    direction = momentum.lerp(gradient, 1 - how["momentum"])
+    if how["nesterov"]:
+        direction = gradient.lerp(direction, how["momentum"])
+    options = how["ns_coefficients"], how["ns_steps"], how["eps"]
+    update = sent(owned[1], torch_muon._zeropower_via_newtonschulz(sent(owned[0], direction), *options))  # noqa: SLF001
+    rate = torch_muon._adjust_lr(how["lr"], how["adjust_lr_fn"], value.shape)  # noqa: SLF001
+    return value * (1 - how["lr"] * how["weight_decay"]) - rate * update, rate
 
 
 @contextlib.contextmanager
@@ -397,7 +509,10 @@ def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.
         count: Returns the (bytes, packets) that the node's interface has sent so far, or zeros; all ranks call it.
     """
     topology = zero.wire.mesh.topology
-    if topology.nodes == 1 or not 0 < zero.policy.secondary_ranks(topology) <= topology.ranks_per_node:
+    if (
+        topology.nodes == 1
+        or not 0 < zero.current_policy.secondary_ranks(topology) <= topology.ranks_per_node
+    ):
         return None
     (unit,) = (unit for unit in zero.units if unit.geometry.name == name)
     counts = [count()]

@@ -8,8 +8,11 @@ from dataclasses import replace
 from typing import Final
 
 from harness.suites.trial import Trial
+from harness.workloads.preset_parameters import parameters_of_trial
+from impl.plan.owners import owners_of
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.step_time import Machine, Step, StepTime, Work, step_of, step_time
+from impl.plan.unit_plan import plan_units
 
 BYTES_PER_MBIT: Final = 1e6 / 8
 
@@ -17,12 +20,20 @@ BYTES_PER_MBIT: Final = 1e6 / 8
 def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
     """Return the work of a trial's step; None if it is not known.
 
-    It is known if our own engine trains the trial's model, and reduces its gradients in hops.
+    It is known if our own engine trains the trial's model, and reduces its gradients in hops.  With Muon, ``units`` of
+    a record, which have no parameters, are planned anew; this is possible for presets.
     """
     policy = trial.resolved_policy()
-    own = policy is not None and policy.own_reduce is not None
+    own = policy is not None and policy.phases[0].own_reduce is not None
     if policy is None or own or trial.host is not None or trial.workload != "train":
         return None
+    owners = None
+    if trial.optimizer.orthogonalises:
+        if not any(unit.slots for unit in units):  # of a record
+            if ":" in trial.model.name:
+                return None
+            units = plan_units(*parameters_of_trial(trial), trial.topology(), policy)
+        owners = owners_of(policy, trial.topology(), units)
     rate = trial.slowest_mbit if trial.cluster.nodes > 1 else None
     return Step(
         policy=policy,
@@ -31,8 +42,10 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
         parameters=parameters,
         tokens=trial.tokens_per_rank,
         micro_batches=trial.accumulation,
+        steps=(trial.warmup, trial.warmup + trial.steps),
         recompute=trial.activation_checkpointing,
         rate=math.inf if rate is None else rate * BYTES_PER_MBIT,
+        owners=owners,
     )
 
 

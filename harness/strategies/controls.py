@@ -16,7 +16,7 @@ from impl.zero import Zero
 
 
 def spoil(zero: Zero, control: str | None) -> None:
-    """Spoil an engine in place, without changing the bytes that it sends.
+    """Spoil an engine in place.  Only ``late_schedule`` changes the bytes that it sends.
 
     Args:
         zero: The engine.
@@ -25,10 +25,18 @@ def spoil(zero: Zero, control: str | None) -> None:
             - ``stale_secondary``: secondary shards (hpZ) keep the weights of their first all-gather;
             - ``late_secondary``: secondary shards keep the weights of the step before;
             - ``unordered``: gradients are not reordered before the two hops of qgZ.  With N nodes of L ranks, rank l
-              of node n then ends with slice ``l * N + n`` instead of ``n * L + l`` (paper section 3.3).
+              of node n then ends with slice ``l * N + n`` instead of ``n * L + l`` (paper section 3.3);
+            - ``late_schedule``: each span of the policy's schedule begins one step late.
 
             Any other value changes nothing.
     """
+    if control == "late_schedule":
+        follow = zero.follow_schedule
+
+        def follow_late(step: int) -> None:
+            follow(max(0, step - 1))
+
+        zero.follow_schedule = follow_late  # type: ignore[method-assign]
     for unit in zero.units:
         if control in ("stale_secondary", "late_secondary"):
             _keep_old(unit.weight_gather.secondary, forever=control == "stale_secondary")

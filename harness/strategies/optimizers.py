@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable
-from typing import Any, TypeGuard, cast
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 from harness.errors import Refusal, suggestion
-from harness.suites.trial import Optimizer
+from harness.suites.trial import Optimizer, Trial
 from impl.engine.elementwise_probe import ELEMENTWISE, bare_step, why_not
+from impl.engine.muon import Muon, WithAdamW, check_arguments, hidden_parameters
+from impl.engine.unit_planning import GroupOf
 from impl.errors import raising
 from impl.named_object import NamedObjectError, import_object
 from impl.plan.learning_rate import Schedule
+from impl.plan.memory import ADAM_BYTES
+from impl.plan.owners import MATRICES, owners_of
+from impl.zero import Zero, plan_units
+
+_STEP_MUON: Final = bare_step(torch.optim.Muon)  # calls no hooks
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> int:
     """Return an optimizer's bytes of state for each fp32 element, measured in a step on a small tensor.
 
+    For Muon these are the bytes of elements that are stepped by AdamW.
+
     Raises:
         Refusal: if the optimizer cannot be built, or cannot take the step.
     """
+    if optimizer.orthogonalises:
+        _check_muon(optimizer)
+        return ADAM_BYTES
     few = nn.Parameter(torch.zeros(64))
     few.grad = torch.zeros_like(few)
     stepping = build(optimizer, [few], unwrapped=True)
@@ -34,11 +47,132 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise a Refusal now if an optimizer is not elementwise; the engine would refuse it only at its first step."""
-    if _kind(optimizer) not in ELEMENTWISE:
+    """Raise a Refusal now if an optimizer is neither elementwise nor Muon, which the engine would do later."""
+    if optimizer.orthogonalises:
+        _check_muon(optimizer)
+    elif _kind(optimizer) not in ELEMENTWISE:
         few = nn.Parameter(torch.zeros(8, 8))
         if (why := why_not(build(optimizer, [few], unwrapped=True))) is not None:
             raise Refusal(f"optimizer.name = {optimizer.name!r} {why}")
+
+
+def group_of(optimizer: Optimizer, model: nn.Module) -> GroupOf | None:
+    """Return the optimizer groups of a model's parameters for ``shard()``; None if all are in one group."""
+    if not optimizer.orthogonalises:
+        return None
+    hidden = hidden_parameters(model)
+    return lambda name, parameter: optimizer.group(name, parameter.shape, hidden=name in hidden)
+
+
+def muon_arguments(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of Muon, and those of the AdamW that steps everything else.
+
+    Raises:
+        Refusal: if ``adamw`` is no table.
+    """
+    arguments = dict(optimizer.arguments)
+    adamw = arguments.pop("adamw", {})
+    if not isinstance(adamw, dict):
+        raise Refusal(
+            f"optimizer.arguments.adamw = {adamw!r}: expected a table of AdamW's arguments, such as {{ lr = 3e-4 }}"
+        )
+    if isinstance(steps := arguments.get("ns_steps"), float) and steps.is_integer():
+        arguments["ns_steps"] = int(steps)  # a suite's numbers are floats
+    return arguments, adamw
+
+
+def _check_muon(optimizer: Optimizer) -> None:
+    """Raise a Refusal if Muon, or the AdamW beside it, does not take its arguments."""
+    muon, adamw = muon_arguments(optimizer)
+    with _raising(optimizer):
+        check_arguments(muon, adamw)
+
+
+class UnshardedMuon(WithAdamW):
+    """Steps an unsharded model: matrices with ``torch.optim.Muon``, all other parameters with AdamW."""
+
+    def __init__(
+        self, optimizer: Optimizer, parameters: Iterable[tuple[str, nn.Parameter]], group_of: GroupOf
+    ) -> None:
+        groups = defaultdict[int, list[nn.Parameter]](list)
+        for name, parameter in parameters:
+            groups[group_of(name, parameter)].append(parameter)
+        muon, adamw = muon_arguments(optimizer)
+        super().__init__([{"params": groups[MATRICES]}], [{"params": groups[0]}], muon, adamw)
+        self._muon = torch.optim.Muon([{"params": groups[MATRICES]}], **muon)
+
+    def step_matrices(self, groups: list[dict[str, Any]]) -> None:
+        """See :meth:`WithAdamW.step_matrices`."""
+        self._muon.param_groups, self._muon.state = groups, self.state
+        _STEP_MUON(self._muon)
+
+
+def of_model(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    """Build the trial's optimizer for an unsharded model.
+
+    Raises:
+        Refusal: as :func:`build`.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    if (groups := group_of(optimizer, model)) is None:
+        return build(optimizer, model.parameters())
+    with _raising(optimizer):
+        return UnshardedMuon(optimizer, model.named_parameters(), groups)
+
+
+def owned_shapes(trial: Trial, model: nn.Module) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices that Muon orthogonalises on the rank with most operations; empty without Muon.
+
+    With DDP and in a single process, every rank orthogonalises all matrices.
+    """
+    if (groups := group_of(trial.optimizer, model)) is None:
+        return []
+    policy, topology = trial.resolved_policy(), trial.topology()
+    if policy is None or trial.host is not None:
+        named = model.named_parameters()
+        return [tuple(p.shape) for name, p in named if groups(name, p) and p.requires_grad]
+    owners = owners_of(policy, topology, plan_units(model, topology, policy, group_of=groups))
+    if owners is None:
+        return []
+    busiest = owners.loads.index(max(owners.loads))
+    return [matrix.shape for matrix in owners.matrices if matrix.owner == busiest]
+
+
+def of_share(
+    optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], parameters: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Build the trial's optimizer to time a step of it.
+
+    Args:
+        optimizer: Name and arguments.
+        shapes: Shapes of matrices of zeros that Muon steps (:func:`owned_shapes`).
+        parameters: 1-D parameters that the optimizer, or the AdamW beside Muon, steps.
+
+    Raises:
+        Refusal: as :func:`build`.
+    """
+    if not optimizer.orthogonalises:
+        return build(optimizer, parameters)
+    matrices = [nn.Parameter(torch.zeros(shape, device=parameters[0].device)) for shape in shapes]
+    for matrix in matrices:
+        matrix.grad = torch.zeros_like(matrix)
+    named = [(str(number), each) for number, each in enumerate([*parameters, *matrices])]
+    with _raising(optimizer):
+        return UnshardedMuon(optimizer, named, lambda _, each: MATRICES if each.dim() == 2 else 0)
+
+
+def of_engine(optimizer: Optimizer, zero: Zero) -> torch.optim.Optimizer:
+    """Build the trial's optimizer for a sharded model.
+
+    Raises:
+        Refusal: as :func:`build`.
+    """
+    if not optimizer.orthogonalises:
+        return build(optimizer, zero.param_groups())
+    muon, adamw = muon_arguments(optimizer)
+    with _raising(optimizer):
+        return Muon(zero, adamw=adamw, **muon)
 
 
 def _kind(optimizer: Optimizer) -> type[torch.optim.Optimizer]:

@@ -39,11 +39,12 @@ from impl.comm.wire import TIMEOUT_SECONDS, Transport, Wire
 from impl.engine.engine import describe
 from impl.engine.masters import Stepped
 from impl.named_object import NamedObjectError, import_object
-from impl.plan.memory import memory, with_state
+from impl.plan.memory import memory, with_muon, with_state
 from impl.plan.own_method import Declared
+from impl.plan.owners import Owners, owners_of
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
-from impl.plan.traffic import CopyKey, Decision, Event, LedgerKey, Purpose, Sent, predict
+from impl.plan.traffic import Book, CopyKey, Decision, Event, LedgerKey, Purpose, Sent, predict
 from impl.zero import Zero, shard
 
 # What one rank sent through our wire (None if it sends outside), and the bytes it copied between host and device.
@@ -69,7 +70,7 @@ class Strategy:
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
         """Build the trial's optimizer; raises a Refusal as :func:`harness.strategies.optimizers.build` does."""
-        return optimizers.build(setting, self.model.parameters())
+        return optimizers.of_model(setting, self.model)
 
     def begin(self, *, last: bool) -> None:
         """Begin a micro-batch.
@@ -183,6 +184,14 @@ class Strategy:
         """Predict the :meth:`books` after the passes and steps in ``events``; empty for peers."""
         return None, {}
 
+    def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
+        """Predict the bytes sent to other nodes and inside the node until each step.
+
+        The first pair is what was sent after the events ``before``; then follows a pair for each step in ``events``.
+        Evaluations are not counted.  Empty for peers.
+        """
+        return []
+
     @property
     def unpredicted(self) -> Sequence[Purpose]:
         """Purposes of messages that are measured and not predicted, because a method declares no bytes."""
@@ -285,14 +294,14 @@ class ByDeepSpeed(Strategy):
 
 @dataclass(slots=True)
 class Sharded(Strategy):
-    """A policy, run by our own engine, ``impl.zero``."""
+    """The strategy that trains with a policy by our own engine, ``impl.zero``."""
 
     units: Sequence[UnitGeometry]
     zero: Zero
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
         """See :meth:`Strategy.make_optimizer`; the optimizer steps this rank's shards of the master weights."""
-        return optimizers.build(setting, self.zero.param_groups())
+        return optimizers.of_engine(setting, self.zero)
 
     def begin(self, *, last: bool) -> None:
         """See :meth:`Strategy.begin`; a policy that accumulates locally reduces in the last micro-batch only."""
@@ -334,11 +343,26 @@ class Sharded(Strategy):
 
     def predicted(self, events: Sequence[Event]) -> Books:
         """See :meth:`Strategy.predicted`; computed by ``impl.plan.traffic``."""
+        book = self._book(events)
+        return book.sent, book.copied
+
+    def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
+        """See :meth:`Strategy.predicted_steps`."""
+        totals = [self._book(before).trained, *self._book([*before, *events]).steps]
+        return [(sent.get("inter", 0), sent.get("intra", 0)) for sent in totals]
+
+    def _book(self, events: Sequence[Event]) -> Book:
+        """Predict the messages and copies of all ``events``."""
         policy, mesh = self.zero.policy, self.zero.wire.mesh
         kept: dict[str, Any] = {"buffer_bytes": self.zero.buffers.nbytes, "decisions": self.decisions}
         kept["methods"] = self._declared()
-        book = predict(policy, mesh.topology, self.units, mesh.rank, events, **kept)
-        return book.sent, book.copied
+        kept["owners"] = self.owners
+        return predict(policy, mesh.topology, self.units, mesh.rank, events, **kept)
+
+    @property
+    def owners(self) -> Owners | None:
+        """The owners of matrices; None unless Muon steps the model."""
+        return owners_of(self.zero.policy, self.zero.wire.mesh.topology, self.units)
 
     def _declared(self) -> Declared:
         """Return the messages of a reduction that users' own methods declare, by unit."""
@@ -369,6 +393,8 @@ class Sharded(Strategy):
         wire, policy = self.zero.wire, self.zero.policy
         predicted = partial(memory, policy, topology, units, micro_batches=trial.accumulation)
         parts = predicted(backward=trained, streams=wire.streams)
+        if (owners := self.owners) is not None:
+            return held, with_muon(parts, units, owners, wire.mesh.rank)
         return held, with_state(parts, optimizers.state_bytes_per_element(trial.optimizer))
 
 
@@ -440,7 +466,8 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
 
 def shard_model(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
     """Shard ``model`` with our engine; all ranks must call this."""
-    zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed)
+    groups = optimizers.group_of(trial.optimizer, model)
+    zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed, group_of=groups)
     spoil(zero, trial.control)
     units = [unit.geometry for unit in zero.units]
     return Sharded(model, partial(describe, zero), wire, units, zero)

@@ -16,7 +16,7 @@ from typing import Any, Final
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.model_sizes import GPTShape
 from harness.suites.peers import DEEPSPEED, PEERS, family_of
-from harness.suites.trial import RECIPE, Cluster, LearningRates, Trial
+from harness.suites.trial import MUON, RECIPE, Cluster, LearningRates, Trial
 from impl.adapters.traffic import check_host
 from impl.plan.policy import Offload
 
@@ -55,7 +55,7 @@ def check(trial: Trial) -> None:
             f"{every}: the trial has {total} steps in all; choose at most {total}, or 0 to validate only after the last"
         )
     trial.schedule()  # raises if the warm-up is longer than the trial
-    for rules in (_configured, _threads, _cluster, _own_strategy, _workload, _local_steps, _control):
+    for rules in (_configured, _threads, _cluster, _own_strategy, _workload, _muon, _local_steps, _control):
         if (why := next(rules(trial), None)) is not None:
             raise ValueError(why)
     policy = trial.resolved_policy()
@@ -63,8 +63,16 @@ def check(trial: Trial) -> None:
         policy.check(trial.topology())
         if trial.host is not None:
             check_host(trial.host, policy)
-        if policy.planes > 1 and trial.activation_checkpointing:
-            planes = f"policy.planes = {policy.planes}: not supported with activation_checkpointing = true"
+        if policy.schedule and trial.workload != "train":
+            counts = "a schedule counts steps of training"
+            raise ValueError(
+                f"policy.schedule with workload = {trial.workload!r}: {counts}; set workload = 'train', or remove "
+                "policy.schedule"
+            )
+        if policy.planes != 1 and trial.activation_checkpointing:
+            planes = (
+                f"policy.planes = {policy.planes!r} is not supported with activation_checkpointing = true"
+            )
             raise ValueError(f"{planes}; set policy.planes = 1, or remove activation_checkpointing")
 
 
@@ -105,7 +113,7 @@ def _cluster(trial: Trial) -> Iterator[str]:
     if cluster.link == "none" and rate is not None:
         yield f"cluster.rate = {rate:g} Mbit/s: cluster.link = 'none' has no rate; remove one of the two"
     if cluster.link == "shaped" and rate is None:
-        yield "cluster.link = 'shaped': needs a cluster.rate; set one, or set cluster.link = 'real'"
+        yield "cluster.link = 'shaped': needs a cluster.rate; set cluster.rate, or set cluster.link = 'real'"
     if cluster.hcas is not None and (cluster.transport, cluster.link) != ("nccl", "real"):
         hcas = json.dumps(cluster.hcas)
         needed = "needs cluster.transport = 'nccl' and cluster.link = 'real'"
@@ -131,9 +139,12 @@ def _cluster(trial: Trial) -> Iterator[str]:
         yield f"cluster.device = {cluster.device!r}, {transport}: {needed}"
     if cluster.transport == "staged" and trial.strategy in PEERS and trial.strategy != "single":
         conflict = f"strategy {trial.strategy!r} sends its own messages, which this transport cannot carry"
-        yield f"{transport}: {conflict}; set 'nccl'"
+        yield f"{transport}: {conflict}; set cluster.transport = 'nccl'"
     if cluster.transport == "staged" and trial.measure_quantisation:
-        yield f"{transport}: cannot measure the errors of messages; remove measure_quantisation, or set 'nccl'"
+        yield (
+            f"{transport}: cannot measure the errors of messages; remove measure_quantisation, or set "
+            "cluster.transport = 'nccl'"
+        )
     if cluster.transport == "nccl" and cluster.link == "paced" and cluster.nodes > 1 and rate is not None:
         yield f"cluster.link = 'paced': {PACED_NCCL}"
     # A backend of the user's own may send bytes that the ledger does not count, which the comparison with a
@@ -165,7 +176,7 @@ def _workload(trial: Trial) -> Iterator[str]:
     for path in _WITHOUT[trial.workload]:
         field = operator.attrgetter(path)
         if field(trial) != field(usual):
-            yield f"{path} = {field(trial)}: has no effect with {workload}; remove it"
+            yield f"{path} = {field(trial)}: has no effect with {workload}; remove {path}"
     if trial.workload == "train":
         return
     if not isinstance(MODELS.get(trial.model.name), GPTShape):
@@ -179,10 +190,34 @@ def _workload(trial: Trial) -> Iterator[str]:
     if (policy := trial.resolved_policy()) is None or trial.host is not None:
         yield f"{workload}: strategy {trial.strategy!r} cannot shard frozen models; choose a policy with our own engine"
     elif policy.offload != Offload():
-        yield f"policy.offload_optimizer, policy.offload_weights: not supported with {workload}; remove them"
+        yield f"policy.offload_optimizer and policy.offload_weights are not supported with {workload}; remove them"
     if (sequences := trial.tokens_per_rank // trial.sequence) % (group := trial.rlhf.group):
         batch = f"tokens_per_rank = {trial.tokens_per_rank} gives {sequences} sequences"
         yield f"{batch}: expected a multiple of rlhf.group = {group}"
+
+
+def _muon(trial: Trial) -> Iterator[str]:
+    """Yield why Muon cannot step the trial's model, or that no Muon reads the key of its matrices."""
+    optimizer, strategy = trial.optimizer, f"strategy {trial.strategy!r}"
+    if not optimizer.orthogonalises:
+        if optimizer.matrices:
+            chosen, name = (
+                f"optimizer.matrices = {optimizer.matrices!r}",
+                f"optimizer.name = {optimizer.name!r}",
+            )
+            yield f"{chosen}: has no effect with {name}; remove it, or set optimizer.name = {MUON!r}"
+        return
+    name = f"optimizer.name = {MUON!r}"
+    family = trial.host or family_of(trial.strategy)
+    if family in ("fsdp2", DEEPSPEED):
+        yield (
+            f"{name}: {strategy} gives the optimizer shards of matrices, and no owner gathers them; choose a policy "
+            "with our own engine, 'ddp' or 'single'"
+        )
+    policy = trial.resolved_policy()
+    if policy is not None and (share := policy.offload.optimizer):
+        conflict = "keeps masters on the host, where matrices are not orthogonalised"
+        yield f"policy.offload_optimizer = {share:g}: {conflict}; remove it, or choose another optimizer than {MUON}"
 
 
 def _local_steps(trial: Trial) -> Iterator[str]:
@@ -198,6 +233,11 @@ def _local_steps(trial: Trial) -> Iterator[str]:
             f"{local_steps}: the trial has {total} steps in all, so that groups would never exchange anything; set at "
             f"most {total}, or more steps"
         )
+    if trial.optimizer.orthogonalises:
+        yield (
+            f"optimizer.name = {MUON!r}: not supported with {local_steps}; remove policy.local_steps, or choose "
+            "another optimizer"
+        )
     if trial.control == "unordered":
         yield (
             f"control = 'unordered': {local_steps} averages gradients inside groups, in other hops; remove one of the "
@@ -211,13 +251,18 @@ def _control(trial: Trial) -> Iterator[str]:
     engine_policy = None if trial.host is not None else policy
     strategy = f"control = {trial.control!r}: strategy {trial.strategy!r}"
     if trial.control == "half_batch" and (tokens := trial.tokens_per_rank) < 2 * trial.sequence:
-        yield f"control = 'half_batch': tokens_per_rank = {tokens} is one sequence; it needs at least two"
+        yield f"control = 'half_batch': tokens_per_rank = {tokens} is one sequence, but this control needs two or more"
     if trial.control == "unordered":
         axes = () if policy is None or policy.reduce == "ring" else policy.reduce_axes(topology)
         reached = math.prod(axis.size for axis, _ in axes)
         if engine_policy is None or len(axes) < 2 or reached < topology.world:
             found = f"{strategy} on {topology} reduces gradients in {len(axes)} hops"
             yield f"{found}; this control needs two hops over all ranks"
+    scheduled = policy is not None and bool(policy.schedule)
+    if trial.control == "late_schedule" and not scheduled:
+        yield f"{strategy} has no policy.schedule that could be late; set policy.schedule, or remove control"
+    if trial.control in ("stale_secondary", "late_secondary", "unordered") and scheduled:
+        yield f"{strategy} has a policy.schedule, and this control spoils its first span only; remove one of the two"
     if trial.control in ("stale_secondary", "late_secondary"):
         if engine_policy is None or not engine_policy.secondary_ranks(topology):
             yield f"{strategy} keeps no secondary shard; choose a strategy with hpZ"

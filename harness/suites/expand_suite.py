@@ -234,7 +234,9 @@ def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
     trials = [_trial(point).model_dump(mode="json") for point in points]
     hits = [all(look_up(trial, path) in values for path, values in wanted.items()) for trial in trials]
     if not any(hits):
-        raise SuiteError(f"{name} = {value_text(match)}: matches no trial of this suite")
+        raise SuiteError(
+            f"{name} = {value_text(match)}: matches no trial of this suite; correct or remove it"
+        )
     check_members(written, wanted, name, trials)
     return hits
 
@@ -268,7 +270,7 @@ def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[
 
 
 def _readable(trial: Trial) -> bool:
-    """Return whether the blocks of all codecs of a trial may be read."""
+    """Return whether the block sizes of all codecs of a trial may be read; those of a user's own may need an import."""
     policy = trial.resolved_policy()
     return policy is None or policy.readable
 
@@ -396,8 +398,8 @@ def _roles(
         lone = next(trial for trial in bases.values() if setting_of(trial, *also) in without)
         where = _difference(lone, [*others.values()])
         raise SuiteError(
-            f"{key}: some of its trials have {where}, and no trial of the contrast does: add one that does, or let "
-            "the baseline match fewer trials"
+            f"{key}: some of its trials have {where}, and no trial of the contrast does: add such a trial, or let the "
+            "baseline match fewer trials"
         )
     return dict.fromkeys(others, "contrast") | dict.fromkeys(bases, "baseline"), also
 
@@ -414,8 +416,8 @@ def _check_nearest(
         if len(nearest_baselines(trial, here)) > 1:
             where = _difference(trial, [other for other in others if other is not trial] or bases)
             raise SuiteError(
-                f"{several}, and a trial with {where} differs from several of them in as few fields; let it match "
-                "only one, or name a contrast"
+                f"{several}, and a trial with {where} differs from several of these in equally few fields; let the "
+                "baseline match only one, or name a contrast"
             )
 
 

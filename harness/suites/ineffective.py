@@ -17,7 +17,8 @@ from harness.suites.labels import flatten, look_up, value_text
 from harness.suites.peers import PEERS, READ_BY, Family, family_of
 from harness.suites.repeat_order import configuration_of
 from harness.suites.suite import SuiteError, SuiteTables
-from harness.suites.trial import Trial
+from harness.suites.trial import KEYS, MUON, Trial
+from impl.plan.setting import Scope
 
 _OF_SECONDS: Final = ("step", "rate", "nodes", "tokens")  # quantities that are seconds
 _LATE: Final = 0.25  # a margin in steps is measured over this last share of training
@@ -78,16 +79,15 @@ def _read_by(*families: Family) -> Callable[[Trial], str | None]:
     return why
 
 
-_OF_TRAINING: Final = (  # fields of a policy that concern gradients and steps
-    "policy.feedback", "policy.sums", "policy.reduce_every", "policy.loss_scale", "policy.reduce",
-    "policy.local_steps", "policy.local_fragments", "policy.outer_rate", "policy.outer_momentum",
-)  # fmt: skip
+_OF_POLICIES: Final[dict[Scope, Callable[[Trial], str | None]]] = {
+    "all": _with_policy,
+    "training": lambda trial: _with_policy(trial) or _trains(trial),
+    "links": lambda trial: _with_policy(trial) or _joined(trial),
+    "stage 3": _of_stage_3,
+}
 _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     # Each key is the beginning of a path.  The first key that fits decides, so longer keys come first.
-    **dict.fromkeys(
-        _OF_TRAINING,
-        lambda trial: _with_policy(trial) or _trains(trial),
-    ),
+    **{f"policy.{name}": _OF_POLICIES[each.scope] for name, each in KEYS.items()},
     "policy.gradients": lambda trial: (
         _with_policy(trial)
         or _trains(trial)
@@ -97,17 +97,21 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
             else f"policy.reduce = {trial.policy.reduce!r}, which sends no codecs"
         )
     ),
+    "policy.owned": lambda trial: (
+        _with_policy(trial)
+        or _trains(trial)
+        or (
+            None
+            if trial.optimizer.orthogonalises
+            else f"optimizer.name = {trial.optimizer.name!r} (only {MUON}'s matrices have owners)"
+        )
+    ),
     "method": lambda trial: (
         None
         if trial.own_method is not None or trial.own_strategy
         else "no class of your own: name one in policy.reduce or strategy, such as 'mine:Class'"
     ),
-    "policy.chunks": lambda trial: _with_policy(trial) or _joined(trial),
-    "policy.prefetch": _of_stage_3,
-    "policy.max_live": _of_stage_3,
-    "policy.max_reuse": _of_stage_3,
     "policy.persist_most": lambda trial: None if trial.policy.persist_below else "no policy.persist_below",
-    "policy": _with_policy,
     **{f"peer.{name}": _read_by(*families) for name, families in READ_BY.items()},
     "peer": lambda trial: (
         None
@@ -156,7 +160,7 @@ def check_tables(
             if identity in seen:
                 text = ", ".join(f"{path} = {value_text(setting.value)}" for path, setting in row.items())
                 table = next(iter(row.values())).table
-                raise SuiteError(f"{table} {text}: is listed twice; list each value once")
+                raise SuiteError(f"{table} {text} is listed twice: list each value once")
             seen.add(identity)
 
 

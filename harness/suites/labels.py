@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from harness.errors import one_line
 from harness.suites.trial import Trial
+from impl.plan import spans
 from impl.plan.shard_layout import MUCH_PADDING
 
 NONE: Final = "-"
@@ -74,11 +75,22 @@ def as_written(path: str, value: Any) -> str:
     """Format ``value``, which belongs to the dotted path ``path`` of a canonical trial, as a suite file writes it."""
     if path == "memory_limit" and value is not None:
         return f"{value / 2**30:.12g} GiB" if value >= 2**30 else f"{value / 2**20:.12g} MiB"
+    if path == "policy.schedule":
+        return schedule_in_words(value)
     if path in _RATES and value is None:
         return "unshaped"
     if path in _RATES:
         return f"{value / 1000:g} Gbit/s" if value >= 1000 else f"{value:g} Mbit/s"
     return in_words(value)
+
+
+def schedule_in_words(schedule: Sequence[Mapping[str, Any]] | None) -> str:
+    """Format the spans of ``policy.schedule`` on one line: ``gradients int4:256 until 50 %, then gradients bf16``."""
+    rows = []
+    for span in schedule or ():
+        changes = {name: value for name, value in span.items() if name not in ("until", "every")}
+        rows.append((spans.changes_in_words(changes, span.get("every", 1)), span.get("until")))
+    return spans.in_words(rows) if rows else NONE
 
 
 def in_words(value: Any) -> str:

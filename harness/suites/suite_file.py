@@ -41,7 +41,7 @@ def load(path: Path, align: int | None = None) -> Suite:
 
 
 def name_of(path: Path) -> str:
-    """Return the name in a suite file without expanding it, so that no module of the user's is imported.
+    """Return the name in a suite file without expanding the suite, so that no module of the user's is imported.
 
     Raises:
         SuiteError: As :func:`load` does.
@@ -64,12 +64,12 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"byte {content[error.start]:#04x} in line {content.count(10, 0, error.start) + 1}"
-        raise SuiteError(f"not TOML: {where} is not UTF-8; save it as UTF-8") from None
+        raise SuiteError(f"is not TOML: {where} is not UTF-8; save it as UTF-8") from None
     try:
         tables = tomllib.loads(text)
         count = _count_keys(tables)
     except (ValueError, RecursionError) as error:  # numbers and nesting may exceed Python's limits
-        raise SuiteError(f"not TOML: {error}") from None
+        raise SuiteError(f"is not TOML: {error}") from None
     if count > MOST_KEYS:
         raise SuiteError(f"{count} keys, but a suite has at most {MOST_KEYS}: write several suites")
     _check_values(tables)
@@ -88,7 +88,7 @@ def _count_keys(value: Any, depth: int = 0) -> int:
 def _check_values(value: Any, where: str = "") -> None:
     """Refuse control characters, which a terminal would act on, and integers beyond TOML's 64 bits."""
     if isinstance(value, str) and (match := _CONTROL.search(value)):
-        raise SuiteError(f"{value_text(value)}: has the control character {match[0]!r}; expected text")
+        raise SuiteError(f"{value_text(value)}: has the control character {match[0]!r}; remove it")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise SuiteError(f"{where} = {value_text(value)}: expected a number below 2^63")
     for key, part in value.items() if isinstance(value, dict) else ():

@@ -11,14 +11,17 @@ A policy is resolved in two steps: the strategy names a preset (:data:`impl.plan
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import hashlib
 import ipaddress
 import json
+import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Final, Literal
+from fnmatch import fnmatchcase
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -26,8 +29,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
+    create_model,
     field_validator,
+    model_serializer,
+    model_validator,
 )
 
 from harness.errors import suggestion
@@ -46,14 +53,15 @@ from harness.suites.peers import (
     configuration,
 )
 from impl.adapters.traffic import HOSTED, Host
-from impl.codecs.codec import Codec, parse
 from impl.deepspeed.config_to_policy import Recipe, recipe
 from impl.deepspeed.keys import load as load_configuration
 from impl.named_object import is_name
-from impl.plan import policy as policies
 from impl.plan.learning_rate import Schedule
 from impl.plan.own_method import OwnMethod, method
-from impl.plan.policy import PRESETS, Policy
+from impl.plan.owners import MATRICES
+from impl.plan.policy import PRESETS, SETTINGS, Policy, PolicyError
+from impl.plan.setting import Setting
+from impl.plan.spans import VARYING, Span, SpanError, refusal
 from impl.plan.topology import Topology
 
 RECIPE: Final = "recipe"  # the strategy whose policy comes from a DeepSpeed configuration
@@ -156,90 +164,175 @@ class LearningRates(_Frozen):
     floor: float = Field(0.0, ge=0, le=1)
 
 
+MUON: Final = "Muon"  # the optimizer whose matrices have owners
+
+
 class Optimizer(_Frozen):
-    """An elementwise optimizer: a class of ``torch.optim`` by its name, or ``module:class``."""
+    """``Muon``, or an elementwise optimizer: a class of ``torch.optim`` by its name, or ``module:class``.
+
+    Muon steps matrices, and AdamW everything else; the argument ``adamw`` is a table of AdamW's arguments.
+    """
 
     name: str = "AdamW"
-    arguments: dict[str, float | bool | list[float]] = {"lr": 3e-4}
+    arguments: dict[
+        str,
+        float
+        | bool
+        | list[float]
+        | Literal["original", "match_rms_adamw"]
+        | dict[str, float | bool | list[float]],
+    ] = {"lr": 3e-4}
+    matrices: str = Field("", pattern=r"^[\w.*?\[\]!-]*$")
     schedule: LearningRates = LearningRates()
 
     @field_validator("arguments")
     @classmethod
     def _learning_rate(cls, value: dict[str, Any]) -> dict[str, Any]:
-        rate = value.get("lr")
-        if isinstance(rate, float | int) and not abs(rate) < _LARGEST_LR:
-            raise ValueError(f"lr = {rate:g}: expected less than {_LARGEST_LR:g}")
+        adamw = value.get("adamw")
+        for name, rate in (
+            ("lr", value.get("lr")),
+            ("adamw.lr", adamw.get("lr") if isinstance(adamw, dict) else 0),
+        ):
+            if isinstance(rate, float | int) and not abs(rate) < _LARGEST_LR:
+                raise ValueError(f"{name} = {rate:g}: expected less than {_LARGEST_LR:g}")
         return value
+
+    @property
+    def orthogonalises(self) -> bool:
+        """Whether matrices are stepped by Muon."""
+        return self.name == MUON
+
+    def group(self, name: str, shape: Sequence[int], *, hidden: bool) -> int:
+        """Return the optimizer group of a parameter: that of matrices if Muon steps it, else 0.
+
+        Args:
+            name: The parameter's name.
+            shape: Its shape.
+            hidden: Whether it is a parameter of a block of the model, and no embedding.
+        """
+        chosen = fnmatchcase(name, self.matrices) if self.matrices else hidden and len(shape) == 2
+        return MATRICES if self.orthogonalises and chosen else 0
 
 
 # A user's own class, which is not imported here.
 OwnClass = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 
 
-def _parse_or_none(text: str) -> Codec | None:
-    return None if text == "none" else parse(text)
+_SETTINGS: Final = {each.key: each for each in SETTINGS if each.says}
+_PLACES: Final = {name: place for place, name in enumerate(_SETTINGS)} | {
+    "budget": [*_SETTINGS].index("planes")
+}
+KEYS: Final = {name: _SETTINGS[name] for name in sorted(_SETTINGS, key=_PLACES.__getitem__)}
+"""The settings of a policy that a suite may give, by key after ``policy.``, in the order in which pages list them."""
 
 
-_TEXT_FORMS: Final[dict[str, Callable[[str], Any]]] = {
-    "weights": parse, "gradients": parse, "frozen": _parse_or_none, "differences": _parse_or_none,
-    "feedback": policies.parse_feedback, "loss_scale": policies.parse_loss_scale,
-    "budget": policies.parse_budget,
-}  # fmt: skip
+def _key(each: Setting) -> tuple[Any, Any]:
+    """Return the type and the pydantic field of a setting's key; None, the usual default, keeps the strategy's value.
+
+    Names of users' classes take the place of the classes.
+    """
+    kinds = get_args(each.kind) if get_origin(each.kind) in (Union, UnionType) else (each.kind,)
+    if each.read is not None:
+        kinds = (str, tuple[str, str]) if each.pair else (str,)
+    kinds = tuple(OwnClass if kind is OwnMethod else kind for kind in kinds)
+    kind = functools.reduce(operator.or_, kinds if each.unset is not None else (*kinds, None))
+    if each.or_none:
+        kind = Annotated[kind, BeforeValidator(lambda value: None if value == "none" else value)]
+    return kind, Field(each.unset, ge=each.least, le=each.most)
 
 
-# A number, or ``"none"``, which a suite writes in an axis and which keeps the preset's value.
-_OrNone: Final = BeforeValidator(lambda value: None if value == "none" else value)
+_FIELDS: Any = {name: _key(each) for name, each in KEYS.items()}
+_Keys: Any = create_model("_Keys", __base__=_Frozen, **_FIELDS)
+_Varying: Any = create_model(
+    "_Varying", __base__=_Frozen, **{name: _FIELDS[name] for name in VARYING if name in KEYS}
+)
 
 
-class PolicyChanges(_Frozen):
+def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, as a policy has them, of keys and values that a suite gives."""
+    values = {name: KEYS[name].parsed(value) for name, value in given.items()}
+    if isinstance(texts := given.get("weights"), tuple):  # of hops inside an hpZ group, and of earlier hops
+        inside, values["weights"] = values["weights"]
+        values["inside"] = None if texts[0] == texts[1] else inside
+    return values
+
+
+# Written in a suite or in Python, a share of a run's steps has a number and a percent sign.
+_Until = Annotated[int, Field(ge=1, strict=True)] | Annotated[str, Field(pattern=r"^ *\d+(\.\d+)? *% *$")]
+
+
+class SpanChanges(_Varying):
+    """A span of ``policy.schedule``: until when it lasts, and the policy fields that differ in its steps.
+
+    None keeps the policy's own value.  Fields have the same forms as in :class:`PolicyChanges`.
+    """
+
+    until: _Until | None = None
+    every: int = Field(1, ge=1)
+
+    # Unknown fields are refused by _may_change(): a validator that runs before, which could do without this, would turn
+    # JSON into Python's objects, and a list is no tuple then.
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="after")
+    def _may_change(self) -> Self:
+        """Refuse fields of the policy that must not change, with the reason."""
+        for name in self.model_extra or {}:
+            if name in PolicyChanges.model_fields:
+                raise ValueError(refusal(name))
+            near = suggestion(name, type(self).model_fields)
+            raise ValueError(f"a span has no field {name!r}{near}")
+        return self
+
+    @field_validator(*(name for name in VARYING if name in KEYS and KEYS[name].read is not None))
+    @classmethod
+    def _means_something(cls, value: Any, info: ValidationInfo) -> Any:
+        return _checked(value, info)
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out fields with their default, so that fields that are added later change no trial's id."""
+        fields = type(self).model_fields
+        return {
+            name: value for name, value in dump(self).items() if getattr(self, name) != fields[name].default
+        }
+
+    def span(self) -> Span:
+        """Return the span with its fields as a policy has them."""
+        given = {name: value for name, value in self if value is not None and name not in ("until", "every")}
+        return Span(until=self.until, every=self.every, **_as_fields(given))
+
+
+def _checked(value: Any, info: ValidationInfo) -> Any:
+    """Check that a key's text, or each of several, can be parsed; returns the value unchanged."""
+    if value is not None:
+        KEYS[str(info.field_name)].parsed(value)
+    return value
+
+
+class PolicyChanges(_Keys):
     """Values that replace fields of the strategy's ``Policy``, its ``MemoryLimits`` and its ``Offload``.
 
     None keeps the preset's value.  Codecs and the like are given in their text form.
     """
 
-    stage: Literal[0, 1, 2, 3] | None = None
-    group: int | Literal["node"] | None = None
-    weights: str | tuple[str, str] | None = None
-    gradients: str | tuple[str, str] | None = None
-    gather: Literal["flat", "hierarchical"] | None = None
-    reduce: Literal["ring", "one_hop", "two_hop"] | OwnClass | None = None
-    chunks: int | None = Field(None, ge=1, le=policies.MOST_CHUNKS)
-    secondary: int | Literal["node"] | None = None
-    secondary_format: Literal["frames", "fp32", "bf16", "fp16"] | None = None
-    differences: str | None = None
-    refresh: int | None = Field(None, ge=0)
-    feedback: str | None = None
-    sums: Literal["fp32", "fp16"] | None = None
-    blocks: Literal["codec", "shape"] | None = None
-    planes: Literal[1, 2] | None = None
-    budget: str | None = None
-    local_steps: Annotated[int | None, _OrNone] = None
-    local_fragments: Annotated[int | None, _OrNone] = None
-    outer_rate: Annotated[float | None, _OrNone] = None
-    outer_momentum: Annotated[float | None, _OrNone] = None
-    reduce_every: Literal["stage", "micro_batch", "step"] | None = None
-    compute: Literal["fp32", "bf16", "fp16"] | None = None
-    loss_scale: str | None = None
-    frozen: str | None = None
-    prefetch: int | None = Field(None, ge=0)
-    max_live: int | None = Field(None, ge=0)
-    max_reuse: int | None = Field(None, ge=0)
-    persist_below: int | None = Field(None, ge=0)
-    persist_most: int | None = Field(None, ge=0)
-    reduce_bucket: int | None = Field(None, ge=0)
-    largest_unit: int | None = Field(None, ge=0)
-    max_padding: float | None = Field(None, ge=0)
-    offload_optimizer: float | None = Field(None, ge=0, le=1)
-    offload_weights: float | None = Field(None, ge=0, le=1)
-    order_every: int | None = Field(None, ge=0)
-    align: int = Field(1, ge=1)
+    schedule: tuple[SpanChanges, ...] | None = None
 
-    @field_validator("weights", "gradients", "differences", "feedback", "budget", "loss_scale", "frozen")
+    if TYPE_CHECKING:  # the fields are those of KEYS
+
+        def __init__(self, **values: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+    @field_validator(*(name for name, each in KEYS.items() if each.read is not None))
     @classmethod
     def _means_something(cls, value: Any, info: ValidationInfo) -> Any:
-        for text in (value,) if isinstance(value, str) else value or ():
-            _TEXT_FORMS[str(info.field_name)](text)
-        return value
+        return _checked(value, info)
+
+    @field_validator("schedule")
+    @classmethod
+    def _some(cls, value: tuple[SpanChanges, ...] | None) -> tuple[SpanChanges, ...] | None:
+        """Turn a schedule without spans, which a suite writes in an axis, into None."""
+        return value or None
 
     @field_validator("secondary_format")
     @classmethod
@@ -252,27 +345,18 @@ class PolicyChanges(_Frozen):
 
         A class that ``reduce`` names gets the ``arguments``.
         """
-        changes = {name: value for name, value in self if value is not None}
+        values = _as_fields({name: value for name, value in self if value is not None and name != "schedule"})
         if ":" in (self.reduce or ""):
-            changes["reduce"] = method(str(self.reduce), **(arguments or {}))
-        limits = {field.name for field in dataclasses.fields(policies.MemoryLimits)}
-        memory = {name: changes.pop(name) for name in limits & changes.keys()}
-        shares = [name for name in changes if name.startswith("offload_")]
-        offload = {name.removeprefix("offload_"): changes.pop(name) for name in shares}
-        if isinstance(self.gradients, str):
-            changes["gradients"] = (self.gradients,) * 2
-        if isinstance(self.weights, tuple):  # one codec for hops inside an hpZ group, one for earlier hops
-            inside, changes["weights"] = self.weights
-            changes["inside"] = None if inside == changes["weights"] else parse(inside)
-        for name in changes.keys() & _TEXT_FORMS.keys():
-            read, text = _TEXT_FORMS[name], changes[name]
-            changes[name] = read(text) if isinstance(text, str) else tuple(map(read, text))
-        changes |= {"memory": replace(base.memory, **memory), "offload": replace(base.offload, **offload)}
-        return replace(base, **changes)
-
-
-# Policy fields that canonical JSON leaves out if the preset has the same value.
-_AS_PUBLISHED: Final = ("sums", "blocks", "planes")
+            values["reduce"] = method(str(self.reduce), **(arguments or {}))
+        if self.schedule:
+            try:
+                values["schedule"] = tuple(span.span() for span in self.schedule)
+            except SpanError as error:
+                raise PolicyError(str(error)) from None
+        for part in ("memory", "offload"):
+            keys = [key for key, each in KEYS.items() if each.part == part and key in values]
+            values[part] = replace(getattr(base, part), **{KEYS[key].name: values.pop(key) for key in keys})
+        return replace(base, **values)
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
@@ -363,7 +447,9 @@ class Trial(_Frozen):
     timeout_seconds: float = Field(600, gt=0, le=_LONGEST_SECONDS)
     measure_quantisation: bool = False
     memory_limit: Annotated[int | None, text_or_number(parse_size)] = None
-    control: Literal["stale_secondary", "late_secondary", "half_batch", "unordered"] | None = None
+    control: (
+        Literal["stale_secondary", "late_secondary", "half_batch", "unordered", "late_schedule"] | None
+    ) = None
 
     @field_validator("strategy")
     @classmethod
@@ -399,8 +485,8 @@ class Trial(_Frozen):
             data |= {part: getattr(self, part).model_dump(mode="json")} if is_used else {}
         for name in ("hosts", "slurm"):  # which machines are used is no part of the question
             data["cluster"].pop(name, None)
-        for name in _AS_PUBLISHED:
-            if data["policy"].get(name) == getattr(PRESETS.get(self.strategy), name, None):
+        for name, each in KEYS.items():
+            if each.implied and data["policy"].get(name) == getattr(PRESETS.get(self.strategy), name, None):
                 data["policy"].pop(name, None)
         return data
 
@@ -493,8 +579,13 @@ class Trial(_Frozen):
     def resolved_policy(self) -> Policy | None:
         """Return the strategy's preset with this trial's changes; None for a peer.
 
+        A schedule is resolved to the trial's steps, warm-up included.
+
         Raises:
             PolicyError: If no topology could run the policy.
         """
         base = self.base_policy()
-        return None if base is None else self.policy.applied(base, {} if self.own_strategy else self.method)
+        if base is None:
+            return None
+        policy = self.policy.applied(base, {} if self.own_strategy else self.method)
+        return policy.for_steps(self.warmup + self.steps) if policy.schedule else policy

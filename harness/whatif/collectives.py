@@ -53,21 +53,21 @@ class Collective:
     kind: Kind
     elements: int  # of the whole buffer, that is, of all ranks' parts together
     item: float  # bytes of an element on the wire
-    group: tuple[int, ...]  # its ranks
+    group: tuple[int, ...]  # the ranks that take part
     phase: Phase
     unit: str  # FSDP's module whose weights or gradients it carries; empty if the trace does not say
     issued: tuple[float, float]  # when the host's operation, or the launch of the kernel, began and ended
-    ran: tuple[float, float]  # when this rank was in the collective
+    ran: tuple[float, float]  # when this rank entered the collective, and when it left
     lag: float = (
         0.0  # seconds from its issue to its beginning, without the time in which it waited for its turn
     )
     blocking: bool = False  # whether the host waits for it at once
     as_all_reduce: bool = False  # a reduce-scatter that is an all-reduce on the wire
-    kernel: Event | None = None  # with NCCL, its kernel
+    kernel: Event | None = None  # NCCL's kernel; None with gloo
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What all ranks of the group agree on."""
+        """The properties that are equal on all ranks of the group."""
         return self.kind, self.elements, self.item, self.group
 
     def wire_bytes(self, item: float | None = None) -> float:
@@ -141,8 +141,8 @@ def find(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
     for collective in found:
         if not 0 <= collective.elements < _MOST:
             raise Refusal(
-                f"{trace.path}: step {step.number}: {collective.kind} of an impossible number of elements: write the "
-                "trace again"
+                f"{trace.path}: step {step.number} has {collective.kind} of an impossible number of elements: write "
+                "the trace again"
             )
     return found
 
@@ -156,14 +156,17 @@ def _kind(trace: Trace, name: str) -> Kind | None:
         if part in plain:
             return kind
     raise Refusal(
-        f"{trace.path}: has {name}, and only all-gathers, reduce-scatters, all-reduces, all-to-alls and broadcasts can "
-        "be predicted"
+        f"{trace.path}: has {name}, but only all-gathers, reduce-scatters, all-reduces, all-to-alls and broadcasts can "
+        "be predicted: trace a program without other collectives"
     )
 
 
 def _item(trace: Trace, name: str) -> int:
     if (size := _ITEM_BYTES.get(name.lower())) is None:
-        raise Refusal(f"{trace.path}: a collective of elements of type {name!r}, whose size is not known")
+        raise Refusal(
+            f"{trace.path}: has a collective of elements of type {name!r}, whose size is not known: trace a program "
+            "that sends numbers of another type"
+        )
     return size
 
 
@@ -224,7 +227,8 @@ def _gloo(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
         if event.name.startswith("c10d::"):
             if event.name.startswith(("c10d::send", "c10d::recv")):
                 raise Refusal(
-                    f"{trace.path}: has messages between two ranks ({event.name}), which cannot be predicted"
+                    f"{trace.path}: has messages between two ranks ({event.name}), which cannot be predicted: trace a "
+                    "program without them"
                 )
             if (kind := _kind(trace, event.name)) is not None:
                 issued.append((event, kind))
@@ -232,7 +236,7 @@ def _gloo(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
             ran.append(event)
     if len(issued) != len(ran):
         raise Refusal(
-            f"{trace.path}: step {step.number} issues {len(issued)} collectives, and gloo ran {len(ran)}: trace whole "
+            f"{trace.path}: step {step.number} issues {len(issued)} collectives, but gloo ran {len(ran)}: trace whole "
             "steps of a program in which each step waits for its collectives"
         )
     groups = {tuple(ranks) for ranks in trace.groups.values() if len(ranks) > 1}

@@ -52,7 +52,7 @@ def whatif(
     rate: Annotated[
         list[str] | None,
         typer.Option(
-            help="Rate of a node's link, as '100 Gbit/s'; the traced one by default. May be repeated."
+            help="Rate of a node's link, such as '100 Gbit/s'; by default the traced rate. May be repeated."
         ),
     ] = None,
     traced_rate: Annotated[
@@ -91,7 +91,7 @@ def whatif(
     The program is any training with FSDP2, DDP or DeepSpeed; it needs no change but the profiler.
     """
     if len(traces) > MOST_RANKS:
-        raise Refusal(f"{len(traces)} traces; at most {MOST_RANKS} are read")
+        raise Refusal(f"{len(traces)} traces are given, but at most {MOST_RANKS} are read: give fewer")
     rates = [_rate("--rate", text) for text in rate or []]
     given = None if traced_rate is None else _rate("--traced-rate", traced_rate)
     calibrated = None if machine is None else machine_file.read(machine)
@@ -120,7 +120,7 @@ def whatif(
         terminal_table.say(line, out)
     terminal_table.show(rows, _COLUMNS, out, whole="--json and --csv print all of them")
     terminal_table.say(
-        "from, to: if the seconds of a collective besides its bytes over the rate scale with these, or are constant. "
+        "from, to: the step if a collective's overhead scales with its bytes over the rate, and if it is constant. "
         "Speed-up: over the program as traced, at the same rate and topology. Break-even: above this rate the policy "
         "does not pay.",
         out,

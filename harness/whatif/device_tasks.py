@@ -40,7 +40,7 @@ def on_device(
         step: The step.
         marks: Its marks.
         collectives: Its collectives.
-        begin: When the GPU ended the step before; its own step ends with its last kernel.
+        begin: When the GPU ended the step before.  The GPU's step ends with its last kernel.
 
     Raises:
         Refusal: if streams are idle for reasons that the trace does not show.
@@ -62,7 +62,7 @@ def on_device(
 
 
 class _Streams:
-    """The kernels of one step, by place: their number in the order of their beginnings."""
+    """The kernels of one step; the place of a kernel is its number in the order in which kernels begin."""
 
     def __init__(self, step: Step, collectives: Sequence[Collective], result: RankStep) -> None:
         launch = {event.arguments.get("correlation"): event.begin for event in step.launches}
@@ -145,9 +145,10 @@ class _Streams:
         return self._collective[other] is None and self._stream[other] != self._stream[place] and begins_later
 
     def note_computing(self) -> None:
-        """Note the time until each kernel ended, at the moment of its launch, without waits for collectives.
+        """Note, at the moment of each kernel's launch, the seconds of computation that the kernel adds.
 
-        Idle times in which kernels were still to be launched count as computation.
+        These are the seconds from the end of the kernels before it to its own end, without waits for collectives; idle
+        times in which kernels were still to be launched count as computation.
         """
         reached = self._result.begin
         for place, event in enumerate(self._kernels):
@@ -189,7 +190,7 @@ class _Streams:
         return segments
 
     def cut(self, host_begin: float) -> None:
-        """Cut the streams and the host into tasks; gaps between the kernels of a task belong to it."""
+        """Cut the streams and the host into tasks; gaps between the kernels of a task belong to the task."""
         result, syncs = self._result, list(self._synchronisations())
         waited = {other for others in self._waits.values() for other in others}
         segments = self._segments(waited | {place for *_, place in syncs})

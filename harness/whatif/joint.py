@@ -44,7 +44,7 @@ class Joined:
     overhead: Mapping[
         int, float
     ]  # by rank, seconds from the end of the link's time to the end of the collective
-    shared: bool  # whether it ran while the next one did, so that its overhead is in part the other's time
+    shared: bool  # whether its overhead may be another collective's time: the next began before it ended, or one trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class Traced:
     """What the traces of all ranks show."""
 
     topology: Topology  # of the traced run
-    rate: float  # bytes a second, of a node's link, that collectives achieved
-    rate_given: bool  # whether the user gave it
+    rate: float  # bytes a second of a node's link: those that the user gave, or that collectives achieved
+    rate_given: bool  # whether the user gave the rate
     steps: Sequence[JointStep]
     offsets: Mapping[int, float]  # by rank, seconds that were subtracted from its clock
     rules: Counter[tasks.Rule]
@@ -78,7 +78,7 @@ class Run:
     link: float
     overhead: Mapping[int, float]
     between: bool
-    coding: tuple[float, float] = (0.0, 0.0)  # seconds of the processor before it and after it
+    coding: tuple[float, float] = (0.0, 0.0)  # seconds of the processor before and after the collective
 
 
 def join(read: Iterable[Trace], ranks_per_node: int, rate: float | None) -> Traced:
@@ -86,7 +86,7 @@ def join(read: Iterable[Trace], ranks_per_node: int, rate: float | None) -> Trac
 
     Args:
         read: One trace of each rank, or the trace of one rank, which then stands for all.  Each is reduced to its tasks
-            before the next one is read, so that the events of one trace are in memory at a time.
+            before the next one is read, so that only one trace's events are in memory at a time.
         ranks_per_node: Ranks of a node of the traced run.
         rate: Bytes a second of a node's link; None to find it from the largest collectives.
 
@@ -157,16 +157,17 @@ def _check(traces: Sequence[Trace], world: int, ranks_per_node: int) -> None:
     if len(traces) > 1 and ranks != list(range(world)):
         twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
         missing = sorted({*range(world)} - {*ranks})
-        what = f"rank {twice[0]} twice" if twice else f"no trace of rank {missing[0]}"
+        what = f"two of rank {twice[0]}" if twice else f"none of rank {missing[0]}"
         raise Refusal(
-            f"{first.path}: {len(traces)} traces of a run with {world} ranks, and {what}: give one trace of each "
-            "rank, or one trace in all"
+            f"{first.path}: its run had {world} ranks, but of the {len(traces)} traces there is {what}: give one trace "
+            "of each rank, or one trace in all"
         )
     if world == 1:
-        raise Refusal(f"{first.path}: of a run with one rank, which sends nothing: trace two or more ranks")
+        raise Refusal(f"{first.path}: its run had one rank, which sends nothing: trace two or more ranks")
     if world % ranks_per_node:
         raise Refusal(
-            f"--traced-ranks-per-node {ranks_per_node} does not divide the {world} ranks of {first.path}"
+            f"--traced-ranks-per-node {ranks_per_node} does not divide the {world} ranks of {first.path}: give a "
+            "divisor"
         )
     numbers = [step.number for step in first.steps]
     for trace in traces[1:]:
@@ -254,7 +255,7 @@ def _aligned(
 
 
 def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[int, float]) -> JointStep:
-    """Join one step, still without what depends on the link's rate."""
+    """Join one step of all ranks; the fields that depend on the link's rate are filled in later."""
     alone = len(ranks) == 1
     begins = {rank: step.begin - offsets.get(rank, 0.0) for rank, step in ranks.items()}
     ends = {rank: step.end - offsets.get(rank, 0.0) for rank, step in ranks.items()}
@@ -280,8 +281,9 @@ def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[
 
 
 def _rate(steps: Sequence[JointStep]) -> float:
-    """Return the bytes a second that the largest collectives between nodes achieved, as a median.
+    """Return the median of the bytes a second that the largest collectives between nodes achieved.
 
+    If no collective crosses nodes, the largest of all collectives count.
     Collectives that run at the same time share the link, so their bytes are counted together.
     """
     achieved = list[tuple[float, float]]()  # (bytes, bytes a second)
@@ -299,14 +301,15 @@ def _rate(steps: Sequence[JointStep]) -> float:
             nbytes, until = nbytes + size, max(until, end)
     if not achieved:
         raise Refusal(
-            "the traces' clocks cannot be aligned: no collective was in progress on all ranks at once"
+            "the traces' clocks cannot be aligned, since no collective was in progress on all ranks at once: give "
+            "traces of the same steps of one run"
         )
     largest = max(size for size, _ in achieved)
     return statistics.median(rate for size, rate in achieved if size >= _LARGE * largest)
 
 
 def _timed(step: JointStep, rate: float) -> JointStep:
-    """Divide each collective's time into the link's and overhead."""
+    """Divide each collective's time into time on the link and overhead."""
     by_number, free = dict[int, Joined](), 0.0
     order = sorted(range(len(step.collectives)), key=lambda number: step.collectives[number].seen.ran[0])
     for place, number in enumerate(order):
@@ -334,7 +337,7 @@ class Replayed:
     """A replayed step, in seconds."""
 
     seconds: float  # from the last rank's beginning to the last rank's end
-    exposed: float  # most that a rank's tasks waited for collectives
+    exposed: float  # seconds that tasks waited for collectives, on the rank where they waited longest
     link: float  # how long the link between nodes was busy
 
 
@@ -343,14 +346,14 @@ def replay(step: JointStep, runs: Sequence[Run], slower: float = 1.0) -> Replaye
 
     Args:
         step: The traced step.
-        runs: The collectives, by number; with ``link`` and ``overhead`` of zero if they are left out.
+        runs: The collectives, by number; one that is left out has a ``link`` and an ``overhead`` of zero.
         slower: Factor by which computation takes longer.
     """
     return _Replay(step, runs, slower).run()
 
 
 class _Replay:
-    """One replay: finishes tasks as soon as those before them are done, and collectives in the order of readiness."""
+    """One replay: runs a task once all tasks before it are done, and collectives in the order of readiness."""
 
     def __init__(self, step: JointStep, runs: Sequence[Run], slower: float) -> None:
         self._step, self._runs, self._slower = step, runs, slower

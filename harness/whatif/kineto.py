@@ -38,7 +38,7 @@ _NUMBERS: Final = ("correlation", "stream")  # arguments of launches and kernels
 _BETWEEN: Final = re.compile(r"[\s,]*")
 _EVENTS: Final = re.compile(r'"traceEvents"\s*:\s*\[')
 _NOT_OURS: Final = (
-    "not a trace that torch.profiler wrote: export one with profile(...).export_chrome_trace(PATH)"
+    "is not a trace that torch.profiler wrote: export one with profile(...).export_chrome_trace(PATH)"
 )
 
 
@@ -93,7 +93,7 @@ def read(path: Path) -> Trace:
         with _opened(path) as file:
             events = [event for raw in _raw_events(path, file, facts) if (event := _event(path, raw))]
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise Refusal(f"{path}: truncated, or not compressed with gzip: write the trace again") from None
+        raise Refusal(f"{path}: is truncated, or not compressed with gzip: write the trace again") from None
     except UnicodeDecodeError:
         raise Refusal(f"{path}: {_NOT_OURS}") from None
     base = facts.get("baseTimeNanoseconds", 0)
@@ -151,7 +151,7 @@ def _raw_events(path: Path, file: IO[str], facts: dict[str, Any]) -> Iterator[An
         except (ValueError, RecursionError) as error:
             more = file.read(_CHUNK) if len(text) - place < _LARGEST else ""
             if not more:
-                cut = "truncated" if len(text) - place < _LARGEST else f"not JSON ({error})"
+                cut = "is truncated" if len(text) - place < _LARGEST else f"is not JSON ({error})"
                 raise Refusal(
                     f"{path}: {cut} in its events: wait until the profiler has written the file"
                 ) from None
@@ -166,7 +166,7 @@ def _facts(path: Path, text: str) -> dict[str, Any]:
     try:
         facts = json.loads(text, strict=False)
     except (ValueError, RecursionError):
-        raise Refusal(f"{path}: truncated, or {_NOT_OURS}") from None
+        raise Refusal(f"{path}: is truncated, or {_NOT_OURS}") from None
     return facts if isinstance(facts, dict) else {}
 
 

@@ -69,7 +69,8 @@ def check(policy: str, traced: Traced) -> None:
                 )
     if policy == "kept" and not any(_again(step.collectives) for step in traced.steps):
         raise Refusal(
-            "--policy kept: the program gathers no weights again in backward, so nothing can be left out"
+            "--policy kept: the program gathers no weights again in backward, so nothing can be left out: choose "
+            "another policy"
         )
 
 
@@ -91,7 +92,8 @@ def _run(joined: Joined, traced: Traced, target: Target, overheads: Overheads, *
         if len(seen.group) != traced.topology.world:
             raise Refusal(
                 f"--nodes, --ranks-per-node: a traced collective has {len(seen.group)} of {traced.topology.world} "
-                "ranks, and only a program whose collectives have all ranks can be moved to another topology"
+                "ranks, and only a program whose collectives have all ranks can be moved to another topology: leave "
+                "out both options"
             )
         seen, between = replace(seen, group=tuple(range(target.topology.world))), True
     item = seen.item
@@ -153,7 +155,7 @@ def units_of(step: JointStep) -> list[Unit]:
     """Return the units of the traced model in forward order: FSDP's modules, DeepSpeed's gathers, or DDP's buckets.
 
     Raises:
-        Refusal: if the step has neither.
+        Refusal: If the step has none of these.
     """
     collectives = [joined.seen for joined in step.collectives]
     gathers = [seen for seen in collectives if seen.kind == "all_gather" and seen.phase == "forward"]
@@ -221,7 +223,10 @@ def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) 
 
 
 def _issued(step: JointStep, rank: int, issued: Sequence[float]) -> list[float]:
-    """Return when a rank issued its buckets; ``issued`` are the first rank's moments, which tell which those are."""
+    """Return when a rank issued DDP's buckets.
+
+    ``issued`` are the moments at which the first rank issued the buckets; its other collectives have other moments.
+    """
     first = step.ranks[min(step.ranks)].collectives
     places = [place for place, seen in enumerate(first) if seen.issued[0] in set(issued)]
     return [step.ranks[rank].collectives[place].issued[0] for place in places]

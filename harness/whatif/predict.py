@@ -29,17 +29,19 @@ class Prediction:
 
     target: Target
     seconds: float  # if overheads scale with bytes over the rate
-    low: float
-    high: float  # ``low`` and ``high`` are the hypotheses' predictions
+    low: float  # the smaller of the predictions by the two hypotheses on overheads
+    high: float  # the larger of the two
     exposed: float
     link: float
     speed_up: float  # over the program as it was traced, at the same rate and topology
-    break_even: float | None  # bytes a second at which both take equally long; None if there is no such rate
+    break_even: (
+        float | None
+    )  # bytes a second above which the policy does not pay; None if there is no such rate
     notes: Sequence[str]
 
     @property
     def bound(self) -> str:
-        """What the step would take as long as, if the rest took no time: ``link`` or ``processor``."""
+        """What bounds the step: ``link`` if the link is busy longer than the ranks compute, else ``processor``."""
         return "link" if self.link > self.seconds - self.exposed else "processor"
 
 
@@ -47,7 +49,7 @@ def check_replay(traced: Traced) -> list[float]:
     """Return the relative error of each traced step's replay.
 
     Raises:
-        Refusal: if the median of their sizes is above :data:`CLOSE`.
+        Refusal: If the median of the errors' absolute values is above :data:`CLOSE`, or a traced step takes no time.
     """
     for step in traced.steps:
         if step.seconds <= 0:
@@ -59,7 +61,7 @@ def check_replay(traced: Traced) -> list[float]:
         if traced.rate_given and run.link > (1 + CLOSE) * step.seconds:
             raise Refusal(
                 f"--traced-rate {in_words(traced.rate)}: a traced step of {step.seconds:.3g} s would have been on the "
-                f"link for {run.link:.3g} s: leave it out or correct it"
+                f"link for {run.link:.3g} s: leave out --traced-rate, or correct it"
             )
     errors = [run.seconds / step.seconds - 1 for run, step in zip(replayed, traced.steps, strict=True)]
     if (median := statistics.median(map(abs, errors))) > CLOSE:

@@ -52,7 +52,7 @@ class RankStep:
     tasks: list[Task] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     rules: Counter[Rule] = field(default_factory=Counter)  # how many collectives' waits each rule has found
-    # (moment of the host, seconds) of all computation before the optimizer; a moment tells whose computation it is
+    # (moment of the host, seconds) of all computation before the optimizer; the moment tells which unit computed
     computed: list[tuple[float, float]] = field(default_factory=list)
     optimizer: float = 0.0  # seconds of the optimizer's step
 
@@ -107,7 +107,7 @@ def _note_host(result: RankStep, begin: float, end: float) -> None:
 
 
 def note_computing(result: RankStep, moment: float, seconds: float) -> None:
-    """Note seconds of computation; from the beginning of the optimizer's step on they are the optimizer's."""
+    """Note seconds of computation, as the optimizer's if ``moment`` lies in or after the optimizer's step."""
     if moment < result.marks.optimizer:
         result.computed.append((moment, seconds))
     else:

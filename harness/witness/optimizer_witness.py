@@ -54,15 +54,19 @@ class OptimizerWitness:
     """Watches the optimizer of one rank; the caller calls :meth:`before` and :meth:`after` around each of its steps.
 
     It does nothing unless the optimizer is torch's AdamW, with no other arguments than those in :data:`_SETTINGS`.
+    With Muon it watches the elements that AdamW steps.
     """
 
     def __init__(self, trial: Trial, rank: int, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._key, self._rank = optimizer, f"{trial.seed}/{trial.repeat}/{rank}", rank
-        self._settings: dict[str, Any] = {**_SETTINGS, **trial.optimizer.arguments}
+        muon, arguments = trial.optimizer.orthogonalises, trial.optimizer.arguments
+        own: Any = arguments.get("adamw", {}) if muon else arguments
+        self._settings: dict[str, Any] = _SETTINGS | own
         self._schedule = trial.schedule()
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        groups = (group for group in optimizer.param_groups if not group.get("matrices"))
+        parameters = [p for group in groups for p in group["params"]]
         # DeepSpeed has an implementation of its own.
-        adamw = trial.optimizer.name == "AdamW" and self._settings.keys() == _SETTINGS.keys()
+        adamw = (muon or trial.optimizer.name == "AdamW") and self._settings.keys() == _SETTINGS.keys()
         self._masters: list[Any] = []
         own = trial.own_strategy  # which may step the masters in another way
         if adamw and family_of(trial.strategy) != "deepspeed" and not own:

@@ -4,7 +4,8 @@ These checks run outside the timed parts of a step, and send no messages.  Each 
 :func:`harness.records.training_faults.training_fault` judges those of all ranks:
 
 - optimizer: a few elements, some of them drawn anew in each step, are stepped again in float64
-  (:mod:`harness.witness.optimizer_witness`), and the optimizers of all ranks hold all trained elements;
+  (:mod:`harness.witness.optimizer_witness`), a matrix that Muon steps is stepped again in one step
+  (:mod:`harness.witness.matrix_witness`), and the optimizers of all ranks hold all trained elements;
 - gradients: the optimizer gets the gradients that the backward passes left, with the norm that clipping and loss scale
   give, and a rehearsal of the same step gives the same gradients;
 - outer steps (``policy.local_steps``): groups agree on the masters afterwards, which are those that SGD with Nesterov
@@ -29,6 +30,7 @@ from harness.records.training_faults import Checked, Norms
 from harness.suites.peers import family_of
 from harness.suites.trial import Trial
 from harness.witness.batch_witness import BatchWitness, digest, same_inputs, shared_split
+from harness.witness.matrix_witness import MatrixWitness
 from harness.witness.optimizer_witness import OptimizerWitness, local
 from harness.witness.outer_witness import OuterWitness
 from harness.workloads.rank_batches import Batch, RankBatches
@@ -49,7 +51,8 @@ class TrainingChecks:
         data: The batches of this rank.
         rank: Number of this rank.
         optimizer: The optimizer of the training loop.
-        read: Inputs of the model in training mode, to which :func:`watch_inputs` appends; None if not watched.
+        read: List to which :func:`watch_inputs` appends the model's inputs in training mode; None if inputs are not
+            watched.
         zero: Our own engine, whose outer steps are watched with local steps; None for other engines.
     """
 
@@ -66,6 +69,7 @@ class TrainingChecks:
         self.checked = Checked(warmup=trial.warmup, timed=trial.steps, clip=trial.clip)
         self._trial, self._data, self._rank = trial, data, rank
         self._read, self._optimizer = read, OptimizerWitness(trial, rank, optimizer)
+        self.matrix: MatrixWitness | None = None  # watches one matrix, if Muon steps a sharded model
         self._batches = BatchWitness(trial, data.dataset)
         self._outer = None
         if zero is not None and zero.policy.local_steps is not None and not trial.own_strategy:
@@ -105,6 +109,7 @@ class TrainingChecks:
         """
         self.checked.losses.append(loss)
         self._note(self._optimizer.before(index))
+        self._note(None if self.matrix is None else self.matrix.before(index))
         self._reduced, self._scale = self._norm(), scale
 
     def replay(self, index: int, *, done: bool) -> None:
@@ -112,6 +117,7 @@ class TrainingChecks:
         if done and self._shown:
             self.checked.norms[index] = Norms(self._reduced, self._norm(), self._scale)
         self._note(self._optimizer.after(index, done=done))
+        self._note(None if self.matrix is None else self.matrix.after(index, done=done))
         if self._outer is not None:
             self._outer.after(index, done=done)
         self.checked.replayed, self.checked.linked = self._optimizer.replayed, self._optimizer.linked

@@ -20,7 +20,7 @@ from harness.suites.model_sizes import (
     Shape,
     ViTShape,
 )
-from harness.suites.trial import Model
+from harness.suites.trial import Model, Trial
 from impl.plan.shard_layout import ParameterSpec
 from impl.plan.unit_plan import Placed
 
@@ -99,3 +99,19 @@ def parameters_of(model: Model, sequence: int) -> tuple[list[Placed], list[str]]
     if not (isinstance(shape, GPTShape) and shape.tied):  # else the head's weight is the embedding's
         placed.append(Placed(ParameterSpec("head.weight", (outputs, width)), ""))
     return placed, blocks
+
+
+def parameters_of_trial(trial: Trial) -> tuple[list[Placed], list[str]]:
+    """List a trial's parameters as :func:`parameters_of` does, in the groups that the trial's optimizer gives them.
+
+    Raises:
+        Refusal: as :func:`parameters_of` does.
+    """
+    placed, blocks = parameters_of(trial.model, trial.sequence)
+    group = trial.optimizer.group
+    return [
+        place._replace(
+            spec=replace(place.spec, group=group(place.spec.name, place.spec.shape, hidden=bool(place.block)))
+        )
+        for place in placed
+    ], blocks

@@ -8,13 +8,13 @@ adapters' ledgers equal these predictions to the byte.  Pure: no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from impl.codecs.codec import FP32, OwnCodec, common_grain
 from impl.plan.hops import gather_hops, reduction_hops
-from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
+from impl.plan.policy import PRESETS, SETTINGS, Policy, PolicyError
 from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry
 from impl.plan.topology import Topology
 from impl.plan.traffic import NORM_BYTES, Book, Event, LedgerKey, Phase, Sent, Tag, predict
@@ -47,6 +47,7 @@ _WHY: Final = {
     "compute": "the host decides this itself, FSDP2 by its MixedPrecisionPolicy",
     "secondary": "FSDP2 gathers anew in backward and keeps no secondary copy",
     "feedback": "FSDP2 and DDP do not tell collectives when a step ends, which error feedback needs",
+    "schedule": "FSDP2 and DDP do not tell collectives when a step ends",
 }
 
 
@@ -57,12 +58,12 @@ def carries(host: Host, name: str) -> bool:
 
 def check_host(host: Host, policy: Policy) -> None:
     """Raise PolicyError for a policy that ``host`` cannot carry out, naming a field and its expected value."""
-    base = dict(_values(BASES[host]))
-    for name, value in _values(policy):
-        if name not in _OPEN[host] and value != base[name]:
+    for each in SETTINGS:
+        name, value, expected = each.path, each.of(policy), each.of(BASES[host])
+        if name not in _OPEN[host] and value != expected:
             why = _WHY.get(name, "the host decides this itself")
             raise PolicyError(
-                f"{name} = {value} inside {host}: {why}; expected {base[name]}, or a strategy of this project's engine"
+                f"{name} = {value} inside {host}: {why}; expected {expected}, or a strategy of this project's engine"
             )
     if policy.own_reduce is not None:
         raise PolicyError(
@@ -75,16 +76,6 @@ def check_host(host: Host, policy: Policy) -> None:
                 f"{codec} inside {host}: stochastic rounding needs the number of the step, which {host} does "
                 "not tell collectives; expected a codec that rounds to nearest"
             )
-
-
-def _values(policy: Policy) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of every field; each field of ``memory`` and ``offload`` counts by itself."""
-    for field in fields(policy):
-        value = getattr(policy, field.name)
-        if isinstance(value, MemoryLimits | Offload):
-            yield from ((f"{field.name}.{limit.name}", getattr(value, limit.name)) for limit in fields(value))
-        else:
-            yield field.name, value
 
 
 class HostError(RuntimeError):

@@ -31,6 +31,7 @@ from impl.comm.wire import Wire
 from impl.engine import state_dict as state
 from impl.errors import ZeroError, raised
 from impl.plan.policy import Policy
+from impl.plan.spans import in_words
 from impl.unit.whole_values import WholeValues
 from impl.zero import Zero
 
@@ -190,8 +191,14 @@ def _identity(zero: Zero) -> dict[str, str]:
         "gradients": "/".join(map(str, policy.gradients)),
         "reduction": str(policy.reduce),
         "group": str(policy.group_ranks(topology)),
-        "feedback": str(policy.feedback or "none"),
-        "differences": f"{policy.differences} of {policy.copy_codec}" if policy.differences else "none",
+        "feedback": _of_phases(policy, lambda phase: str(phase.feedback or "none")),
+        "differences": _of_phases(
+            policy,
+            lambda phase: f"{phase.differences} of {phase.copy_codec}" if phase.differences else "none",
+        ),
+        "schedule": in_words((span.text, span.end) for span in policy.schedule)
+        if policy.schedule
+        else "none",
         "budget": str(policy.budget or "none"),
         "local steps": _local_steps(policy),
         "seed": str(zero.clock.seed),
@@ -218,6 +225,11 @@ def _group(zero: Zero) -> str | None:
     mesh = zero.wire.mesh
     number = mesh.rank // zero.policy.group_ranks(mesh.topology)
     return f"group{number}:" if number else ""
+
+
+def _of_phases(policy: Policy, text: Callable[[Policy], str]) -> str:
+    """Returns the ``text`` of a policy or, with a schedule, the different texts of its phases."""
+    return " or ".join(sorted(dict.fromkeys(map(text, policy.phases)), key=lambda each: each == "none"))
 
 
 def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
@@ -364,6 +376,7 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
         else:
             yield f"loss scale: saved with {setting}, here {current}"
     zero.clock.step, zero.clock.micro_batch = manifest.step, manifest.micro_batch
+    zero.follow_schedule(manifest.step)
     holding_codes = [unit for unit in zero.units if unit.master_shard.codes is not None]
     if differ := _unlike(zero, manifest):
         for feature in ("feedback", "differences", "budget"):

@@ -8,6 +8,8 @@ A codec is a frozen value with a text form, which suites use and :func:`parse` r
 - ``fp8e4m3:128``, ``mxfp8``, ``mxfp4``: small floats (:class:`FloatCodec`)
 - ``:hadamard32`` and ``:stochastic`` may follow: a rotation before quantising, and stochastic rounding
 - ``nf4`` and other published formats, and a user's ``module:object`` (:class:`OwnCodec`)
+- ``lossless:zstd``, ``lossless:zlib:bf16``: codecs whose number of bytes depends on the values.  They are measured and
+  not sent (:mod:`impl.codecs.lossless`).
 
 An encoded shard is a *frame*: the codes, then a scale for each block, then, for codecs with offsets, an offset
 for each block.  The codes are padded to a multiple of 16 bytes, and so are the scales and offsets together.
@@ -16,6 +18,7 @@ docs/reference/wire_format.md gives the bytes and the arithmetic.  This file imp
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import operator
 import re
@@ -307,10 +310,25 @@ FORMATS: Final = {
     for name in ("NVFP4", "MXFP6E2M3", "MXFP6E3M2", "NF4", "Spike2", "Spike3", "Sign1", "BF16SR")
 }
 
+# Codecs that lose nothing, or nothing beyond a cast to bf16.  The number of their bytes depends on the values, so no
+# policy can send them.
+LOSSLESS: Final = {
+    "lossless:zstd": "impl.codecs.lossless:Zstd",
+    "lossless:zstd:bf16": "impl.codecs.lossless:ZstdBf16",
+    "lossless:zlib": "impl.codecs.lossless:Zlib",
+    "lossless:zlib:bf16": "impl.codecs.lossless:ZlibBf16",
+}
+_OURS: Final = FORMATS | LOSSLESS
+
+
+def has_zstd() -> bool:
+    """Returns whether the package zstandard is installed, which ``lossless:zstd`` needs."""
+    return importlib.util.find_spec("zstandard") is not None
+
 
 @dataclass(frozen=True, slots=True)
 class OwnCodec(_Framed):
-    """A user's codec, or a published format.
+    """A user's codec, a published format, or one of :data:`LOSSLESS`.
 
     A frame is what the codec's object encodes, padded with zeros to a multiple of 16 bytes.  ``name`` is
     ``module:object`` or the name of a format.  The object is imported on first use, so that records that name
@@ -335,8 +353,15 @@ class OwnCodec(_Framed):
 
         Raises CodecError: if the object cannot be imported, or lacks an attribute that codecs must have.
         """
-        if self.name in FORMATS:
-            return self.instance or own_object.import_definition(FORMATS[self.name], ours=True)
+        if self.name in _OURS:
+            if self.name.startswith("lossless:zstd") and not has_zstd():
+                way_out = (
+                    f"run pip install 'zeropp-bench[lossless]', or use {self.name.replace('zstd', 'zlib')}"
+                )
+                raise CodecError(
+                    f"{self.name} needs the package zstandard, which is not installed: {way_out}"
+                )
+            return self.instance or own_object.import_definition(_OURS[self.name], ours=True)
         return self.instance or own_object.import_definition(self.name)
 
     @property
@@ -346,7 +371,7 @@ class OwnCodec(_Framed):
         They may not if reading them would import a user's module while such imports are forbidden
         (:func:`impl.named_object.forbidden`).
         """
-        return self.instance is not None or self.name in FORMATS or named_object.allowed()
+        return self.instance is not None or self.name in _OURS or named_object.allowed()
 
     @property
     def claimed(self) -> BuiltIn | None:
@@ -387,8 +412,9 @@ class OwnCodec(_Framed):
 
         Raises CodecError: unless the object's answer is a whole number.
         """
+        contract = self._contract
         with raising(CodecError, f"{self.name}: frame_bytes({numel}):"):
-            return operator.index(self._contract.frame_bytes(numel))  # type: ignore[misc]  # checked when read
+            return operator.index(contract.frame_bytes(numel))  # type: ignore[misc]  # checked when read
 
     def frame_bytes(self, numel: int) -> int:
         """Returns the bytes of the frame of ``numel`` elements, with padding."""
@@ -445,7 +471,8 @@ _HEAD: Final = re.compile(r"(fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*)(:|$)")  # suc
 _ALLOWED: Final = (
     "expected fp32, bf16 or fp16; or int<2..8>:<block or 'shard'>[:asym or :clip], fp8e4m3:<block>, "
     "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048; or "
-    f"{', '.join(FORMATS)}; a codec of your own is named as module:object, such as mykernels:Int4"
+    f"{', '.join(FORMATS)}; or, to be measured, {', '.join(LOSSLESS)}; "
+    "a codec of your own is named as module:object, such as mykernels:Int4"
 )
 
 
@@ -459,7 +486,7 @@ def parse(text: str) -> Codec:
     if not isinstance(text, str):
         raise CodecError(f"codec {text!r} is a {type(text).__name__}: {_ALLOWED}")
     stripped = text.strip()
-    if stripped in FORMATS or (not _HEAD.match(stripped) and is_name(stripped)):
+    if stripped in _OURS or (not _HEAD.match(stripped) and is_name(stripped)):
         return OwnCodec(stripped)
     match = _TEXT.fullmatch(stripped)
     raw, bits, head, size, mx, scheme, hadamard, random = match.groups() if match else [None] * 8

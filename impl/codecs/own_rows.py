@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import CodecError, OwnCodec
+from impl.codecs.codec import Codec, CodecError, OwnCodec
 from impl.codecs.rounding_noise import Noise
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,6 +74,17 @@ def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
     for source in frames[1:]:
         decode(codec, source, term)
         out.add_(term)
+
+
+def used_bytes(codec: Codec, frames: Tensor) -> int:
+    """Returns how many bytes of ``frames`` (..., F) uint8 are used.
+
+    They are all, except those of codecs whose number of bytes depends on the values.
+    """
+    function = codec.definition.used_bytes if isinstance(codec, OwnCodec) else None
+    if function is None:
+        return frames.numel()
+    return sum(int(function(frame)) for frame in frames.view(-1, frames.shape[-1]))
 
 
 def decoded_sha256(codec: OwnCodec) -> str:

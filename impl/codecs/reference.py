@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -40,6 +41,7 @@ from impl.codecs.rounding_noise import BITS, MULTIPLIERS, OCTET, ROUNDS, WEYL, N
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SUMMED_ROW: Final = 1024  # 8-byte numbers in a row when bits are summed by rows and columns
 _MOST_SEEN: Final = 4096  # most operations that are remembered; a unit needs about six
 Repeat = Callable[[Tensor, Tensor], None]  # repeats an operation on tensors of the same layout, unchecked
 
@@ -107,7 +109,7 @@ class Operations:
         size, frames that are not contiguous, tensors on several devices, or strides that the backend does not
         take.
         """
-        key = _key("encode", x, frames, codec) if noise is None and carried is None else None
+        key = key_of("encode", x, frames, codec) if noise is None and carried is None else None
         if self._repeated(key, x, frames):
             return
         _check(codec, x.shape, x.dtype, frames, x)
@@ -122,7 +124,7 @@ class Operations:
 
         Raises ValueError: as :meth:`encode`.
         """
-        key = _key("decode", frames, out, codec)
+        key = key_of("decode", frames, out, codec)
         if self._repeated(key, frames, out):
             return
         _check(codec, out.shape, out.dtype, frames, out)
@@ -130,15 +132,18 @@ class Operations:
         if out.numel() > 0:
             self._remember(key, self._decode(codec, frames, out), codec)
 
-    def decode_sum(self, codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32") -> None:
+    def decode_sum(
+        self, codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32", divisor: int = 1
+    ) -> None:
         """Decode ``frames`` (sources, ..., F) uint8, and write their sum to ``out`` (..., S) fp32.
 
-        The sources are added in ascending order.  With ``sums="fp16"``, as in DeepSpeed, each term and each
-        partial sum is rounded to fp16, and becomes infinite beyond 65504; the first term is added to 0.
+        The sources are added in ascending order, and the sum is divided by ``divisor``.  With ``sums="fp16"``, as in
+        DeepSpeed, each term and each partial sum is rounded to fp16, and becomes infinite beyond 65504; the first term
+        is added to 0.
 
         Raises ValueError: as :meth:`encode`.
         """
-        key = _key("decode_sum", frames, out, codec) if sums == "fp32" else None
+        key = key_of(("decode_sum", divisor), frames, out, codec) if sums == "fp32" else None
         if self._repeated(key, frames, out):
             return
         if out.dtype != torch.float32:
@@ -148,8 +153,11 @@ class Operations:
         if out.numel() > 0:
             if sums == "fp16":
                 self._sum_halves(codec, frames, out)
-            else:
+                out.div_(divisor)
+            elif divisor == 1:
                 self._remember(key, self._decode_sum(codec, frames, out), codec)
+            else:
+                self._remember(key, self._decode_mean(codec, frames, out, divisor), codec)
 
     def decode_sum_encode(
         self,
@@ -171,14 +179,14 @@ class Operations:
         Raises ValueError: as :meth:`encode`.
         """
         plain = noise is None and carried is None and sums == "fp32"
-        key = _key(numel, frames, out, first, second) if plain else None
+        key = key_of(numel, frames, out, first, second) if plain else None
         if self._repeated(key, frames, out):
             return
         shape = torch.Size((*out.shape[:-1], numel))
         if not (
             sums == "fp32"
-            and isinstance(first, Blocked)
-            and isinstance(second, Blocked)
+            and isinstance(first, BuiltIn)
+            and isinstance(second, BuiltIn)
             and self._fuses(first, second, numel, carried)
         ):
             total = torch.empty(shape, dtype=torch.float32, device=out.device)
@@ -193,6 +201,20 @@ class Operations:
             options = Options(noise if second.stochastic else None, carried)
             repeat = self._decode_sum_encode((first, second), frames, out, numel, options)
             self._remember(key, repeat, first, second)
+
+    def sums_of_bits(self, values: Tensor) -> Tensor:
+        """Returns sums (n,) int64 of the bits of ``values`` (S,) fp32, contiguous, to detect writes.
+
+        Only sums of one backend are comparable.  Here the bits are read as a matrix of 8-byte integers with
+        :data:`SUMMED_ROW` columns.  A change of one integer changes the sum of its row and the sum of its column;
+        several changes go unnoticed only if they cancel in every row and every column.  The memory is read twice, once
+        by rows and once by columns, at the speed of a copy.
+        """
+        numbers = values.detach()[: values.numel() // 2 * 2].view(torch.int64)
+        rows = numbers[: numbers.numel() // SUMMED_ROW * SUMMED_ROW].view(-1, SUMMED_ROW)
+        # At most 2 * SUMMED_ROW elements are left, which are kept as they are.
+        rest = values.detach()[2 * rows.numel() :].view(torch.int32)
+        return torch.cat([rows.sum(1), rows.sum(0), rest])
 
     def _sum_halves(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Add up in fp16, decoding one source after the other; backends with a kernel override this."""
@@ -213,7 +235,7 @@ class Operations:
                 self._repeats.clear()
             self._repeats[key] = repeat, codecs
 
-    def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
+    def _fuses(self, first: BuiltIn, second: BuiltIn, numel: int, carried: Carried | None) -> bool:
         """Returns whether ``_decode_sum_encode`` can be used in place of ``decode_sum`` and ``encode``."""
         return False
 
@@ -251,8 +273,13 @@ class Operations:
             out.add_(_decoded(codec, source, out.shape[-1], LARGEST["fp32"]))
         return None
 
+    def _decode_mean(self, codec: Codec, frames: Tensor, out: Tensor, divisor: int) -> Repeat | None:
+        repeat = self._decode_sum(codec, frames, out)
+        out.div_(divisor)
+        return None if repeat is None else partial(_sum_and_divide, repeat, divisor)
+
     def _decode_sum_encode(
-        self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, options: Options
+        self, hops: tuple[BuiltIn, BuiltIn], frames: Tensor, out: Tensor, numel: int, options: Options
     ) -> Repeat | None:
         raise NotImplementedError
 
@@ -262,7 +289,12 @@ encode, decode = REFERENCE.encode, REFERENCE.decode
 decode_sum, decode_sum_encode = REFERENCE.decode_sum, REFERENCE.decode_sum_encode
 
 
-def _key(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
+def _sum_and_divide(repeat: Repeat, divisor: int, frames: Tensor, out: Tensor) -> None:
+    repeat(frames, out)
+    out.div_(divisor)
+
+
+def key_of(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
     """Returns the key under which an operation is remembered; it must have neither noise nor carried errors.
 
     The key is equal for tensors of the same layout, wherever they lie in memory.  Returns None for tensors

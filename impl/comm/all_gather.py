@@ -14,7 +14,7 @@ from torch import Tensor
 
 from impl.comm.exchanges import Exchange
 from impl.comm.wire import Wire
-from impl.plan.hops import Hop
+from impl.plan.hops import Hop, forwards_in_place
 from impl.plan.topology import Axis
 from impl.plan.traffic import Tag
 
@@ -49,6 +49,10 @@ class FrameGather:
         self._wire, self._write, self._keep = wire, write, keep
         self._tag = Tag("step", "state")
         self._exchange: Exchange  # the hop under way, from start() to close()
+        # The second hop, while the first one is under way, which is received in the second hop's message.
+        self._opened: Exchange | None = None
+        # Whether the first hop is received in the message of the second, which only forwards it.
+        self._forwards = wire.streams and forwards_in_place(hops)
 
     def start(self, tag: Tag, first: Callable[[Hop, Tensor], None], into: Tensor | None = None) -> None:
         """Post the first hop, whose message (bytes,) uint8 is written by ``first``.
@@ -58,7 +62,12 @@ class FrameGather:
         """
         self._tag, self.left, hop = tag, len(self.hops) - 1, self.hops[0]
         to = None if self.left else into
-        exchange = self._exchange = self._wire.all_gather(hop.axis, hop.nbytes, tag, ring=hop.ring, into=to)
+        self._opened = self._open(self.hops[1]) if self._forwards else None
+        if self._opened is not None:
+            to = self._opened.send
+        exchange = self._exchange = self._wire.all_gather(
+            hop.axis, hop.nbytes, tag, ring=hop.ring, into=to, in_line=True
+        )
         first(hop, exchange.send)
         exchange.post()
 
@@ -68,12 +77,17 @@ class FrameGather:
         received = before.wait()
         if self._keep is not None and last.keeps != "nothing":
             self._keep(last, received)
-        exchange = self._wire.all_gather(hop.axis, hop.nbytes, self._tag, ring=hop.ring)
-        self._write(hop, exchange.send, received)
+        if (exchange := self._opened) is None:
+            exchange = self._open(hop)
+            self._write(hop, exchange.send, received)
+        self._opened = None
         before.close()
         self._exchange = exchange
         exchange.post()
         self.left -= 1
+
+    def _open(self, hop: Hop) -> Exchange:
+        return self._wire.all_gather(hop.axis, hop.nbytes, self._tag, ring=hop.ring, in_line=True)
 
     def finish(self) -> Tensor:
         """Finish all hops; returns what the last one has received, valid until :meth:`close`.

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,12 @@ class Exchange(Protocol):
 
     def wait(self) -> Tensor:
         """Wait for all messages; returns (ranks, bytes) uint8, a row per source, valid until :meth:`close`."""
+
+    def parts(self) -> Sequence[Tensor]:
+        """Wait for all messages; returns one (bytes,) uint8 for each source, valid until :meth:`close`.
+
+        In an uneven all-to-all, where messages differ in length, this takes the place of :meth:`wait`.
+        """
 
     def close(self) -> None:
         """Give the buffers back."""
@@ -89,7 +95,17 @@ class Pacer(Protocol):
         """Put ``nbytes`` on the link; returns the ``time.monotonic()`` at which the last byte has left."""
 
 
-def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag: int) -> list[dist.Work]:
+class Splits(NamedTuple):
+    """Bytes of the messages of an uneven all-to-all on one rank, by index of the other rank in the group."""
+
+    come: list[int]
+    go: list[int]
+    starts: list[int]  # for each source, where the message to this rank begins in the source's messages
+
+
+def point_to_point(
+    group: Group, kind: Kind, received: Tensor, sent: Tensor, tag: int, *, splits: Splits | None = None
+) -> list[dist.Work]:
     """Post an exchange over gloo as one message to each rank of the group and one from each.
 
     gloo's own all-to-all announces a receive only when its turn comes.  Behind a slow link the announcement then
@@ -101,8 +117,15 @@ def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag
     after, before = group.others, group.others[::-1]
     if kind == "shift":
         after, before = after[:1], before[:1]
-    come = [received] * size if kind == "shift" else received.view(size, -1).unbind()
-    go = sent.view(size, -1).unbind() if kind == "all_to_all" else [sent] * size
+    come: Sequence[Tensor]
+    go: Sequence[Tensor]
+    if splits is not None:
+        come, go = torch.split(received, splits.come), torch.split(sent, splits.go)
+        before = [i for i in before if splits.come[i]]
+        after = [i for i in after if splits.go[i]]
+    else:
+        come = [received] * size if kind == "shift" else received.view(size, -1).unbind()
+        go = sent.view(size, -1).unbind() if kind == "all_to_all" else [sent] * size
     # recv() and send() of the group do what irecv() and isend() do, but without their checks.  Six calls of irecv()
     # and isend() take 60 us for each unit and hop.
     works = [handle.recv([come[i]], i, tag) for i in before]
@@ -112,16 +135,34 @@ def point_to_point(group: Group, kind: Kind, received: Tensor, sent: Tensor, tag
     return works
 
 
-def collective(group: Group, kind: Kind, received: Tensor, sent: Tensor, _: int) -> list[dist.Work]:
-    """Post an exchange as one collective of the backend."""
-    handle = group.process_group
+def collective(
+    group: Group,
+    kind: Kind,
+    received: Tensor,
+    sent: Tensor,
+    _: int,
+    *,
+    in_line: bool = False,
+    splits: Splits | None = None,
+) -> list[dist.Work]:
+    """Post an exchange as one collective of the backend.
+
+    With ``in_line``, NCCL runs it on the current stream, and there is nothing to wait for.  Otherwise NCCL has a stream
+    of its own for the group, and an event before and after the collective orders the two streams.
+    """
+    handle, apart = group.process_group, not in_line
+    if splits is not None:
+        work = dist.all_to_all_single(received, sent, splits.come, splits.go, group=handle, async_op=apart)
+        return [work] if apart else []
     if kind == "all_gather":
-        return [_all_gather(received, sent, group=handle, async_op=True)]
+        work = _all_gather(received, sent, group=handle, async_op=apart)
+        return [work] if apart else []
     come = go = None  # bytes by rank; None for equal parts
     if kind == "shift":
         before, after = ((group.index + step) % group.size for step in (-1, 1))
         come, go = ([sent.numel() if i == end else 0 for i in range(group.size)] for end in (before, after))
-    return [dist.all_to_all_single(received, sent, come, go, group=handle, async_op=True)]
+    work = dist.all_to_all_single(received, sent, come, go, group=handle, async_op=apart)
+    return [work] if apart else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +185,14 @@ class Route:
     # for each key of the ledger, the bytes and the messages that one exchange adds
     booked: tuple[tuple[LedgerKey, int, int], ...]
     inter_bytes: int  # bytes of one exchange that go to other nodes
+    splits: Splits | None = None  # of an uneven all-to-all; None if all messages have ``nbytes`` bytes
+
+    @property
+    def payload(self) -> int:
+        """Bytes of one exchange that this rank sends to other ranks."""
+        if self.splits is None:
+            return self.sent_bytes // self.parts * self.receivers
+        return sum(self.splits.go) - self.splits.go[self.group.index]
 
 
 class Buffers:
@@ -211,6 +260,9 @@ class Alone:
     def wait(self) -> Tensor:
         return self.send.view(1, -1)
 
+    def parts(self) -> Sequence[Tensor]:
+        return (self.send,)
+
     def close(self) -> None:
         self._buffers.give_back(self._buffer)
 
@@ -234,12 +286,18 @@ class InMemory:
         self.send = arena.row(self._number, route.sent_bytes)
 
     def post(self) -> None:
-        self._watchdog.carried += self.send.numel() // self._route.parts * self._route.receivers
+        self._watchdog.carried += self._route.payload
         self._begin = time.perf_counter()
         self._arena.post(self._number, self._step[2])
 
     def wait(self) -> Tensor:
         return self.messages()[self._sources, self._part]
+
+    def parts(self) -> Sequence[Tensor]:
+        if (splits := self._route.splits) is None:
+            return self.wait().unbind()
+        rows = zip(self.messages(), splits.starts, splits.come, strict=True)
+        return [row[start : start + size] for row, start, size in rows]
 
     def messages(self) -> Tensor:
         """Wait for all messages, and return the whole of them, (ranks, bytes), not only the parts for this rank."""
@@ -258,7 +316,8 @@ class InMemory:
 class Distributed:
     """An exchange that torch.distributed carries; a ``pacer`` delays its messages as a modelled link would.
 
-    The memory of messages comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.
+    The memory of messages comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.  An
+    exchange ``in_line`` that is posted on a side stream runs on this stream.
     """
 
     def __init__(
@@ -271,15 +330,16 @@ class Distributed:
         into: Tensor | None,
         pacer: Pacer | None,
         monitor: HangMonitor | None = None,
+        in_line: bool = False,
     ) -> None:
-        self._watchdog, self._step, self._route = watchdog, step, route
+        self._watchdog, self._step, self._route, self._in_line = watchdog, step, route, in_line
         self._buffers, self._pacer, self._arrival = buffers, pacer, 0.0
         self._works: Sequence[dist.Work] = ()
         self._monitor = monitor  # watches the exchange, if the host does not wait for it
         self._under_way, self._begin = False, 0.0
         self._taken: list[Tensor] = []
         if into is None:
-            nbytes = route.nbytes * route.rows
+            nbytes = route.nbytes * route.rows if route.splits is None else sum(route.splits.come)
             whole = buffers.take(nbytes)
             self._taken.append(whole)
             into = whole if whole.numel() == nbytes else whole[:nbytes]
@@ -294,27 +354,44 @@ class Distributed:
 
     def post(self) -> None:
         route = self._route
-        self._watchdog.carried += self.send.numel() // route.parts * route.receivers
+        self._watchdog.carried += route.payload
         self._under_way, self._begin = True, time.perf_counter()
         if self._pacer is not None and route.inter_bytes:
             self._arrival = self._pacer.book(route.inter_bytes)
         start = point_to_point if route.direct else collective
+        # The end of the work that is being enqueued on a side stream, if this exchange is part of it.
+        arrival = self._buffers.arrival if self._in_line else None
+        if arrival is not None:
+            start = partial(collective, in_line=True)
         # The tag is part of the fingerprint of all exchanges so far.  Thus gloo does not match messages of ranks
         # that have opened different exchanges.
         mark = self._step[2] % _TAGS
         try:
-            self._works = start(route.group, route.kind, self._received, self.send, mark)
+            message = route.group, route.kind, self._received, self.send, mark
+            options: dict[str, Any] = {} if route.splits is None else {"splits": route.splits}
+            self._works = start(*message, **options)
         except RuntimeError as error:  # gloo may find here already that a rank is lost
             raise self._watchdog.error(f"could not finish {label(self._step)}", error, self._step) from error
         if self._monitor is not None:
-            self._monitor.posted(self._step, self._works)
+            self._monitor.posted(self._step, self._works if arrival is None else (arrival,))
 
     def wait(self) -> Tensor:
+        return self._arrived().view(self._route.rows, -1)
+
+    def parts(self) -> Sequence[Tensor]:
+        received, splits = self._arrived(), self._route.splits
+        return (
+            received.view(self._route.rows, -1).unbind()
+            if splits is None
+            else torch.split(received, splits.come)
+        )
+
+    def _arrived(self) -> Tensor:
         if self._under_way:
             self._watchdog.wait(self._step, self._receive, across=self._route.inter_bytes > 0)
             self._works, self._under_way = (), False
             _arrived(self._watchdog, self._route, self._begin)
-        return self._received.view(self._route.rows, -1)
+        return self._received
 
     def _receive(self) -> None:
         for work in self._works:
@@ -344,6 +421,9 @@ class Staged:
 
     def wait(self) -> Tensor:
         return self._host.wait().to(self.send.device)
+
+    def parts(self) -> Sequence[Tensor]:
+        return [part.to(self.send.device) for part in self._host.parts()]
 
     def close(self) -> None:
         self._host.close()

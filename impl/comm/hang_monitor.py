@@ -17,15 +17,20 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
-
-import torch.distributed as dist
+from typing import Final, NoReturn, Protocol
 
 from impl.comm.fingerprint import Step, label
 from impl.comm.watchdog import Watchdog, WireError
 
 _LOOK_SECONDS: Final = 1.0  # between two looks at what is under way
 OnHang = Callable[[WireError], object]
+
+
+class Work(Protocol):
+    """What ends when an exchange has arrived, such as torch's ``dist.Work``."""
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended."""
 
 
 def end_process(error: WireError) -> NoReturn:
@@ -48,7 +53,7 @@ class HangMonitor:
 
     def __init__(self, watchdog: Watchdog, timeout: float, on_hang: OnHang) -> None:
         self._watchdog, self._timeout, self._on_hang = watchdog, timeout, on_hang
-        self._under_way: deque[tuple[Step, Sequence[dist.Work]]] = deque()
+        self._under_way: deque[tuple[Step, Sequence[Work]]] = deque()
         self._lock = threading.Lock()
         self._progress = (
             0.0  # time.monotonic() when an exchange was last seen to complete, or the first was posted
@@ -56,7 +61,7 @@ class HangMonitor:
         self._closed = threading.Event()
         self._started = False
 
-    def posted(self, step: Step, works: Sequence[dist.Work]) -> None:
+    def posted(self, step: Step, works: Sequence[Work]) -> None:
         """Add an exchange that has been posted, and drop those that have completed."""
         with self._lock:
             self._drop_completed()

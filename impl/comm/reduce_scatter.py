@@ -203,10 +203,13 @@ class Reduction:
     def _summed(self, out: Tensor | None) -> Tensor:
         """Wait for the last hop of sums, and return the mean of this rank's piece, in ``out`` if it is given."""
         codec, mean = self._summing[-1].codec, self._new(self._piece) if out is None else out
+        ranks = math.prod(self._sizes)
         for (start, end), exchange in zip(self._chunks, self._under_way, strict=True):
-            ops.decode_sum(codec, exchange.wait(), mean[start:end], sums=self.sums)  # (source, F)
+            ops.decode_sum(
+                codec, exchange.wait(), mean[start:end], sums=self.sums, divisor=ranks
+            )  # (source, F)
             exchange.close()
-        return mean.div_(math.prod(self._sizes))
+        return mean
 
     def _send_first(self, gradient: Tensor, index: int) -> Exchange:
         """Encode a chunk of all pieces, transposed, and post it on the first hop."""
@@ -215,7 +218,7 @@ class Reduction:
         slices = gradient.as_strided(*self._by_hops)[..., start:end]  # (axis 0, axis 1, ..., chunk)
         values = slices if self._observer is None else _with_errors(slices, carried)
         if (exchange := self._opened) is None:
-            exchange = self.wire.all_to_all(hop.axis, hop.sizes[index], self.tag)
+            exchange = self._open(hop, index)
             frames = exchange.send.view(*self._sizes, hop.frame_bytes[index])
             ops.encode(hop.codec, slices, frames, noise=self.noise(self._key, 0, start), carried=carried)
         if self._observer is not None:
@@ -223,13 +226,17 @@ class Reduction:
         exchange.post()
         return exchange
 
+    def _open(self, hop: Hop, index: int) -> Exchange:
+        """Open the exchange of a chunk; those of several chunks are under way at once."""
+        return self.wire.all_to_all(hop.axis, hop.sizes[index], self.tag, in_line=len(self._chunks) == 1)
+
     def _send_on(self, number: int, index: int) -> Exchange:
         """Sum the messages that a chunk has received on the previous hop, encode the sum, and post it."""
         received, observer, (start, end) = self._under_way[index], self._observer, self._chunks[index]
         before, hop = self.hops[number - 1 : number + 1]
         rest = self._sizes[number:]
         carried = None if self._errors is None else self._errors.carried(number, start, end)
-        exchange = self.wire.all_to_all(hop.axis, hop.sizes[index], self.tag)
+        exchange = self._open(hop, index)
         send = exchange.send.view(*rest, hop.frame_bytes[index])
         if number == 1 and self._opened is not None:
             frames = self._own_part(received)
@@ -324,7 +331,7 @@ class Ring(Reduction):
             self._partial = self._slices[(self._me - 1) % hop.axis.size].clone()
         else:
             self._receive(step - 1)
-        exchange = self._exchange = self.wire.shift(hop.axis, hop.nbytes, self.tag)
+        exchange = self._exchange = self.wire.shift(hop.axis, hop.nbytes, self.tag, in_line=True)
         noise = None
         if hop.codec.stochastic and self._key is not None:
             first = (self._me - 1 - step) % hop.axis.size * shard_stride(self._piece)

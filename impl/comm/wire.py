@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Final, Literal, NamedTuple
@@ -32,8 +33,9 @@ from impl.comm.ledger import Ledger, Timeline
 from impl.comm.mesh import AnyMesh, Mesh
 from impl.comm.watchdog import DIFFER, ORDER_CHECK, Watchdog, WireError
 from impl.plan.hops import Kind
+from impl.plan.owners import Sizes
 from impl.plan.topology import Axis, ranks_in_words
-from impl.plan.traffic import LedgerKey, Purpose, Tag, destinations
+from impl.plan.traffic import LedgerKey, Purpose, Tag, destinations, uneven
 from impl.transport import shared_memory, threads
 from impl.transport.group import Group
 from impl.transport.shared_memory import patience
@@ -149,6 +151,7 @@ class Wire:
         self._used: dict[str, set[str]] = {}  # for each axis, what has carried its messages
         # by kind of exchange, axis, bytes, tag, and whether it is part of a ring
         self._routes: dict[tuple[Kind, Axis, int, Tag, bool], exchanges.Route] = {}
+        self._uneven: dict[tuple[Axis, Sizes, Tag, str], exchanges.Route] = {}
 
     @property
     def exposed_seconds(self) -> float:
@@ -276,7 +279,14 @@ class Wire:
             self._watchdog.timeline = None
 
     def all_gather(
-        self, axis: Axis, nbytes: int, tag: Tag, *, ring: bool = False, into: Tensor | None = None
+        self,
+        axis: Axis,
+        nbytes: int,
+        tag: Tag,
+        *,
+        ring: bool = False,
+        into: Tensor | None = None,
+        in_line: bool = False,
     ) -> Exchange:
         """Open an exchange in which every rank of the axis receives every rank's message.
 
@@ -286,16 +296,45 @@ class Wire:
             tag: the purpose under which the ledger books the messages.
             ring: whether the backend's own all-gather is used, whose bytes are booked as those of a ring.
             into: (ranks * nbytes,) uint8 to receive the messages, if the transport can do that.
+            in_line: whether the caller waits for the messages as soon as they are posted.  If that is on a side
+                stream of a GPU, the exchange runs on this stream, which takes the host fewer events.
         """
-        return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into)
+        return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into, in_line=in_line)
 
-    def all_to_all(self, axis: Axis, nbytes: int, tag: Tag) -> Exchange:
-        """Open an exchange in which every rank of the axis sends each rank a row of ``nbytes`` of its own."""
-        return self._exchange("all_to_all", axis, nbytes, tag)
+    def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, in_line: bool = False) -> Exchange:
+        """Open an exchange in which every rank of the axis sends each rank a row of ``nbytes`` of its own.
 
-    def shift(self, axis: Axis, nbytes: int, tag: Tag) -> Exchange:
-        """Open one step of a ring: every rank of the axis sends ``nbytes`` to the next rank."""
-        return self._exchange("shift", axis, nbytes, tag)
+        ``in_line`` is as in :meth:`all_gather`.
+        """
+        return self._exchange("all_to_all", axis, nbytes, tag, in_line=in_line)
+
+    def uneven_all_to_all(self, axis: Axis, sizes: Sizes, tag: Tag, mark: str = "") -> Exchange:
+        """Open an all-to-all whose messages differ in length; its messages are read with :meth:`Exchange.parts`.
+
+        Messages of 0 bytes are not sent, and not booked.
+
+        Args:
+            axis: the axis along which ranks exchange.
+            sizes: bytes of the message from the i-th to the j-th rank of a group, the same on all ranks; a rank writes
+                its messages to ``send`` one after the other.
+            tag: the purpose under which the ledger books the messages.
+            mark: what ranks must agree on besides the sizes; it becomes part of the exchange's fingerprint.
+        """
+        buffers = self._buffers if tag.purpose in _OF_PASSES else self._others
+        if axis.size == 1:
+            return exchanges.Alone(buffers, sizes[0][0])
+        key = (axis, sizes, tag, mark)
+        route = self._uneven.get(key)
+        if route is None:
+            route = self._uneven[key] = self._uneven_route(axis, sizes, tag, mark)
+        return self._open(route, buffers, axis, None)
+
+    def shift(self, axis: Axis, nbytes: int, tag: Tag, *, in_line: bool = False) -> Exchange:
+        """Open one step of a ring: every rank of the axis sends ``nbytes`` to the next rank.
+
+        ``in_line`` is as in :meth:`all_gather`.
+        """
+        return self._exchange("shift", axis, nbytes, tag, in_line=in_line)
 
     def all_gather_small(
         self, row: Tensor, purpose: Purpose = "control", axes: Sequence[Axis] | None = None
@@ -360,7 +399,15 @@ class Wire:
         return gloo and self.transport != "staged" and not self.shares_memory(axis)
 
     def _exchange(
-        self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool = False, into: Tensor | None = None
+        self,
+        kind: Kind,
+        axis: Axis,
+        nbytes: int,
+        tag: Tag,
+        *,
+        ring: bool = False,
+        into: Tensor | None = None,
+        in_line: bool = False,
     ) -> Exchange:
         buffers = self._buffers if tag.purpose in _OF_PASSES else self._others
         if axis.size == 1:
@@ -369,6 +416,18 @@ class Wire:
         route = self._routes.get(key)
         if route is None:
             route = self._routes[key] = self._route(kind, axis, nbytes, tag, ring=ring)
+        return self._open(route, buffers, axis, into, in_line=in_line)
+
+    def _open(
+        self,
+        route: exchanges.Route,
+        buffers: exchanges.Buffers,
+        axis: Axis,
+        into: Tensor | None,
+        *,
+        in_line: bool = False,
+    ) -> Exchange:
+        """Log and book an exchange, and return it with the memory of its messages."""
         step = self._watchdog.collective_log.open(route.operation)
         for booked, sent, messages in route.booked:
             row = self.ledger.booked[booked]
@@ -382,7 +441,7 @@ class Wire:
             return exchanges.InMemory(dog, step, route, arena)
         if self._host_buffers is None:
             return exchanges.Distributed(
-                dog, step, route, buffers, into=into, pacer=pacer, monitor=self._monitor
+                dog, step, route, buffers, into=into, pacer=pacer, monitor=self._monitor, in_line=in_line
             )
         host = exchanges.Distributed(dog, step, route, self._host_buffers, into=None, pacer=pacer)
         return exchanges.Staged(host, route, buffers)
@@ -427,6 +486,24 @@ class Wire:
                 (LedgerKey(*tag, axis.name, link), count * nbytes, count) for link, count in counts.items()
             ),
             inter_bytes=counts.get("inter", 0) * nbytes,
+        )
+
+    def _uneven_route(self, axis: Axis, sizes: Sizes, tag: Tag, mark: str) -> exchanges.Route:
+        """Compute the route of an uneven all-to-all."""
+        total = sum(map(sum, sizes))
+        even, me = self._route("all_to_all", axis, total, tag, ring=False), self.group(axis).index
+        sent = uneven(self.mesh.topology, axis, self.mesh.rank, sizes[me])
+        splits = exchanges.Splits(
+            come=[row[me] for row in sizes], go=list(sizes[me]), starts=[sum(row[:me]) for row in sizes]
+        )
+        return replace(
+            even,
+            operation=(*even.operation[:-2], mark, False),  # the mark stands where the tag's unit is
+            # In shared memory all rows have the length of the longest.
+            sent_bytes=max(map(sum, sizes)) if even.shared else sum(splits.go),
+            booked=tuple((LedgerKey(*tag, axis.name, link), *each) for link, each in sent.items()),
+            inter_bytes=sent["inter"].bytes if "inter" in sent else 0,
+            splits=splits,
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import FORMATS, Blocked, Codec, FloatCodec, OwnCodec, Raw
+from impl.codecs.codec import FORMATS, Blocked, BuiltIn, Codec, FloatCodec, OwnCodec, Raw
 from impl.codecs.reference import DTYPES, Carried, Operations, Options, Repeat, merged_rows
 
 MOST_DIMS: Final = 8  # most leading dimensions after merging, kDims of job.hpp
@@ -79,8 +79,8 @@ class Kernels(Operations):
                 "delete the file, so that it is built again"
             )
 
-    def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
-        return True
+    def _fuses(self, first: BuiltIn, second: BuiltIn, numel: int, carried: Carried | None) -> bool:
+        return isinstance(first, Blocked) and isinstance(second, Blocked)
 
     def _encode(self, codec: Codec, x: Tensor, frames: Tensor, options: Options) -> Repeat | None:
         numel, plain = x.shape[-1], options.carried is None
@@ -126,7 +126,7 @@ class Kernels(Operations):
             super()._sum_halves(codec, frames, out)
 
     def _decode_sum_encode(
-        self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, options: Options
+        self, hops: tuple[BuiltIn, BuiltIn], frames: Tensor, out: Tensor, numel: int, options: Options
     ) -> Repeat | None:
         (_, coding), (_, second) = (_coding(codec, numel) for codec in hops)
         fields = {"numel": numel, "coding": coding, "second": second, **_sources(frames)}

@@ -116,8 +116,8 @@ struct Fp16 {
     static CODEC_FN Word narrow_finite(float value) { return narrow(value); }
 };
 
-// Two numbers in 16 bits each, the first in the lower half.  Takes what `narrow` takes, and infinities; NaN becomes
-// 0x7fff.
+// Two numbers in 16 bits each, the first in the lower half.  Numbers beyond the largest become infinities, as in a cast;
+// NaN becomes 0x7fff.
 template <class T>
 CODEC_FN u32 narrowed_two(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -131,7 +131,8 @@ CODEC_FN u32 narrowed_two(float low, float high) {
 #else
     const auto one = [](float value) {
         const u32 bits = bits_of(value);
-        if (!T::kBrain && (bits & kAbs) == kInfinity) return (bits >> 16 & 0x8000u) | 0x7c00u;
+        const u32 magnitude = bits & kAbs;
+        if (!T::kBrain && magnitude >= 0x477ff000u && magnitude <= kInfinity) return (bits >> 16 & 0x8000u) | 0x7c00u;
         return value != value ? 0x7fffu : u32(T::narrow(value));
     };
     return one(low) | one(high) << 16;

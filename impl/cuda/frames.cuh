@@ -39,7 +39,7 @@ struct Noise {
 struct Arguments {
     i64 source_stride, extents;
     u32 numel, middle;  // elements of a row; size of dimension b
-    u32 loops, team_shift, tile, parts, sources, carried, exact, unused;
+    u32 loops, team_shift, tile, parts, sources, carried, exact, divisor;
     Place values, frames, output, error;
     Coding coding, second;
     Noise noise;
@@ -179,18 +179,10 @@ __device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place,
     return held;
 }
 
+// Stores an octet as it is held, in the way that load_octet loads it.
 template <class T>
-__device__ __forceinline__ void store_octet(u8* row, const Place& place, bool vectors, u32 octet, int count,
-                                            bool together, const float (&values)[kOctet], u32 apart = 16) {
-    Held<T> held{};
-#pragma unroll
-    for (int i = 0; i < Held<T>::kWords; ++i) {
-        if constexpr (Held<T>::kWords == kOctet) {
-            held.words[i] = T::narrow(values[i]);
-        } else {
-            held.words[i] = narrowed_two<T>(values[2 * i], values[2 * i + 1]);
-        }
-    }
+__device__ __forceinline__ void store_held(u8* row, const Place& place, bool vectors, u32 octet, int count,
+                                           bool together, const Held<T>& held, u32 apart = 16) {
     uint4* to = reinterpret_cast<uint4*>(row);
     if constexpr (Held<T>::kWords == kOctet) {
         if (together && vectors) {
@@ -209,6 +201,21 @@ __device__ __forceinline__ void store_octet(u8* row, const Place& place, bool ve
     } else {
         store_singly(row, place, octet, count, held);
     }
+}
+
+template <class T>
+__device__ __forceinline__ void store_octet(u8* row, const Place& place, bool vectors, u32 octet, int count,
+                                            bool together, const float (&values)[kOctet], u32 apart = 16) {
+    Held<T> held{};
+#pragma unroll
+    for (int i = 0; i < Held<T>::kWords; ++i) {
+        if constexpr (Held<T>::kWords == kOctet) {
+            held.words[i] = T::narrow(values[i]);
+        } else {
+            held.words[i] = narrowed_two<T>(values[2 * i], values[2 * i + 1]);
+        }
+    }
+    store_held(row, place, vectors, octet, count, together, held, apart);
 }
 
 template <class T>

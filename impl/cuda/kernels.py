@@ -1,8 +1,10 @@
 """Chooses CUDA kernels for codecs, bit-equal to :mod:`impl.codecs.reference`, and prepares their launches.
 
 :class:`Kernels` turns an operation on tensors into launches and hands them to the function that runs them:
-:func:`impl.cuda.launch.on_device` on a device; in tests also a host that compiles the same sources.  Casts are
-left to the reference, which runs on CUDA tensors too.
+:func:`impl.cuda.launch.on_device` on a device; in tests also a host that compiles the same sources.
+
+Elements that are not quantised are copied or summed by one launch (``raw.cu``).  Their casts are left to the reference,
+which takes one launch of torch, and so are frames that are not aligned to their elements.
 
 A codec is called *plain* here if it has integers of 4 or 8 bits and no rotation, and the call has no error
 feedback: there are kernels compiled for each such codec and type.  General kernels read the codec's properties
@@ -31,8 +33,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from impl.codecs.codec import FORMATS, FRAME_ALIGNMENT, Blocked, Codec, IntCodec, OwnCodec, has_kernels
-from impl.codecs.reference import Carried, Operations, Options, Repeat, merged_rows
+from impl.codecs.codec import (
+    FORMATS,
+    FRAME_ALIGNMENT,
+    Blocked,
+    BuiltIn,
+    Codec,
+    IntCodec,
+    OwnCodec,
+    Raw,
+    has_kernels,
+)
+from impl.codecs.reference import DTYPES, Carried, Operations, Options, Repeat, key_of, merged_rows
 from impl.codecs.rounding_noise import OCTET
 from impl.cuda.launch import ARGUMENTS, Launch
 
@@ -56,7 +68,9 @@ KINDS: Final = {
 # registers for 1,024 threads.
 AHEAD: Final = {4: 4, 8: 4}
 AHEAD_FUSED: Final = {4: 4, 8: 2}  # fewer in fused kernels, which need registers to encode too
+AHEAD_RAW: Final = {"Fp32": 2, "Bf16": 4, "Fp16": 4}  # by type of elements that are not quantised
 DECODED: Final = 2  # octets that a thread of the plain decode kernel decodes
+SUMMED: Final = 8  # octets that a thread of sum_bits reads, kOctets of raw.cu
 
 Part = Literal["plain", "held", "staged", "fused"]
 _ROUNDINGS: Final = ("false", "true")  # the kernels' template argument STOCHASTIC, by ``codec.stochastic``
@@ -94,12 +108,12 @@ class _Call:
         self.numel, self.spread, self.arguments = numel, spread, np.zeros(1, ARGUMENTS)
         self.set(numel=numel, middle=b, loops=1, carried=carried is not None)
         if frames is not None:
-            self.set(sources=len(frames), source_stride=frames.stride(0))
-        source_stride = frames.stride(0) if frames is not None and len(frames) > 1 else 0
+            self.set(sources=len(frames), source_stride=frames.stride(0) * frames.element_size())
+        apart = 0 if frames is None or len(frames) == 1 else int(self.arguments["source_stride"][0])
         self.aligned = True  # whether all rows can be read in 16-byte vectors, and no octet spans two blocks
         for index, (name, tensor) in enumerate(placed.items()):
             strides, inner = [steps[index] for _, steps in merged], tensor.stride(-1) * tensor.element_size()
-            starts = (tensor.data_ptr(), *strides, source_stride if name == "frames" else 0)
+            starts = (tensor.data_ptr(), *strides, apart if name == "frames" else 0)
             vectors = inner == tensor.element_size() and all(n % FRAME_ALIGNMENT == 0 for n in starts)
             self.aligned = self.aligned and vectors
             self.arguments[name] = (tensor.data_ptr(), strides, inner, vectors, KINDS.get(tensor.dtype, 0))
@@ -184,7 +198,7 @@ class Kernels(Operations):
 
     def _launch(self, launch: Launch, tensors: Mapping[str, Tensor]) -> Repeat:
         """Run ``launch`` on ``tensors``, given by field, and return a function that repeats it."""
-        self._run(launch, tensors["frames"].device)
+        self._run(launch, next(iter(tensors.values())).device)
         return partial(self._repeat, launch, [*tensors])
 
     def _repeat(self, last: Launch, places: Sequence[str], *tensors: Tensor) -> None:
@@ -197,6 +211,8 @@ class Kernels(Operations):
 
     def _encode(self, codec: Codec, x: Tensor, frames: Tensor, options: Options) -> Repeat | None:
         carries = options.carried is not None
+        if isinstance(codec, Raw) and not carries and (repeat := self._copy(codec, x, frames)):
+            return repeat
         if not has_kernels(codec) or (isinstance(codec, OwnCodec) and carries):
             return super()._encode(codec, x, frames, options)
         tensors = {"values": x, "frames": frames}
@@ -210,7 +226,18 @@ class Kernels(Operations):
         return self._add_up("decode", codec, frames, out) or super()._decode(codec, frames, out)
 
     def _decode_sum(self, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
-        return self._add_up("decode_sum", codec, frames, out) or super()._decode_sum(codec, frames, out)
+        if isinstance(codec, Raw):
+            repeat = self._sum_elements((codec, None), frames, out, out.shape[-1])
+        else:
+            repeat = self._add_up("decode_sum", codec, frames, out)
+        return repeat or super()._decode_sum(codec, frames, out)
+
+    def _decode_mean(self, codec: Codec, frames: Tensor, out: Tensor, divisor: int) -> Repeat | None:
+        if isinstance(codec, Raw) and (
+            repeat := self._sum_elements((codec, None), frames, out, out.shape[-1], divisor=divisor)
+        ):
+            return repeat
+        return super()._decode_mean(codec, frames, out, divisor)
 
     def _add_up(self, name: str, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
         """Decode ``frames``, or decode and sum them; returns None if there is no kernel.
@@ -233,13 +260,15 @@ class Kernels(Operations):
             launch = call.octets(file, f"decode_sum<{codec.bits}, {AHEAD[codec.bits]}>", loops=True)
         return self._launch(launch, tensors)
 
-    def _fuses(self, first: Blocked, second: Blocked, numel: int, carried: Carried | None) -> bool:
+    def _fuses(self, first: BuiltIn, second: BuiltIn, numel: int, carried: Carried | None) -> bool:
         """Returns whether one launch can sum and encode.
 
-        The threads that hold a group of the first codec's rotation must be neighbours also in the teams that
-        encode the second codec's blocks.  They are neighbours if the second codec's block consists of whole groups, is
-        a power of two, or is the whole row.
+        It can if neither codec quantises.  If both do, the threads that hold a group of the first codec's rotation must
+        be neighbours also in the teams that encode the second codec's blocks.  They are neighbours if the second
+        codec's block consists of whole groups, is a power of two, or is the whole row.
         """
+        if isinstance(first, Raw) or isinstance(second, Raw):
+            return isinstance(first, Raw) and isinstance(second, Raw) and carried is None
         if not _holds(second, numel, HELD_ALONE) or (carried is not None and second.hadamard):
             return False
         if "fused" in self._without:
@@ -249,9 +278,11 @@ class Kernels(Operations):
         return whole or block in (numel, block & -block)  # the whole row, or a power of two
 
     def _decode_sum_encode(
-        self, hops: tuple[Blocked, Blocked], frames: Tensor, out: Tensor, numel: int, options: Options
-    ) -> Repeat:
+        self, hops: tuple[BuiltIn, BuiltIn], frames: Tensor, out: Tensor, numel: int, options: Options
+    ) -> Repeat | None:
         (first, second), tensors = hops, {"frames": frames[0], "output": out}
+        if isinstance(first, Raw) or isinstance(second, Raw):
+            return self._sum_and_cast(hops, frames, out, numel)
         codecs = {"coding": first, "second": second}
         call = _Call(self._spread, numel, tensors, codecs, options=options, frames=frames)
         if plain := self._plain(first) and self._plain(second) and options.carried is None:
@@ -260,6 +291,76 @@ class Kernels(Operations):
         else:
             kernel = f"decode_sum_encode_general<{_any(first)}, {_any(second)}>"
         return self._launch(call.held("reduce.cu", kernel, second, 2 if plain else 1, loops=plain), tensors)
+
+    # Elements that are not quantised, and bits
+
+    def _copy(self, codec: Raw, x: Tensor, frames: Tensor) -> Repeat | None:
+        """Write the frames of ``x``, if it has the codec's type; returns None if the kernel cannot."""
+        elements = _elements(codec, frames, x.shape[-1])
+        if elements is None or x.dtype != elements.dtype:
+            return None
+        tensors = {"values": x, "frames": elements}
+        if (call := self._call(x.shape[-1], tensors)) is None:
+            return None
+        call.set(coding=_coding(codec, x.shape[-1]))
+        kind = "Fp32" if x.dtype == torch.float32 else "Bf16"  # the types of 16 bits are copied alike
+        return self._launch(call.octets("raw.cu", f"copy_raw<{kind}>", loops=True), tensors)
+
+    def _sum_elements(
+        self, hops: tuple[Raw, Raw | None], frames: Tensor, out: Tensor, numel: int, *, divisor: int = 1
+    ) -> Repeat | None:
+        """Sum frames of elements to ``out``; returns None if the kernel cannot.
+
+        ``hops`` are the codecs of ``frames`` and of ``out``, which is fp32 without a codec.
+        """
+        first, second = hops
+        sources = _elements(first, frames, numel)
+        sums = out if second is None else _elements(second, out, numel)
+        if sources is None or sums is None:
+            return None
+        tensors = {"frames": sources[0], "output": sums}
+        if (call := self._call(numel, tensors, sources)) is None:
+            return None
+        call.set(divisor=divisor)
+        if second is not None:
+            call.set(second=_coding(second, numel))
+        kind = TYPES[sources.dtype]
+        kernel = f"sum_raw<{kind}, {TYPES[sums.dtype]}, {AHEAD_RAW[kind]}>"
+        return self._launch(call.octets("raw.cu", kernel, loops=True), tensors)
+
+    def _sum_and_cast(
+        self, hops: tuple[BuiltIn, BuiltIn], frames: Tensor, out: Tensor, numel: int
+    ) -> Repeat | None:
+        """Sum frames of elements and encode the sums as elements, by one launch if the kernel can."""
+        first, second = hops
+        assert isinstance(first, Raw) and isinstance(second, Raw)  # noqa: S101, PT018  # _fuses() accepted them
+        if (repeat := self._sum_elements((first, second), frames, out, numel)) is not None:
+            return repeat
+        total = torch.empty((*out.shape[:-1], numel), dtype=torch.float32, device=out.device)
+        super()._decode_sum(first, frames, total)
+        super()._encode(second, total, out, Options())
+        return None
+
+    def _call(self, numel: int, tensors: Mapping[str, Tensor], sources: Tensor | None = None) -> _Call | None:
+        """Returns the call of a kernel without scales; None for shapes and strides that kernels do not take.
+
+        The reference takes them all, so that they are no error here.
+        """
+        try:
+            return _Call(self._spread, numel, tensors, {}, frames=sources)
+        except ValueError:
+            return None
+
+    def sums_of_bits(self, values: Tensor) -> Tensor:
+        """Returns sums of the bits of ``values``, by one launch; see :meth:`Operations.sums_of_bits`."""
+        blocks = -(-values.numel() // (OCTET * THREADS * SUMMED))
+        sums = torch.empty(blocks * THREADS, dtype=torch.int64, device=values.device)
+        key = key_of("sums_of_bits", values, sums)
+        if blocks and not self._repeated(key, values, sums):
+            tensors = {"values": values, "output": sums}
+            call = _Call(self._spread, values.numel(), tensors, {})
+            self._remember(key, self._launch(call.octets("raw.cu", "sum_bits", SUMMED), tensors))
+        return sums
 
     def _encoding(
         self, call: _Call, codec: Blocked | OwnCodec, x: Tensor, *, carries: bool
@@ -295,10 +396,22 @@ class Kernels(Operations):
         return compiled and "plain" not in self._without
 
 
-def _coding(codec: Blocked | OwnCodec, numel: int) -> tuple[int, ...]:
+def _elements(codec: Raw, frames: Tensor, numel: int) -> Tensor | None:
+    """Returns frames (..., F) as elements (..., numel), or None if they are not aligned to elements."""
+    dtype = DTYPES[codec.dtype]
+    places = (frames.data_ptr(), frames.storage_offset(), *frames.stride()[:-1])
+    if frames.stride(-1) != 1 or any(place % dtype.itemsize for place in places):
+        return None
+    return frames[..., : codec.code_bytes(numel)].view(dtype)
+
+
+def _coding(codec: BuiltIn | OwnCodec, numel: int) -> tuple[int, ...]:
     """Returns how a row is coded: the fields of CODING, in order."""
     if isinstance(codec, OwnCodec):  # a published format
         return (0, 0, codec.own_bytes(numel), codec.frame_bytes(numel), 0, 0, 0, 0, 0, 0)
+    if isinstance(codec, Raw):  # only the padding after the elements
+        frame_bytes = codec.frame_bytes(numel)
+        return (codec.code_bytes(numel), frame_bytes, frame_bytes, frame_bytes, 0, 0, 0, 0, 0, 0)
     block, scales_at = codec.block_size(numel), codec.scales_at(numel)
     if isinstance(codec, IntCodec):
         scheme = (codec.bits, 2 if codec.clipped else int(codec.asymmetric))

@@ -42,7 +42,7 @@ NOISE: Final = np.dtype(
 )
 DECAY: Final = np.dtype([("old", "f4"), ("fresh", "f4")])
 _PLAIN: Final = ("numel", "middle", "loops", "team_shift", "tile", "parts", "sources", "carried")
-_FLAGS: Final = ("exact", "unused")
+_FLAGS: Final = ("exact", "divisor")
 ARGUMENTS: Final = np.dtype(
     [
         *((name, "i8") for name in ("source_stride", "extents")),

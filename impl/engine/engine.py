@@ -23,7 +23,7 @@ from impl.engine.local_steps import LocalSteps
 from impl.engine.masters import Stepped, clip_factor, joint_norm
 from impl.engine.optimizer_watch import engines, engines_of, watch_optimizers
 from impl.errors import ZeroError
-from impl.plan.policy import Offload
+from impl.plan.policy import Offload, Policy
 from impl.plan.topology import ranks_in_words
 from impl.plan.traffic import CopyKey
 from impl.unit.context import UnitContext
@@ -48,6 +48,7 @@ class Zero:
         self.renewal = None if budget is None else Renewal(budget, self.units, context)
         apart = context.policy.local_steps is not None
         self._local_steps = LocalSteps(context.policy, self.units, self.masters) if apart else None
+        self._phase = 0  # the number of the policy of this step among those of the schedule
         # These bound methods also keep the engine alive as long as the model, even if the user drops the engine.
         model.zero_grad = self._zero_grad  # type: ignore[method-assign]  # torch has no hook for it
         self._loaded: set[str] = set()  # names of the entries that the last load_state_dict() has loaded
@@ -306,7 +307,7 @@ class Zero:
         norm = _joint_norm("clip_grad_norm_()", together, norm_type)
         for engine in together:
             # isfinite() makes the host wait for the device, so it is read only where errors are carried.
-            if engine.policy.feedback is not None and not norm.isfinite():
+            if engine.current_policy.feedback is not None and not norm.isfinite():
                 engine._forget_overflow()  # noqa: SLF001
             engine.masters.scale_gradients(clip_factor(norm, max_norm).float())
         return norm
@@ -368,6 +369,21 @@ class Zero:
         if self._local_steps is not None:
             with self.wire.calling("optimizer.step()"):
                 self._local_steps.stepped(self.clock.step, first=first)
+        if first and self.policy.schedule:
+            self.follow_schedule(self.clock.step)
+
+    @property
+    def current_policy(self) -> Policy:
+        """The policy of the present step, which has no schedule."""
+        return self.policy.phases[self._phase]
+
+    def follow_schedule(self, step: int) -> None:
+        """Send as the policy's schedule says after ``step`` optimizer steps; all ranks must call it between passes."""
+        number = self.policy.phase_at(step)
+        if number != self._phase:
+            for unit in self.units:
+                unit.take_up(number)
+            self._phase = number
 
     def communication_state(self) -> dict[str, Tensor]:
         """Return the state that this rank's messages depend on, apart from weights and gradients.
@@ -394,8 +410,13 @@ class Zero:
         for key, tensor in state.items():
             name, _, entry = key.rpartition("/")
             unit_states[name][entry] = tensor
-        for unit in self.units:
-            unit.check_communication_state(unit_states[unit.geometry.name])
+        self.follow_schedule(int(state["step"]))
+        try:
+            for unit in self.units:
+                unit.check_communication_state(unit_states[unit.geometry.name])
+        except ZeroError:
+            self.follow_schedule(self.clock.step)
+            raise
         numel = state["budget"].numel() if "budget" in state else 0
         expected = 0 if self.renewal is None else self.renewal.state().numel()
         if numel != expected:
@@ -545,8 +566,8 @@ def describe(zero: Zero) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "stage": policy.stage,
         "group": policy.group_ranks(zero.wire.mesh.topology),
-        "gather": policy.gather,
-        "reduce": str(policy.reduce),
+        "gather": "/".join(dict.fromkeys(phase.gather for phase in policy.phases)),
+        "reduce": "/".join(dict.fromkeys(str(phase.reduce) for phase in policy.phases)),
         "transports": zero.wire.describe(),
         "kernels": ops.backend_of(device),
     }

@@ -123,11 +123,11 @@ class Hooks:
         # Activation checkpointing recomputes a block: its weights must be there, and nothing else is due.
         if again:
             for unit in units:
-                if unit.policy.planes > 1:
+                if unit.policy.planes != 1:
                     raise ZeroError(
-                        f"unit {unit.geometry.name!r} runs again in the backward pass, where planes = 2 gathers the "
-                        "plane of columns, but the recomputation needs the plane of rows: use planes = 1, or no "
-                        "activation checkpointing"
+                        f"unit {unit.geometry.name!r} runs again in the backward pass, where planes = "
+                        f"{unit.policy.planes!r} gathers the plane of columns, but the recomputation needs the plane "
+                        "of rows: use planes = 1, or no activation checkpointing"
                     )
                 unit.all_gather("backward")
             return changed

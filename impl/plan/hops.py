@@ -31,7 +31,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from impl.codecs.codec import Codec, Raw
 from impl.plan.policy import Policy
@@ -42,8 +42,15 @@ Kind = Literal["all_gather", "all_to_all", "shift"]
 """How ranks along an axis exchange messages: each sends all others the same message, each sends every other rank a
 message of its own, or each sends the next rank a message in every step of a ring."""
 
-Sends = Literal["weights", "differences", "copy"]
-"""What the first hop of a gather sends: the masters' values, how they differ from hpZ's copy, or hpZ's copy."""
+Sends = Literal["weights", "differences", "copy", "rows", "columns"]
+"""What the first hop of a gather sends: the masters' values, how they differ from hpZ's copy, or hpZ's copy.
+
+With ``planes='phase'`` it may also be the masters' values in one plane only (:func:`in_phase`).
+"""
+
+Plane = Literal["rows", "columns"]
+"""The dimension of a matrix along which the blocks of its codec run."""
+_BOTH: Final[tuple[Plane, ...]] = ("rows", "columns")
 
 Source = Literal["master", "difference", "copy", "received", "gradient", "sum", "mean"]
 """What a rank sends in a hop:
@@ -77,7 +84,9 @@ class Hop:
     chunks: tuple[tuple[int, int], ...]
     crosses: bool  # whether ranks on several nodes take part
     keeps: Keeps = "nothing"
-    planes: int = 1  # how often each shard is sent, each time with blocks along another dimension
+    planes: tuple[Plane, ...] = (
+        "rows",
+    )  # each shard is sent once for each, with blocks along this dimension
     ring: bool = False  # whether all messages of a rank go to the next rank of the axis
     stride: int = 1  # distance, in shards or pieces of the unit, between those of neighbours along the axis
 
@@ -94,7 +103,7 @@ class Hop:
     @functools.cached_property
     def frame_bytes(self) -> tuple[int, ...]:
         """Bytes of a shard or piece as it is sent, with all its planes, for each chunk."""
-        return tuple(self.planes * self.codec.frame_bytes(end - start) for start, end in self.chunks)
+        return tuple(len(self.planes) * self.codec.frame_bytes(end - start) for start, end in self.chunks)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -124,8 +133,11 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
     """
     axes, outside = policy.gather_axes(topology)
     hops, frames = list[Hop](), 1
+    before, after = _planes(policy, sends)
 
-    def add(part: Sequence[Axis], codec: Codec, source: Source, keeps: Keeps) -> None:
+    def add(
+        part: Sequence[Axis], codec: Codec, source: Source, keeps: Keeps, planes: tuple[Plane, ...]
+    ) -> None:
         nonlocal frames
         sending = [axis for axis in part if axis.size > 1] or part[:1]
         for number, axis in enumerate(sending, 1):
@@ -138,7 +150,7 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
                 chunks=((0, shard),),
                 crosses=topology.crosses(axis),
                 keeps=keeps if number == len(sending) else "nothing",
-                planes=policy.planes,
+                planes=planes,
                 ring=policy.gather == "flat",
                 stride=axis.stride,
             )
@@ -146,21 +158,54 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
             frames *= axis.size
 
     if sends == "differences" and policy.differences is not None:
-        add(axes[:outside], policy.differences, "difference", "sum")
+        add(axes[:outside], policy.differences, "difference", "sum", before)
     elif outside:
-        add(axes[:outside], policy.weights, "master", "copy")
+        add(axes[:outside], policy.weights, "master", "nothing" if sends == "rows" else "copy", before)
     spared = len(hops) if sends == "copy" else 0
     if outside and (sends == "copy" or policy.sends_copy):
-        add(axes[outside:], policy.copy_codec, "copy", "nothing")
+        add(axes[outside:], policy.copy_codec, "copy", "nothing", after)
     else:
-        add(axes[outside:], policy.weights, "received" if outside else "master", "nothing")
+        add(axes[outside:], policy.weights, "received" if outside else "master", "nothing", after)
     return tuple(hops[spared:])
+
+
+def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plane, ...]]:
+    """Returns the planes of the hops up to hpZ's copy, and those of the hops after it, or of all hops without hpZ.
+
+    With ``planes='phase'`` hpZ's copy holds columns, which a gather of the weights brings together with the rows that
+    the forward pass computes with.
+    """
+    if policy.planes != "phase":
+        return (_BOTH[: policy.planes],) * 2
+    hpz = policy.secondary != 0
+    if sends == "columns" or (sends == "copy" and hpz):
+        return ("columns",), ("columns",)
+    return _BOTH if hpz and sends != "rows" else ("rows",), ("rows",)
+
+
+def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
+    """Returns what a gather in ``phase`` sends; ``sends`` is what it would send if it had to bring both planes.
+
+    With ``planes='phase'`` a training forward pass with hpZ brings both planes between nodes, so that the backward
+    pass finds its columns in hpZ's copy.  All other gathers bring only the plane that the pass computes with.  For
+    other policies this is ``sends``.
+    """
+    if policy.planes != "phase":
+        return sends
+    if phase == "backward":
+        return "copy" if sends == "copy" else "columns"
+    return "weights" if phase == "forward" and sends != "copy" else "rows"
 
 
 def casts_alone(hops: Sequence[Hop], dtype: str) -> bool:
     """Returns whether one rank gathers from itself by a cast to ``dtype``, the type of gathered weights."""
     hop = hops[-1]
     return hop.source == "master" and hop.axis.size == 1 and hop.sends_elements(dtype)
+
+
+def forwards_in_place(hops: Sequence[Hop]) -> bool:
+    """Returns whether a gather's first hop can be received in the message of the second, which only forwards it."""
+    return len(hops) > 1 and hops[1].source == "received" and hops[0].axis.size > 1 < hops[1].axis.size
 
 
 def copy_bytes(policy: Policy, topology: Topology, shard: int, kept: Codec | None = None) -> int:

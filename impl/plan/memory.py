@@ -13,6 +13,7 @@ from typing import Final
 from impl.codecs.codec import BF16, ITEM_BYTES
 from impl.plan.hops import copy_bytes, outer_hops, reduction_hops
 from impl.plan.messages import message_bytes
+from impl.plan.owners import MOMENTUM_BYTES, Owners
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
@@ -34,6 +35,32 @@ def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
     return parts | {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
 
 
+def with_muon(
+    parts: dict[str, int], units: Sequence[UnitGeometry], owners: Owners, rank: int
+) -> dict[str, int]:
+    """Returns ``parts`` of :func:`memory`, for a ``rank`` whose matrices are stepped by Muon and the rest by AdamW.
+
+    - ``optimizer``: 4 bytes for each element of a matrix (the momentum), 8 for each other element
+    - ``owned``: two buffers in fp32, of the largest matrix that the rank owns, and of the largest unit's matrices in
+      its shard
+
+    Ranks differ by the matrices that their shards hold and that they own.  The messages of the exchanges with owners
+    are not counted.
+    """
+    group = owners.matrices[0].slot.spec.group
+    spans = [
+        (number == group, end - start)
+        for unit in units
+        if unit.trainable
+        for number, start, end in unit.spans(rank)
+    ]
+    me = owners.axis.digit(rank)
+    owned = [matrix.slot.spec.numel for matrix in owners.matrices if matrix.owner == me]
+    buffers = max(owned, default=0) + max(numel for matrices, numel in spans if matrices)
+    state = sum((MOMENTUM_BYTES if matrices else ADAM_BYTES) * numel for matrices, numel in spans)
+    return parts | {"optimizer": state, "owned": MASTER_BYTES * buffers}
+
+
 def memory(
     policy: Policy,
     topology: Topology,
@@ -50,8 +77,8 @@ def memory(
     - ``masters``: 4 S, the fp32 weights; ``frozen`` instead for frozen weights that are kept as codes
     - ``gradients``: 4 S, the mean gradients of trainable units
     - ``optimizer``: 8 S, Adam's two moments of trainable units
-    - ``secondary``: hpZ's copy; with a budget, in the largest of its codecs
-    - ``feedback``: the kept errors of gradient codecs
+    - ``secondary``: hpZ's copy; with a budget or a schedule, in the largest of its codecs
+    - ``feedback``: the kept errors of gradient codecs; with a schedule, in all its spans
     - ``outer``, with local steps only: 4 S for the masters at the last exchange between groups, and 4 S for the
       outer momentum, if there is one
     - ``gathered``: unsharded weights in the compute type.  Below stage 3 all units; in stage 3 the outer units
@@ -79,12 +106,16 @@ def memory(
 
     landing = 1 if micro_batches == 1 or not policy.reduces_each_micro_batch else 2
     for unit, placement in zip(units, placements_of(policy.offload, units), strict=True):
-        unit_policy = policy.for_unit(unit)
+        phases = [phase.for_unit(unit) for phase in policy.phases]
+        unit_policy = phases[0]
         frame, fp32 = unit_policy.weights.frame_bytes(unit.shard), MASTER_BYTES * unit.shard
         coded = not unit.trainable and policy.frozen is not None
         add("frozen" if coded else "masters", frame if coded else fp32, host=placement.shard)
-        codecs = unit_policy.candidates.get("weights", (unit_policy.weights,))
-        choices = [unit_policy.with_choice("weights", codec) for codec in codecs]
+        choices = [
+            phase.with_choice("weights", codec)
+            for phase in phases
+            for codec in phase.candidates.get("weights", (phase.weights,))
+        ]
         add("secondary", max(copy_bytes(p, topology, unit.shard) for p in choices), host=placement.frames)
         if placement.shard and not coded:
             parts["host_frames"] += frame
@@ -92,9 +123,10 @@ def memory(
         if unit.trainable:
             add("gradients", fp32 * (landing if placement.shard else 1), host=placement.shard)
             add("optimizer", ADAM_BYTES * unit.shard, host=placement.shard)
-            if (feedback := unit_policy.feedback) is not None:
-                hops = reduction_hops(unit_policy, topology, unit.piece, unit_policy.grain)
-                hops += outer_hops(unit_policy, topology, unit.piece, unit_policy.grain)
+            carrying = next((phase for phase in phases if phase.feedback is not None), None)
+            if carrying is not None and (feedback := carrying.feedback) is not None:
+                hops = reduction_hops(carrying, topology, unit.piece, carrying.grain)
+                hops += outer_hops(carrying, topology, unit.piece, carrying.grain)
                 kept = sum(hop.axis.size * hop.elements for hop in hops if hop.keeps == "errors")
                 parts["feedback"] += ITEM_BYTES[feedback.state] * kept
             if policy.local_steps is not None:
@@ -145,10 +177,11 @@ def secondary_either_way(
 ) -> tuple[int, int] | None:
     """Returns the bytes of hpZ's copy on one rank if it is kept as frames, and if it is kept in 16 bits.
 
-    Returns None for a policy without hpZ.
+    Returns None for a policy without hpZ.  With a schedule, the first span with hpZ counts.
     """
-    if policy.secondary == 0:
+    copying = next((phase for phase in policy.phases if phase.secondary != 0), None)
+    if copying is None:
         return None
-    pairs = [(policy.for_unit(unit), unit) for unit in units]
+    pairs = [(copying.for_unit(unit), unit) for unit in units]
     frames = sum(copy_bytes(rules, topology, unit.shard, rules.weights) for rules, unit in pairs)
     return frames, sum(copy_bytes(rules, topology, unit.shard, BF16) for rules, unit in pairs)

@@ -15,7 +15,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from impl.plan.hops import Hop, Sends, casts_alone, gather_hops, in_turns, outer_hops, reduction_hops
+from impl.plan.hops import (
+    Hop,
+    Sends,
+    casts_alone,
+    forwards_in_place,
+    gather_hops,
+    in_phase,
+    in_turns,
+    outer_hops,
+    reduction_hops,
+)
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
@@ -42,18 +52,19 @@ def message_bytes(
 ) -> int:
     """Returns the bytes of all buffers for one rank's messages of weights and gradients, from the third step on.
 
-    The arguments are those of :func:`impl.plan.memory.memory`.  The result is an upper bound with a budget, for
-    any choice of its codecs, and with differences that are never refreshed, since the first step alone sends
-    weights.
+    The arguments are those of :func:`impl.plan.memory.memory`.  With a schedule, these are the buffers of all its spans
+    together.  The result is an upper bound with a budget, for any choice of its codecs, and with differences that are
+    never refreshed, since the first step alone sends weights.
     """
     most = Counter[int]()  # by class, the most buffers in use at once
     kept = kept_units(policy, units)
-    for index, unit in enumerate(units):
-        rules = policy.for_unit(unit)
+    for (index, unit), phase in itertools.product(enumerate(units), policy.phases):
+        rules = phase.for_unit(unit)
         # Backward gathers from hpZ's copy, and so does the forward pass of a further micro-batch.
         again = policy.stage == 3 and backward and (index not in kept or micro_batches > 1)
         for codec in rules.candidates.get("weights", (rules.weights,)):
-            for held in _gathers(rules.with_choice("weights", codec), topology, unit, again=again):
+            chosen = rules.with_choice("weights", codec)
+            for held in _gathers(chosen, topology, unit, again=again, backward=backward):
                 most |= Counter(map(size_class, held))
         if not (backward and unit.trainable):
             continue
@@ -66,12 +77,15 @@ def message_bytes(
 
 
 def _gathers(
-    policy: Policy, topology: Topology, unit: UnitGeometry, *, again: bool
+    policy: Policy, topology: Topology, unit: UnitGeometry, *, again: bool, backward: bool
 ) -> Iterator[Sequence[int]]:
     """Yield the bytes of the buffers in use at each moment of a unit's gathers; ``again`` from hpZ's copy too."""
-    every: tuple[Sends, ...] = ("weights", "differences", "copy") if again else ("weights", "differences")
-    for sends in every:
-        hops = gather_hops(policy, topology, unit.shard, sends)
+    forward = "forward" if backward else "evaluate"
+    every: list[tuple[str, Sends]] = [(forward, "weights"), (forward, "differences")]
+    if again:
+        every += [("backward", "copy"), (forward, "copy")]
+    for phase, sends in every:
+        hops = gather_hops(policy, topology, unit.shard, in_phase(policy, phase, sends))
         if not casts_alone(hops, policy.compute):
             yield from _forwarded(hops)
 
@@ -95,7 +109,8 @@ def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
 def _forwarded(hops: Sequence[Hop]) -> Iterator[Sequence[int]]:
     """Yield the bytes of the buffers in use at each hop of a gather.
 
-    A hop's own message lies in what it receives, and is copied from what the hop before has received.
+    A hop's own message lies in what it receives.  The first hop is received there, if the second only forwards it; what
+    later hops receive is copied to the next hop's message.
     """
-    sizes = [hop.axis.size * hop.nbytes for hop in hops]
-    yield from (sizes[max(0, number - 1) : number + 1] for number in range(len(sizes)))
+    sizes, first = [hop.axis.size * hop.nbytes for hop in hops], int(forwards_in_place(hops))
+    yield from (sizes[max(first, number - 1) : number + 1] for number in range(first, len(sizes)))

@@ -13,18 +13,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, get_args
 
 from impl.codecs.codec import (
     BF16,
     FORMATS,
     FP32,
-    ITEM_BYTES,
+    LOSSLESS,
     MX_BLOCK,
     Blocked,
+    BuiltIn,
     Codec,
     Dtype,
     FloatCodec,
@@ -38,278 +38,39 @@ from impl.codecs.codec import (
 )
 from impl.named_object import is_name
 from impl.plan.own_method import OwnMethod, method
+from impl.plan.policy_parts import FEEDBACKS, check_literals, parse_codec
+from impl.plan.policy_parts import LARGEST_SCALE as LARGEST_SCALE
+from impl.plan.policy_parts import MOST_LIVE as MOST_LIVE
+from impl.plan.policy_parts import BitBudget as BitBudget
+from impl.plan.policy_parts import Budgeted as Budgeted
+from impl.plan.policy_parts import Feedback as Feedback
+from impl.plan.policy_parts import LossScale as LossScale
+from impl.plan.policy_parts import MemoryLimits as MemoryLimits
+from impl.plan.policy_parts import Offload as Offload
+from impl.plan.policy_parts import PolicyError as PolicyError
+from impl.plan.policy_parts import parse_budget as parse_budget
+from impl.plan.policy_parts import parse_feedback as parse_feedback
+from impl.plan.policy_parts import parse_loss_scale as parse_loss_scale
+from impl.plan.setting import out_of_range, setting, settings
 from impl.plan.shard_layout import UnitGeometry
+from impl.plan.spans import Span, SpanError, check_order, in_words, over
 from impl.plan.topology import Axis, Topology
 
 Stage = Literal[0, 1, 2, 3]
 Gather = Literal["flat", "hierarchical"]
 Reduce = Literal["ring", "one_hop", "two_hop"]
-Budgeted = Literal["weights", "gradients"]
 
-LARGEST_SCALE: Final = 2.0**126  # largest loss scale; it is finite in fp32
 MOST_CHUNKS: Final = 8  # each chunk holds a slot of the shared memory between its two hops
 _GROUP: Final = 8000  # most elements of a block of weights in DeepSpeed, which loads 8 at a time
 
 
-class PolicyError(ValueError):
-    """A policy cannot be carried out, by itself or on a topology; the message gives the reason."""
+def _raw(*codecs: Codec | Iterable[Codec]) -> bool:
+    """Returns whether none of the codecs, or pairs of codecs, quantises."""
+    return all(isinstance(codec, Raw) if isinstance(codec, Codec) else _raw(*codec) for codec in codecs)
 
 
-_types = functools.cache(get_type_hints)  # the types of a class's fields, by name
-
-
-def _check_literals(settings: object) -> None:
-    """Raise PolicyError for a field of a Literal type whose value is not one of the listed ones."""
-    for name, kind in _types(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
-        if get_origin(kind) is Literal and (value := getattr(settings, name)) not in get_args(kind):
-            raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(map(str, get_args(kind)))}")
-
-
-def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: str) -> dict[str, str] | None:
-    """Split a text such as ``loco:decay0.9:bf16`` into its first word, "head", and its options.
-
-    ``forms`` maps an option's name to a regular expression whose first group is the option's value;
-    ``allowed`` ends the error message.  Returns None for the text ``none``.
-    """
-    head, *options = text.strip().split(":")
-    if head == "none" and not options:
-        return None
-    settings = {"head": head}
-    for option in options:
-        matches = {name: match[1] for name, form in forms.items() if (match := re.fullmatch(form, option))}
-        if not matches or matches.keys() & settings.keys():
-            raise PolicyError(f"{text!r}: option {option!r} is unknown or given twice; {allowed}")
-        settings |= matches
-    if head not in heads:
-        raise PolicyError(f"{text!r}: {allowed}")
-    return settings
-
-
-def _text(head: str, settings: object, defaults: object, prefixes: Mapping[str, str]) -> str:
-    """Write ``head`` and, after a colon and its prefix, each field that differs from ``defaults``."""
-    options = [
-        f"{prefix}{getattr(settings, name)}".removesuffix(".0")
-        for name, prefix in prefixes.items()
-        if getattr(settings, name) != getattr(defaults, name)
-    ]
-    return ":".join([head, *options])
-
-
-MOST_LIVE: Final = 1_000_000_000  # most elements gathered at once by default; DeepSpeed has the same default
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryLimits:
-    """Limits of gathered weights and of gradients in reduction, in elements of the unsharded model.
-
-    A unit stays gathered from its forward to its backward pass if fewer than ``max_reuse`` elements run in
-    between and ``max_live`` allows it.  ``max_reuse=1`` keeps the root's unit and the last block, which
-    backward would gather again at once; 0 keeps nothing.  On one rank every value but 0 keeps as many units
-    as ``max_live`` allows.
-
-    The next unit is gathered ahead even if it is larger than ``prefetch``.  Otherwise a model of large blocks would
-    wait for every all-gather.  DeepSpeed, too, fetches parameters until ``stage3_prefetch_bucket_size`` is
-    exceeded.  ``prefetch=0`` gathers nothing ahead.
-
-    Raises PolicyError: if a limit is negative or NaN.
-    """
-
-    prefetch: int = 50_000_000  # most elements gathered ahead of the unit in use
-    # Most elements gathered at once, unless the units in use alone exceed it.  None: ``MOST_LIVE``, but the next
-    # unit is gathered ahead whatever its size.
-    max_live: int | None = None
-    max_reuse: int = 1
-    # Parameters with fewer elements form a persistent unit, which is trained as in stage 2 (always gathered)
-    # and sent unquantised; 0: there is no such unit.
-    persist_below: int = 0
-    persist_most: int = 2**63 - 1  # most elements of the persistent unit; later parameters join their blocks
-    reduce_bucket: int = (
-        500_000_000  # most gradient elements in reduction; earlier reductions are finished to stay within it
-    )
-    largest_unit: int = 0  # a larger block is split into its submodules, or refused; 0: no limit
-    max_padding: float = 0.2  # largest padding of a unit, as a share of its parameters; more is refused
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and not value >= 0:  # true of NaN too
-                raise PolicyError(f"memory.{field.name} = {value}: expected 0 or more")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offload:
-    """Shares of a model's states that are kept in host memory (ZeRO-Offload 2101.06840, ZeRO-Infinity 2104.07857).
-
-    Whole units are offloaded, in model order, until at least the share is reached.  A trained unit whose
-    master is on the device is encoded anew for each gather.  Of such a unit, ``weights`` moves only the frames of
-    hpZ's copy to the host.
-
-    Raises PolicyError: for shares outside [0, 1].
-    """
-
-    # Share of the trained elements whose masters, mean gradients and optimizer state are in host memory,
-    # where the optimizer steps them; the device keeps the encoded weights (a frame).
-    optimizer: float = 0.0
-    # Share of all elements whose frames, frozen shards and hpZ frames are in host memory; they are copied to
-    # the device for each gather.
-    weights: float = 0.0
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            if not 0.0 <= getattr(self, field.name) <= 1.0:
-                raise PolicyError(f"offload.{field.name} = {getattr(self, field.name)}: expected 0 to 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossScale:
-    """The factor by which losses are multiplied, so that small gradients do not vanish in fp16.
-
-    A dynamic scale halves at an overflow and doubles after ``window`` steps without one.
-
-    Raises PolicyError: for a negative window, or unless ``0 < least <= initial <= LARGEST_SCALE``.
-    """
-
-    initial: float = 65536.0
-    window: int = 1000  # optimizer steps; 0 for a fixed scale
-    least: float = 1.0  # smallest dynamic scale; an overflow at this scale is an error
-
-    def __post_init__(self) -> None:
-        if not (0 < self.least <= self.initial <= LARGEST_SCALE) or self.window < 0:
-            values = f"loss scale {self.initial:g} with window {self.window} and least {self.least:g}"
-            limits = f"0 < least <= scale <= {LARGEST_SCALE:g}, and a window of 0 or more steps"
-            raise PolicyError(f"{values}: expected {limits}")
-
-    def __str__(self) -> str:
-        if not self.window:
-            return str(self.initial).removesuffix(".0")
-        return _text("dynamic", self, DYNAMIC, {"initial": "from", "window": "window"})
-
-
-DYNAMIC: Final = LossScale()
-
-
-def parse_loss_scale(text: str) -> LossScale | None:
-    """Parse a loss scale's text, such as ``dynamic:from1024:window200``, ``512`` (fixed) or ``none``.
-
-    Raises PolicyError: for any other text.
-    """
-    number = r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?)"
-    if re.fullmatch(number, text.strip()):
-        return LossScale(initial=float(text), window=0, least=min(1.0, float(text)))
-    allowed = "a loss scale is none, a number, or dynamic[:from<scale>][:window<steps below 10^18>]"
-    forms = {"from": f"from{number}", "window": "window([1-9][0-9]{0,17})"}
-    if (options := _read(text, ["dynamic"], forms, allowed)) is None:
-        return None
-    initial, window = float(options.get("from", DYNAMIC.initial)), int(options.get("window", DYNAMIC.window))
-    return LossScale(initial=initial, window=window, least=min(1.0, initial))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Feedback:
-    """Error feedback of gradient codecs: the error of an encoding is added to the next step's gradient.
-
-    ``h = gradient + error`` is encoded, and then ``error = decay * error + (1 - decay) * (h - decoded)``
-    (:class:`impl.codecs.reference.Carried`).  Classic feedback has decay 0.  LoCo (2407.04480) keeps a moving
-    average of the errors; DeepSpeed's LoCo has decay 0.8 and is reset every 1024 steps.
-
-    For each unit, a rank keeps ``padded / ranks_per_node`` errors of the last hop, between nodes.  With
-    ``hops="all"`` it also keeps ``padded`` errors of the first hop, one for each element of the unsharded gradient.
-
-    Raises PolicyError: for a decay outside [0, 1) or a negative reset.
-    """
-
-    decay: float = 0.0  # share of the old error that is kept, in [0, 1)
-    reset: int = 0  # optimizer steps after which the error is set to zero; 0: never
-    hops: Literal["last", "all"] = "last"  # the hops whose errors are kept
-    state: Dtype = "fp32"  # type of the kept errors
-
-    def __post_init__(self) -> None:
-        _check_literals(self)
-        if not 0.0 <= self.decay < 1.0 or self.reset < 0:
-            values = f"decay = {self.decay} and reset = {self.reset}"
-            expected = "a decay in [0, 1), and a reset of 0 (never) or more steps"
-            raise PolicyError(f"feedback: {values}; expected {expected}")
-
-    def __str__(self) -> str:
-        head = "loco" if self.decay else "classic"
-        prefixes = {"decay": "decay", "reset": "reset", "hops": "", "state": ""}
-        return _text(head, self, FEEDBACKS[head], prefixes)
-
-
-FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=1024, hops="all")}
-
-
-def parse_feedback(text: str) -> Feedback | None:
-    """Parse the text of error feedback, such as ``classic``, ``loco:decay0.9:reset512:bf16`` or ``none``.
-
-    Raises PolicyError: for any other text.
-    """
-    allowed = (
-        "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32, :bf16 or :fp16"
-    )
-    forms = {
-        "decay": r"decay([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)",
-        "reset": "reset([0-9]+)",
-        "hops": "(last|all)",
-        "state": f"({'|'.join(ITEM_BYTES)})",
-    }
-    if (options := _read(text, FEEDBACKS, forms, allowed)) is None:
-        return None
-    base, kinds = FEEDBACKS[options.pop("head")], {"decay": float, "reset": int}
-    return replace(base, **{name: kinds.get(name, str)(option) for name, option in options.items()})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BitBudget:
-    """A limit on bits, within which codecs are chosen unit by unit while training (:mod:`impl.plan.bit_budget`).
-
-    Training begins with the policy's own codecs.  After step 1, and then every ``every`` steps, all candidates
-    encode that step's weights and gradients.  Then the units get those codecs with which the sum of all units'
-    errors is least within the limit.
-
-    Raises PolicyError: for numbers out of range, no codecs, or neither weights nor gradients.
-    """
-
-    codecs: tuple[Codec, ...]  # candidates, in addition to the policy's own codec
-    every: int = 50  # optimizer steps from one choice to the next
-    # Most bits an element in weight gathers between nodes, as the mean over a step and including scales and
-    # padding; 0: as many as the policy's own codec takes; None: the codec of weights is not chosen.
-    weights: float | None = None
-    gradients: float | None = None  # the same for the hop of gradient reductions between nodes
-
-    def __post_init__(self) -> None:
-        bits = [limit for limit in (self.weights, self.gradients) if limit is not None]
-        if self.every < 1 or not self.codecs or not bits or not all(0 <= limit < math.inf for limit in bits):
-            raise PolicyError(f"budget {str(self)!r}: {_BUDGET}")
-
-    def __str__(self) -> str:
-        limits = ((name, getattr(self, name)) for name in get_args(Budgeted))
-        shares = [f"{name} {bits:.10g}" if bits else name for name, bits in limits if bits is not None]
-        return " ".join([*shares, f"every {self.every} of", *map(str, self.codecs)])
-
-
-_BUDGET: Final = (
-    "expected none, or '[weights [bits]] [gradients [bits]] every <steps> of <codecs>', where bits are per "
-    "element, by default those of the policy's codec; e.g. 'gradients 4.5 every 50 of int3:128 int6:128'"
-)
-_BITS: Final = r"(?: [0-9]+(?:\.[0-9]+)?)?"
-_BUDGET_TEXT: Final = (
-    rf"(?:weights(?P<weights>{_BITS}) )?(?:gradients(?P<gradients>{_BITS}) )?"
-    r"every (?P<every>[0-9]{1,9}) of (?P<codecs>.+)"
-)
-
-
-def parse_budget(text: str) -> BitBudget | None:
-    """Parse a budget's text, such as ``gradients 4.5 every 50 of int3:128`` or ``none``.
-
-    Raises PolicyError: for any other text.
-    """
-    if (spaced := " ".join(text.split())) == "none":
-        return None
-    if (match := re.fullmatch(_BUDGET_TEXT, spaced)) is None:
-        raise PolicyError(f"budget {text!r}: {_BUDGET}")
-    bits = {name: float(match[name] or 0) for name in get_args(Budgeted) if match[name] is not None}
-    return BitBudget(codecs=tuple(map(parse, match["codecs"].split())), every=int(match["every"]), **bits)
+def _schedule_in_words(spans: Sequence[Span]) -> str:
+    return in_words((span.text, span.until) for span in spans) if spans else "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,73 +80,150 @@ class Policy:
     Raises PolicyError: for combinations that no topology could run.
     """
 
-    # What is sharded (1910.02054).  Stage 1: masters and optimizer state; stage 2: also mean gradients;
-    # stage 3: also weights; stage 0: nothing.  Below stage 3 weights stay gathered until they change.
-    stage: Stage = 3
-    # Number of ranks that share one copy of everything that is sharded; every group of this many ranks has a copy
-    # of its own (MiCS, 2205.00119; HSDP).  0: all ranks share one copy.
-    group: int | Literal["node"] = 0
-    weights: Codec = BF16  # codec of weight gathers; qwZ: an integer codec
-    gradients: tuple[Codec, Codec] = (BF16, BF16)  # codecs of hop 1, inside nodes, and 2, between them (qgZ)
-    # ``hierarchical``: between nodes, then inside them, so a shard crosses each link between nodes once;
-    # ``flat``: one ring over all ranks.
-    gather: Gather = "hierarchical"
-    # ``two_hop``: inside nodes, then between them; ``one_hop``: one all-to-all over all ranks; ``ring``: over
-    # all ranks, where each of ``world - 1`` steps encodes the partial sum again (the paper's counter-example).
-    # Or a reduction of your own: ``method(PowerSGD, rank=4)``, or ``mine:PowerSGD`` (:mod:`impl.plan.own_method`).
-    reduce: Reduce | OwnMethod = "two_hop"
-    chunks: int = 1  # parts of a unit's reduction: one is sent between nodes while the next is sent inside
-    secondary: int | Literal["node"] = 0  # ranks that share one secondary copy of weights (hpZ); 0: no copy
-    # Type in which hpZ's copy is kept, and sent inside its group.  ``frames``: the messages as they arrived;
-    # else they are decoded and cast (DeepSpeed, and the paper's figure 4, use 16 bits).
-    secondary_format: Literal["frames", "fp32", "bf16", "fp16"] = "frames"
-    # Codec of hpZ's copy in place of ``secondary_format``; forward then also sends the copy inside its group.
-    inside: Codec | None = None
-    # Codec in which the hops before an hpZ group send differences instead of weights: how the masters differ from
-    # hpZ's copy (SDP4Bit, 2410.15526).  Every rank adds the decoded differences to its copy.  The rank that owns
-    # the masters does so too, so that all copies stay equal.
-    differences: Codec | None = None
-    refresh: int = 0  # optimizer steps of differences after which the weights themselves are sent; 0: never
-    feedback: Feedback | None = None  # error feedback of the gradient codecs
-    # Type in which the messages of a hop are decoded and added up.  ``fp16`` is DeepSpeed's way
-    # (``quant_reduce.cu``): terms and partial sums are rounded to fp16, and a block in which one of them
-    # exceeds 65504 arrives as NaN.
-    sums: Sums = "fp32"
-    # ``codec``: blocks as the codecs say.  ``shape``: DeepSpeed's rule.  For gradients the unit's largest
-    # matrix is cut into ``max(rows, columns, ranks)`` blocks (``all_to_all_quant_reduce``), the unit's other
-    # parameters have blocks of the same size, and a unit without a matrix is not quantised.  For weights a
-    # shard is cut into the fewest equal blocks of at most 8000 elements (``CUDAQuantizer``), which may span
-    # several parameters.
-    blocks: Literal["codec", "shape"] = "codec"
-    # 2: weights are sent twice, quantised along rows for forward and along columns for backward (MXFP8 in
-    # Megatron-FSDP, Megatron-LM's issue 7584); a unit without a matrix is sent once.  A block along columns
-    # spans as many whole rows of a shard as the codec's block has elements; rows that are left over are
-    # quantised along rows in both planes.  No unit stays gathered for backward, and recomputing a block of the
-    # model in backward (activation checkpointing) is refused.
-    planes: Literal[1, 2] = 1
-    # ``micro_batch``: gradients are reduced after each micro-batch and added up in shards; ``step``: they are
-    # added up on each rank and reduced once a step; ``stage``: ``step`` below stage 2, else ``micro_batch``.
-    reduce_every: Literal["stage", "micro_batch", "step"] = "stage"
-    compute: Dtype = "fp32"  # type of gathered weights and local gradients; micro-batches are summed in fp32
-    loss_scale: LossScale | None = None  # for compute in fp16
-    frozen: Codec | None = None  # codec of frozen weights, kept and sent; None: fp32, sent as ``weights``
+    # Stage 1 shards masters and optimizer state; stage 2 also mean gradients; stage 3 also weights; stage 0 nothing
+    # (1910.02054).  Below stage 3 weights stay gathered until they change.
+    stage: Stage = setting(3, "0, 1, 2 or 3: what is sharded", alters=lambda *_: True)
+    # Every group of this many ranks has a copy of everything that is sharded (MiCS, 2205.00119; HSDP).
+    group: int | Literal["node"] = setting(
+        0, "number of ranks that share one copy of all states, 0 for all ranks, or `node`",
+        alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
+    weights: Codec = setting(  # qwZ: an integer codec
+        BF16, "codec; or a list of two: inside an hpZ group, and between such groups", read=parse, pair=True, short="w",
+        alters=lambda policy, codecs: _raw(policy.weights) and not _raw(codecs),
+    )  # fmt: skip
+    gradients: tuple[Codec, Codec] = setting(  # qgZ: integer codecs for hop 1, inside nodes, and hop 2, between them
+        (BF16, BF16), "codec; or a list of two: inside a node, and between nodes", read=parse, pair=True, short="g",
+        in_words=lambda codecs: "/".join(dict.fromkeys(map(str, codecs))), scope="training",
+        alters=lambda policy, codecs: _raw(policy.gradients) and not _raw(codecs),
+    )  # fmt: skip
+    gather: Gather = setting(  # between nodes first, so that a shard crosses each link between nodes once
+        "hierarchical", "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes",
+        execution=True, alters=lambda policy, _: policy.gather == "flat",
+    )  # fmt: skip
+    # ``ring``: each of ``world - 1`` steps encodes the partial sum again (the paper's counter-example).
+    # A reduction of your own is ``method(PowerSGD, rank=4)`` or ``mine:PowerSGD`` (:mod:`impl.plan.own_method`).
+    reduce: Reduce | OwnMethod = setting(
+        "two_hop", "`ring`; `one_hop`: one all-to-all over all ranks; `two_hop`: inside nodes, then between; or "
+        "`module:Class`, a method of your own",
+        execution=True, scope="training", alters=lambda policy, _: policy.reduce == "ring",
+    )  # fmt: skip
+    chunks: int = setting(  # one is sent between nodes while the next is sent inside
+        1, "whole number: parts in which a shard is reduced, so that hops overlap", least=1, most=MOST_CHUNKS,
+        execution=True, scope="links", alters=lambda policy, _: policy.reduce == "ring",
+    )  # fmt: skip
+    secondary: int | Literal["node"] = setting(
+        0, "number of ranks that share hpZ's copy, 0 for no copy, or `node`", short="groups of",
+        alters=lambda policy, _: not policy.secondary,
+    )  # fmt: skip
+    # Also the type in which the copy is sent inside its group.  DeepSpeed, and the paper's figure 4, use 16 bits.
+    secondary_format: Literal["frames", "fp32", "bf16", "fp16"] = setting(
+        "frames", "hpZ's copy: `frames` keeps the codes that were received, `bf16`, `fp16` or `fp32` casts the weights",
+        label="hpZ copy", alters=lambda policy, _: not policy.secondary,
+    )  # fmt: skip
+    # Codec of hpZ's copy in place of ``secondary_format``; forward then also sends the copy inside its group.  A suite
+    # gives it as the first of two codecs of ``weights``.
+    inside: Codec | None = setting(None, in_words=lambda codec: str(codec or "as sent"))
+    # In the hops before an hpZ group: how the masters differ from hpZ's copy (SDP4Bit, 2410.15526).  Every rank adds
+    # the decoded differences to its copy.  The rank that owns the masters does so too, so that all copies stay equal.
+    differences: Codec | None = setting(
+        None, "codec of the differences from hpZ's copy, which are sent instead of weights; or `none`",
+        read=parse_codec, alters=lambda policy, _: policy.differences is None,
+    )  # fmt: skip
+    refresh: int = setting(  # in optimizer steps
+        0, "steps after which whole weights are sent instead of differences; 0: never", least=0,
+        alters=lambda policy, _: policy.differences is None,
+    )  # fmt: skip
+    feedback: Feedback | None = setting(
+        None, "`none`, `classic` or `loco`, followed by `:decay<d>`, `:reset<n>`, `:last`, `:all`, `:fp32`, `:bf16`, "
+        "`:fp16`", read=parse_feedback, scope="training", alters=lambda policy, _: _raw(policy.gradients),
+    )  # fmt: skip
+    # ``fp16`` is DeepSpeed's way (``quant_reduce.cu``): terms and partial sums are rounded to fp16, and a block in
+    # which one of them exceeds 65504 arrives as NaN.
+    sums: Sums = setting(
+        "fp32", "`fp32`, or `fp16` as DeepSpeed: type in which a hop sums", implied=True, scope="training",
+        alters=lambda policy, _: _raw(policy.gradients),
+    )  # fmt: skip
+    # DeepSpeed's rule: for gradients the unit's largest matrix is cut into ``max(rows, columns, ranks)`` blocks
+    # (``all_to_all_quant_reduce``), the unit's other parameters have blocks of the same size, and a unit without a
+    # matrix is not quantised.  For weights a shard is cut into the fewest equal blocks of at most 8000 elements
+    # (``CUDAQuantizer``), which may span several parameters.
+    blocks: Literal["codec", "shape"] = setting(
+        "codec", "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes", implied=True,
+        alters=lambda policy, _: _raw(policy.weights, policy.gradients),
+    )  # fmt: skip
+    # 2 is MXFP8 in Megatron-FSDP (Megatron-LM's issue 7584).  With ``phase`` and hpZ, forward brings both planes
+    # between nodes, hpZ's copy keeps the columns, and backward sends nothing between nodes.  A unit without a matrix is
+    # sent in one plane.  A block along columns spans as many whole rows of a shard as the codec's block has elements;
+    # rows that are left over are quantised along rows in both planes.  No unit stays gathered for backward, and
+    # recomputing a block of the model in backward (activation checkpointing) is refused.
+    planes: Literal[1, 2, "phase"] = setting(
+        1, "1; or weights are quantised by rows for forward and by columns for backward. 2: every gather sends both; "
+        "`phase`: each gather sends the one that its pass computes with", implied=True,
+        alters=lambda policy, _: _raw(policy.weights),
+    )  # fmt: skip
+    reduce_every: Literal["stage", "micro_batch", "step"] = setting(  # the stage's: ``step`` below 2, else the other
+        "stage", "`micro_batch` reduces after each micro-batch and adds up in shards; `step` adds up locally and "
+        "reduces once; `stage`: as the stage implies",
+        in_words=lambda every: every.replace("_", "-"), execution=True, scope="training",
+        alters=lambda policy, every: policy.stage < 2 and every == "micro_batch",
+    )  # fmt: skip
+    compute: Dtype = setting(  # micro-batches are summed in fp32
+        "fp32", "`fp32`, `bf16`, `fp16`: type of gathered weights and local gradients; masters stay fp32",
+        execution=True,
+    )  # fmt: skip
+    loss_scale: LossScale | None = setting(  # for compute in fp16
+        None, "`none`, a number, or `dynamic` followed by `:from<scale>`, `:window<steps>`", read=parse_loss_scale,
+        execution=True, scope="training",
+    )  # fmt: skip
+    frozen: Codec | None = setting(  # None: kept in fp32, sent as ``weights``
+        None, "codec in which untrained weights are stored and sent, or `none`", read=parse_codec
+    )
+    # Of the two exchanges with which Muon orthogonalises a matrix at its owner (:mod:`impl.plan.owners`).  Messages in
+    # bf16 change no bit, also in ``exact``, because Newton-Schulz computes in bf16.
+    owned: tuple[Codec, Codec] = setting(
+        (BF16, BF16), "codec; or a list of two: with Muon, of the momentum that is sent to the owners of matrices, and "
+        "of the updates that come back", read=parse, pair=True, scope="training",
+        in_words=lambda codecs: "/".join(dict.fromkeys(map(str, codecs))),
+    )  # fmt: skip
     memory: MemoryLimits = MemoryLimits()
     offload: Offload = Offload()
-    budget: BitBudget | None = None  # limit within which codecs are chosen while training
+    budget: BitBudget | None = setting(  # limit within which codecs are chosen while training
+        None, "`none`, or `weights <bits>`, `gradients <bits>` or both, `every <steps> of <codecs>`", read=parse_budget,
+        alters=lambda policy, _: _raw(policy.weights, policy.gradients),
+    )  # fmt: skip
     # Optimizer steps of each group between two exchanges with the other groups (DiLoCo, 2311.08105).  Gradients are
     # then averaged inside a group only.  None: over all ranks, in every step.
-    local_steps: int | None = None
-    # Parts into which units are dealt; the parts are exchanged one after the other, evenly spread over ``local_steps``
-    # (Streaming DiLoCo, 2501.18512).
-    local_fragments: int = 1
-    # Learning rate and Nesterov momentum of the outer SGD, whose gradient is the mean over groups of how far their
-    # masters have moved.
-    outer_rate: float = 0.7
-    outer_momentum: float = 0.9
-    order_every: int = 32  # backward passes between checks that ranks issue the same collectives; 0: never
-    # Parameters start on multiples of this as well as of the codecs' blocks, so that all configurations of a
-    # suite can have the same layout.
-    align: int = 1
+    local_steps: int | None = setting(
+        None, "whole number: optimizer steps that each group takes between exchanges with the others; or "
+        "`none`",
+        or_none=True, scope="training", alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
+    # The parts are exchanged one after the other, evenly spread over ``local_steps`` (Streaming DiLoCo, 2501.18512).
+    local_fragments: int = setting(
+        1, "whole number: parts into which units are dealt, each exchanged after another step; or `none`",
+        or_none=True, scope="training", alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
+    # The outer SGD's gradient is the mean over groups of how far their masters have moved.
+    outer_rate: float = setting(
+        0.7, "number: learning rate of the outer step that follows an exchange (0.7); or `none`",
+        or_none=True, scope="training", alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
+    outer_momentum: float = setting(
+        0.9, "number: Nesterov momentum of the outer step, below 1 (0.9); or `none`",
+        or_none=True, scope="training", alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
+    order_every: int = setting(
+        32, "backward passes between checks of the order of messages; 0: never", least=0, execution=True,
+        label="order checked every",
+    )  # fmt: skip
+    align: int = setting(  # parameters also start on multiples of the codecs' blocks
+        1, "whole number: parameters start on multiples of so many elements; a suite sets it for all its policies",
+        least=1, unset=1, label="",
+    )  # fmt: skip
+    # What changes while training, span by span: a step has the fields of its span, and else the policy's own.  In
+    # suites the key is a list of tables (``SpanChanges`` in ``harness.suites.trial``).
+    schedule: tuple[Span, ...] = setting((), in_words=_schedule_in_words)
 
     def __post_init__(self) -> None:
         hops: object = self.gradients
@@ -393,16 +231,19 @@ class Policy:
             raise PolicyError(
                 f"gradients = {hops!r}: expected a tuple of two codecs, for hop 1 and for hop 2"
             )
-        for codec in self.codecs:
+        for codec in self._own_codecs():
             if not isinstance(codec, Codec):
                 kind = type(codec).__name__
                 raise PolicyError(
                     f"codec {codec!r} is a {kind}: expected a codec, such as codec.parse() returns"
                 )
-        _check_literals(self)
+        check_literals(self)
         self._read_reduce()
-        errors = self._method_errors(), self._contradictions(), self._copy_errors(), self._budget_errors()
-        for reason in itertools.chain(*errors, self._local_errors()):
+        errors = (
+            *(self._method_errors(), self._contradictions(), self._copy_errors()),
+            *(self._budget_errors(), self._schedule_errors(), self._owned_errors(), self._local_errors()),
+        )
+        for reason in itertools.chain.from_iterable(errors):
             raise PolicyError(reason)
 
     def _read_reduce(self) -> None:
@@ -446,10 +287,15 @@ class Policy:
 
     def _contradictions(self) -> Iterator[str]:
         """Yield an error for each combination of fields that cannot be carried out."""
-        if not 1 <= self.chunks <= MOST_CHUNKS or self.align < 1 or min(self.order_every, self.refresh) < 0:
-            values = f"chunks={self.chunks}, align={self.align}, order_every={self.order_every}"
-            limits = f"expected chunks 1 to {MOST_CHUNKS}, align 1 or more, order_every and refresh 0 or more"
-            yield f"{values}, refresh={self.refresh}: {limits}"
+        if any(out_of_range(self)):
+            numbers = (each for each in settings(Policy) if each.least is not None and not each.part)
+            ranked = sorted(
+                numbers, key=lambda each: (each.least == 0, each.most is None, each.range, each.name)
+            )
+            values = ", ".join(f"{each.name}={each.of(self)}" for each in ranked)
+            groups = itertools.groupby(ranked, key=lambda each: each.range)
+            limits = (f"{' and '.join(each.name for each in group)} {range_}" for range_, group in groups)
+            yield f"{values}: expected {', '.join(limits)}"
         if self.stage < 2 and self.reduce_every == "micro_batch":
             sharded = "needs the sharded gradients of stage 2 or 3"
             yield f"reduce_every='micro_batch' {sharded}; here stage {self.stage}: set reduce_every='stage'"
@@ -467,21 +313,30 @@ class Policy:
             way_out = "set reduce='two_hop', or sums='fp32' and no feedback"
             yield f"reduce='ring' adds up partial sums in fp32, without error feedback; {values}: {way_out}"
         yield from self._chunk_errors(user_codecs=False)
+        for own in self.own_codecs:
+            if own.name in LOSSLESS:
+                yield _no_fixed_size(own)
         for codec in (self.weights, *self.gradients, self.frozen or FP32) if self.blocks == "shape" else ():
             any_block = isinstance(codec, Blocked) and codec.scale == "fp32" and not codec.hadamard
             if not any_block and not isinstance(codec, Raw):
                 way_out = "use an int or fp8 codec without hadamard, or set blocks='codec'"
                 yield f"blocks='shape' chooses the size of blocks, but the size of {codec}'s blocks is fixed: {way_out}"
         codec = self.weights
-        if self.planes == 2 and (
+        if self.planes != 1 and (
             not isinstance(codec, Blocked) or codec.block == "shard" or codec.stochastic or codec.hadamard
         ):
             needs = "needs a codec with blocks, rounding to nearest and no hadamard"
-            yield f"planes=2 {needs}; here weights={codec}: use such a codec, or set planes=1"
+            yield f"planes={self.planes!r} {needs}; here weights={codec}: use such a codec, or set planes=1"
+        host = f"offload.optimizer={self.offload.optimizer:g}, offload.weights={self.offload.weights:g}"
         if self.planes == 2 and (self.stage < 3 or self.secondary != 0 or self.offload != Offload()):
-            host = f"offload.optimizer={self.offload.optimizer:g}, offload.weights={self.offload.weights:g}"
             values = f"here stage {self.stage}, secondary={self.secondary!r}, {host}"
             yield f"planes=2 needs stage 3, without hpZ and offload; {values}: change these, or set planes=1"
+        changed = self.secondary_format != "frames" or self.sends_copy
+        if self.planes == "phase" and (self.stage < 3 or changed or self.offload != Offload()):
+            texts = f"inside={self.inside or 'none'}, differences={self.differences or 'none'}"
+            values = f"here stage {self.stage}, secondary_format={self.secondary_format!r}, {texts}, {host}"
+            needs = "needs stage 3, hpZ's copy as frames, without inside and differences, and no offload"
+            yield f"planes='phase' {needs}; {values}: change these, or set planes=1"
 
     def _copy_errors(self) -> Iterator[str]:
         """Yield an error for each field that hpZ's copy of the weights does not allow."""
@@ -519,8 +374,10 @@ class Policy:
         if (budget := self.budget) is None:
             return
         text = f"budget '{budget}'"
-        if self.stage == 0 or self.group != 0 or self.blocks == "shape" or self.planes > 1:
-            values = f"stage {self.stage}, group={self.group!r}, blocks={self.blocks!r}, planes={self.planes}"
+        if self.stage == 0 or self.group != 0 or self.blocks == "shape" or self.planes != 1:
+            values = (
+                f"stage {self.stage}, group={self.group!r}, blocks={self.blocks!r}, planes={self.planes!r}"
+            )
             yield (
                 f"{text} needs stage 1 to 3, group=0, blocks='codec' and planes=1; here {values}: change these, or "
                 "remove budget"
@@ -536,6 +393,44 @@ class Policy:
                 yield f"budget: {codec} is a codec of your own, whose bytes are not known here: use built-in codecs"
             if isinstance(codec, Blocked) and codec.block == "shard":
                 yield f"budget: {codec} has one scale for a whole shard: use a codec with blocks of elements"
+
+    def _schedule_errors(self) -> Iterator[str]:
+        """Yield an error for spans that cannot follow one another, or that would move memory."""
+        spans: object = self.schedule
+        if not isinstance(spans, tuple) or not all(isinstance(span, Span) for span in spans):
+            yield f"schedule = {spans!r}: expected a tuple of Span"
+        if not self.schedule:
+            return
+        yield from check_order(self.schedule)
+        if self.budget is not None:
+            yield f"budget '{self.budget}' chooses codecs by itself, and so does schedule: remove one of the two"
+        phases = self.phases  # raises if a span's fields contradict one another
+        groups = {phase.secondary for phase in phases} - {0}
+        if len(groups) > 1:
+            values = ", ".join(f"secondary={group!r}" for group in sorted(groups, key=str))
+            yield f"schedule has {values}, and copies of other groups are on other ranks: use one of them, or 0"
+        carried = {phase.feedback for phase in phases} - {None}
+        if len(carried) > 1:
+            values = ", ".join(f"'{feedback}'" for feedback in carried)
+            yield f"schedule has feedback of {values}, whose errors differ in memory: use one of them, or none"
+        if carried and len({phase.reduce for phase in phases if phase.feedback is not None}) > 1:
+            yield "schedule changes reduce, and with it the memory of feedback's errors: remove one of the two"
+        if any(phase.own_reduce != phases[0].own_reduce for phase in phases):
+            yield "schedule changes reduce to or from a class of your own, which keeps a state: use it in all spans"
+        if self.offload != Offload() and len({phase.gathering for phase in phases}) > 1:
+            keeps = "offload keeps encoded weights in host memory"
+            yield f"schedule changes how weights are sent, and {keeps}: let spans change gradients only"
+
+    def _owned_errors(self) -> Iterator[str]:
+        """Yield an error for each codec with which matrices cannot be sent to their owners."""
+        codecs: object = self.owned
+        if not isinstance(codecs, tuple) or len(codecs) != 2:
+            yield f"owned = {codecs!r}: expected a tuple of two codecs, for momentum and for updates"
+            return
+        for codec in codecs:
+            if not isinstance(codec, BuiltIn) or codec.stochastic:
+                needs = "needs built-in codecs that round to nearest"
+                yield f"owned={', '.join(map(str, codecs))} {needs}: use bf16 or, for example, int8:256"
 
     def _local_errors(self) -> Iterator[str]:
         """Yield an error for each field with which groups could not take steps of their own."""
@@ -575,6 +470,10 @@ class Policy:
                 self.loss_scale is not None,
                 f"after an overflow, loss_scale={self.loss_scale} makes one group skip a step that others take",
             ),
+            "schedule": (
+                bool(self.schedule),
+                "outer steps keep the codecs and carried errors of the whole run",
+            ),
             "offload": (
                 self.offload != Offload(),
                 "offload keeps on the host the masters that the outer step moves",
@@ -608,10 +507,70 @@ class Policy:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """All codecs of the policy: those of weights and of both gradient hops, then the optional ones."""
+        """All codecs of the policy: those of weights and of both gradient hops, then the optional ones.
+
+        With a schedule, they are the codecs of all steps.
+        """
+        if not self.schedule:
+            return self._own_codecs()
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(phase.codecs for phase in self.phases)))
+
+    def _own_codecs(self) -> tuple[Codec, ...]:
+        """Returns the codecs of the policy's own fields, without those of its schedule."""
         budget = () if self.budget is None else self.budget.codecs
         others = (self.inside, self.differences, self.frozen, *budget)
         return (self.weights, *self.gradients, *(codec for codec in others if codec is not None))
+
+    # Schedules
+
+    @property
+    def phases(self) -> tuple[Policy, ...]:
+        """The different policies of a run's steps, which have no schedule, in the order of their first steps."""
+        return _compiled(self)[0] if self.schedule else (self,)
+
+    def phase_at(self, step: int) -> int:
+        """Returns the number, in :attr:`phases`, of the policy of the step after ``step`` optimizer steps."""
+        begin = 0
+        for end, every, changed, own in _compiled(self)[1] if self.schedule else ():
+            if step < end:
+                return own if (step - begin) % every else changed
+            begin = int(end)
+        return 0
+
+    def policy_at(self, step: int) -> Policy:
+        """Returns the policy, without a schedule, of the step after ``step`` optimizer steps."""
+        return self.phases[self.phase_at(step)]
+
+    def for_steps(self, steps: int) -> Policy:
+        """Returns the policy for a run of so many optimizer steps, in which each span of its schedule has its steps.
+
+        Raises PolicyError: if a span has no step, or if the spans do not end with the run.
+        """
+        try:
+            return replace(self, schedule=over(self.schedule, steps)) if self.schedule else self
+        except SpanError as error:
+            raise PolicyError(str(error)) from None
+
+    @property
+    def schedule_in_words(self) -> str:
+        """The schedule on one line, such as ``gradients int4:256 until 50 %, then gradients bf16``; or ``none``."""
+        return _schedule_in_words(self.schedule)
+
+    @property
+    def gathering(self) -> tuple[object, ...]:
+        """The fields that decide how weights are gathered.
+
+        At a step whose policy has other values here than the one before, weights themselves are gathered anew.
+        """
+        copy = self.secondary, self.secondary_format, self.inside, self.differences, self.refresh
+        return (self.weights, self.gather, *copy)
+
+    def _with_span(self, span: Span) -> Policy:
+        """Returns the policy of the steps in which the changes of ``span`` hold."""
+        changes = dict(span.changes)
+        if changes.get("secondary") == 0:
+            changes = _NO_COPY | changes
+        return replace(self, schedule=(), **changes)
 
     @property
     def candidates(self) -> dict[Budgeted, tuple[Codec, ...]]:
@@ -663,6 +622,10 @@ class Policy:
         Frozen units are sent in the codec in which they are kept.  The persistent unit, of small parameters, stays
         gathered and is sent unquantised: codecs that quantise are replaced with a cast to the compute type.
         """
+        if self.schedule:
+            raise PolicyError(
+                "the units of a policy with a schedule differ from step to step: ask one of its phases"
+            )
         changes: dict[str, Any] = {}
         if persistent:
             changes = _NO_COPY | {"feedback": None, "sums": "fp32", "planes": 1, "budget": None}
@@ -722,6 +685,15 @@ class Policy:
         Raises PolicyError: if the topology cannot be cut into the policy's groups, if a user's codec does not fit
         the policy, or if a budget needs a second node.
         """
+        if self.schedule:
+            if any(span.until is not None and span.end is None for span in self.schedule[:-1]):
+                way_out = "give its number of steps, policy.for_steps(steps)"
+                raise PolicyError(f"schedule ({self.schedule_in_words}) has shares of a run: {way_out}")
+            if (end := self.schedule[-1].end) is not None:
+                raise PolicyError(f"the last span of schedule ends at step {end}: remove its until")
+            for phase in self.phases:
+                phase.check(topology)
+            return
         try:
             topology.check_group("an hpZ group", self.secondary_ranks(topology))
             topology.check_group("a group", self.group_ranks(topology))
@@ -749,6 +721,8 @@ class Policy:
         yield from self._chunk_errors(user_codecs=True)
         for codec in self.own_codecs:
             kinds = ", ".join(codec.definition.kinds)
+            if codec.definition.used_bytes is not None:
+                yield _no_fixed_size(codec)
             if "fp32" not in codec.definition.kinds:
                 yield f"{codec}: its kinds are {kinds}; add fp32, the type of master shards and of sums"
             if self.loss_scale is not None and Law.NONFINITE not in codec.laws:
@@ -801,9 +775,33 @@ class Policy:
         return tuple((axis, self.gradients[topology.crosses(axis)]) for axis in axes if axis.size > 1)
 
 
+SETTINGS: Final = settings(Policy)
+"""All fields of a policy, and of its ``memory`` and ``offload``, in the order in which they are declared."""
+
 _NO_COPY: Final[dict[str, Any]] = {  # the fields of a policy without hpZ
     "secondary": 0, "secondary_format": "frames", "inside": None, "differences": None, "refresh": 0,
 }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, int, int, int], ...]]:
+    """Returns the phases of a policy with a schedule, and for each span a row of numbers.
+
+    A row has the step at which the span ends, infinite for the last; ``every``; the number of the phase with the span's
+    changes; and the number of the phase of its other steps.
+
+    Raises PolicyError: if the fields of a span cannot be combined, naming the span.
+    """
+    own, numbers, rows = replace(policy, schedule=()), dict[Policy, int](), []
+    for number, span in enumerate(policy.schedule, 1):
+        try:
+            changed = policy._with_span(span)  # noqa: SLF001
+        except PolicyError as error:
+            raise PolicyError(f"span {number} of schedule: {error}") from None
+        pair = changed, own if span.every > 1 else changed
+        first, second = (numbers.setdefault(phase, len(numbers)) for phase in pair)
+        rows.append((math.inf if span.end is None else float(span.end), span.every, first, second))
+    return tuple(numbers), tuple(rows)
 
 
 def weight_block(shard: int) -> int:
@@ -812,6 +810,15 @@ def weight_block(shard: int) -> int:
     This is the largest multiple of 8 that is at most 8000 and divides ``shard``; 1 if there is none.
     """
     return next((size for size in range(_GROUP, 0, -8) if shard and shard % size == 0), 1)
+
+
+def _no_fixed_size(codec: OwnCodec) -> str:
+    """Returns the error for a codec whose number of bytes depends on the values."""
+    sizes = "cannot be sent, since its number of bytes depends on the values, and messages have fixed sizes"
+    way_out = (
+        "measure it with `zeropp bench formats`, or send gradients with reduce='examples.lossless:Lossless'"
+    )
+    return f"{codec} {sizes}: {way_out}"
 
 
 def _in_blocks(codec: Codec, block: int) -> Codec:
@@ -878,7 +885,7 @@ SUCCESSORS: Final[dict[str, Policy]] = {
     # Weights in MXFP4, in which Megatron gathers 4-bit parameters.
     "fp4-gather": Policy(weights=FloatCodec("e2m1", MX_BLOCK, scale="e8m0")),
     # Weights in MXFP8 along rows and along columns in every gather, as in Megatron-FSDP, which keeps vectors in
-    # 16 bits.
+    # 16 bits.  With ``planes="phase"`` the values are the same and the bytes of gathers half as many, as in its v2.
     "mxfp8-planes": Policy(weights=FloatCodec("e4m3", MX_BLOCK, scale="e8m0"), planes=2),
 }
 """Methods that others published.  Megatron's HFSDP (ZeRO-3 inside a node, ZeRO-1 across nodes) places

@@ -112,7 +112,7 @@ def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
 
     ``units`` are in model order.
     """
-    if policy.planes > 1:
+    if policy.planes != 1:
         return frozenset()
     limits, sizes = policy.memory, Counter[str]()  # elements by block, in model order
     for unit in units:

@@ -18,18 +18,20 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Final, Literal
 
 from impl.codecs.codec import Codec
-from impl.plan.hops import Hop, gather_hops, outer_hops, reduction_hops
+from impl.plan.hops import Hop, gather_hops, in_phase, outer_hops, reduction_hops
+from impl.plan.owners import Owners
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.timeline import Collective, Load, Pass, TimedHop, in_chunks, pass_time
 from impl.plan.topology import Topology
-from impl.plan.traffic import destinations
+from impl.plan.traffic import Phase, destinations, uneven
 
 BACKWARD: Final = 2.0  # ratio of a backward pass's operations to those of a forward pass
 FLOPS_PER_TOKEN: Final = 8  # per parameter: forward 2, repeated for activation checkpointing 2, backward 4
@@ -217,8 +219,11 @@ class Step:
     parameters: float  # parameters of the model, without padding
     tokens: float  # tokens of a rank in a micro-batch
     micro_batches: int = 1  # micro-batches in a step
+    # For a policy with a schedule: the optimizer steps over which the mean is taken, as (first, end).
+    steps: tuple[int, int] = (0, 1)
     recompute: bool = False  # whether backward runs the forward pass again (activation checkpointing)
     rate: float = math.inf  # bytes a second of all adapters of the slowest node; infinite: no limit
+    owners: Owners | None = None  # the owners of matrices, if Muon steps them
     # Measured seconds of (forward, backward) of each unit in a micro-batch; empty: the machine predicts them.
     computing: Sequence[tuple[float, float]] = ()
 
@@ -227,19 +232,25 @@ def step_of(machine: Machine, step: Step) -> StepTime:
     """Predicts a step of this engine by simulating it, unit by unit, for the rank that sends most.
 
     The model's computation is divided among units in proportion to their elements.  The first pass gathers all
-    weights anew, not from hpZ's copy, since the optimizer step before has changed them.  With local steps, the result
-    is the mean over ``local_steps`` steps, in which each fragment is exchanged once.
+    weights anew, not from hpZ's copy, since the optimizer step before has changed them.  With a schedule, the result is
+    the mean over ``step.steps``; with local steps, the mean over ``local_steps`` steps, in which each fragment is
+    exchanged once.
     """
+    if step.policy.schedule:
+        return _mean_of_phases(machine, step)
     policy, units, passes = step.policy, step.units, passes_of(machine, step)
     outer = _Outer.of(machine, step)
     stretch = machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
     optimizer = machine.optimizer * stretch * sum(unit.shard for unit in units if unit.trainable)
+    matrices = OwnersTime() if step.owners is None else owners_time(machine, step, step.owners)
     return StepTime(
-        compute=sum(_computing(machine, step)) * step.micro_batches + optimizer,
-        wire=sum(run.adapter for run in passes) + outer.adapter,
-        seconds=sum(float(run.seconds) for run in passes) + optimizer + outer.seconds,
+        compute=sum(_computing(machine, step)) * step.micro_batches + optimizer + matrices.compute,
+        wire=sum(run.adapter for run in passes) + matrices.adapter + outer.adapter,
+        seconds=sum(float(run.seconds) for run in passes) + optimizer + matrices.seconds + outer.seconds,
         calibrated=machine.knows(step.parameters, step.tokens) and all(map(machine.times, policy.codecs)),
-        exposed=sum(float(run.exposed) for run in passes) + outer.exposed,
+        exposed=sum(float(run.exposed) for run in passes)
+        + (matrices.seconds - matrices.compute)
+        + outer.exposed,
         spread=machine.spread,
     )
 
@@ -269,6 +280,67 @@ class _Outer:
         return cls(adapter / every, exposed / every, (exposed + coding) / every)
 
 
+def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
+    """Predicts the mean of the steps of a policy with a schedule."""
+    numbers = Counter(map(step.policy.phase_at, range(*step.steps)))
+    phases, total = step.policy.phases, sum(numbers.values())
+    parts = [
+        (step_of(machine, replace(step, policy=phases[number])), count / total)
+        for number, count in numbers.items()
+    ]
+
+    def mean(name: str) -> float:
+        return sum(float(getattr(part, name)) * share for part, share in parts)
+
+    return StepTime(
+        compute=mean("compute"),
+        wire=mean("wire"),
+        seconds=mean("seconds"),
+        calibrated=all(part.calibrated for part, _ in parts),
+        exposed=mean("exposed"),
+        spread=machine.spread,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnersTime:
+    """Seconds in which Muon orthogonalises all matrices at their owners, with the exchanges before and after."""
+
+    compute: float = 0.0  # Newton-Schulz of the owner with most operations
+    adapter: float = 0.0  # in which the busiest node sends
+    seconds: float = 0.0  # in all; nothing overlaps
+
+
+def owners_time(machine: Machine, step: Step, owners: Owners) -> OwnersTime:
+    """Predicts the seconds of Muon's exchanges with the owners of matrices, and of Newton-Schulz.
+
+    Newton-Schulz is assumed to have the rate of the model's passes.  Each exchange takes the time of the node that
+    sends most and of the rank that sends most inside its node; before it, the rank with the most elements encodes and
+    decodes them.
+    """
+    topology, stretch = step.topology, machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
+    compute = max(owners.loads) * machine.per_token / (2 * (1 + BACKWARD)) * stretch
+    adapter, seconds = 0.0, compute
+    exchanges = ((owners.to_owners, owners.momentum), (owners.from_owners, owners.update))
+    held = max((sum(part.numel for part in parts) for parts in owners.parts), default=0)
+    for sizes, codec in exchanges:
+        between, inside, messages = Counter[int](), 0, 0
+        for rank in range(topology.world):
+            sent = uneven(topology, owners.axis, rank, sizes[owners.axis.digit(rank)])
+            between[topology.node_of(rank)] += sent["inter"].bytes if "inter" in sent else 0
+            inside = max(inside, sent["intra"].bytes if "intra" in sent else 0)
+            messages = max(messages, sum(each.messages for each in sent.values()))
+        sending = max(between.values()) / (step.rate * machine.efficiency)
+        within = inside / machine.inside if machine.inside else 0.0
+        posting = messages * machine.message + max(between.values()) * machine.sent
+        cost = machine.cost(codec)
+        coding = held * (cost.encode + cost.decode)
+        adapter += sending
+        seconds += max(sending, within) + stretch * (posting + coding)
+        seconds += machine.latency if messages else 0.0
+    return OwnersTime(compute=compute, adapter=adapter, seconds=seconds)
+
+
 def passes_of(machine: Machine, step: Step) -> list[Pass]:
     """Simulates the passes of a step, one for each micro-batch, and returns them in order."""
     policy, units = step.policy, step.units
@@ -279,12 +351,19 @@ def passes_of(machine: Machine, step: Step) -> list[Pass]:
         for place, unit in enumerate(units):
             rules, share = policy.for_unit(unit), unit.padded / elements
             measured = step.computing[place] if step.computing else (forward * share, backward * share)
-            regather = seconds.gather(rules, unit, again=True) if rules.stage == 3 else Collective()
+            gathers = [
+                Collective(),
+                Collective(),
+            ]  # forward's and backward's; below stage 3 weights stay gathered
+            if rules.stage == 3 or index == 0:
+                gathers[0] = seconds.gather(rules, unit, "forward", again=index > 0)
+            if rules.stage == 3:
+                gathers[1] = seconds.gather(rules, unit, "backward", again=True)
             load = Load(
                 forward=measured[0],
                 backward=measured[1],
-                gather=seconds.gather(rules, unit, again=False) if index == 0 else regather,
-                regather=regather,
+                gather=gathers[0],
+                regather=gathers[1],
                 reduce=seconds.reduction(rules, unit) if unit.trainable else Collective(),
                 engine=seconds.stretch * (machine.unit + machine.element * unit.padded),
             )
@@ -308,13 +387,14 @@ class _Seconds:
         self._machine, self._topology, self._rate = machine, topology, rate
         self.stretch = machine.stretch(topology.nodes, topology.ranks_per_node)
 
-    def gather(self, policy: Policy, unit: UnitGeometry, *, again: bool) -> Collective:
+    def gather(self, policy: Policy, unit: UnitGeometry, phase: Phase, *, again: bool) -> Collective:
         """Returns the gather of a unit's weights; with ``again``, from hpZ's copy if there is one."""
         # A policy with differences sends the weights themselves only in the first step; any other step is modelled.
-        hops = gather_hops(policy, self._topology, unit.shard, "copy" if again else "differences")
+        sends = in_phase(policy, phase, "copy" if again else "differences")
+        hops = gather_hops(policy, self._topology, unit.shard, sends)
         previous, timed, before = hops[0], list[TimedHop](), 0.0
         if previous.source != "copy":
-            before = previous.planes * self._coding(previous.codec, unit.shard, "encode")
+            before = len(previous.planes) * self._coding(previous.codec, unit.shard, "encode")
         for hop in hops:
             # Differences are decoded even if the copy has their codec, since they are added to the copy.
             if hop.codec != previous.codec or (hop.source == "copy" and previous.keeps == "sum"):

@@ -17,16 +17,17 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
-from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, outer_hops, reduction_hops
+from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, in_phase, outer_hops, reduction_hops
 from impl.plan.local_steps import fragments_of, meets
 from impl.plan.own_method import Declared, MethodMessage, axis_of
+from impl.plan.owners import Owners
 from impl.plan.policy import Budgeted, Offload, Policy
 from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Axis, Topology
 
 Phase = Literal["forward", "backward", "evaluate", "step"]
-Purpose = Literal["weights", "gradients", "persistent", "buffers", "control", "state"]
+Purpose = Literal["weights", "gradients", "persistent", "momentum", "update", "buffers", "control", "state"]
 Link = Literal["inter", "intra"]
 Direction = Literal["to_host", "to_device"]
 Copied = Literal["weights", "secondary", "gradients", "state"]
@@ -46,6 +47,10 @@ class Tag(NamedTuple):
     phase: Phase
     purpose: Purpose
     unit: str = ""
+
+
+MOMENTUM: Final = Tag("step", "momentum")  # to the owners of matrices
+UPDATE: Final = Tag("step", "update")  # back from them
 
 
 class LedgerKey(NamedTuple):
@@ -107,6 +112,20 @@ def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Ma
     return {link: count for link, count in counts.items() if count}
 
 
+def uneven(topology: Topology, axis: Axis, rank: int, sizes: Sequence[int]) -> Mapping[Link, Sent]:
+    """Returns what ``rank`` sends over each kind of link if it sends ``sizes[i]`` bytes to the i-th rank of its group.
+
+    It sends nothing to itself, and no message of 0 bytes.
+    """
+    sent: dict[Link, Sent] = {}
+    for target, size in zip(axis.group(rank), sizes, strict=True):
+        if target != rank and size:
+            link: Link = "intra" if topology.node_of(target) == topology.node_of(rank) else "inter"
+            nbytes, messages = sent.get(link, (0, 0))
+            sent[link] = Sent(nbytes + size, messages + 1)
+    return sent
+
+
 @dataclass(slots=True)
 class Book:
     """Adds up one rank's messages, and its copies between host and device; all sizes are in bytes."""
@@ -115,6 +134,9 @@ class Book:
     rank: int
     sent: dict[LedgerKey, Sent] = field(default_factory=dict)
     copied: Counter[CopyKey] = field(default_factory=Counter)
+    # Bytes sent over each kind of link so far, without evaluations: now, and at the end of each optimizer step.
+    trained: Counter[Link] = field(default_factory=Counter)
+    steps: list[dict[Link, int]] = field(default_factory=list)
 
     def exchange(self, tag: Tag, axis: Axis, size: int, *, ring: bool = False) -> None:
         """Count one message of ``size`` to every other rank along ``axis``."""
@@ -122,6 +144,7 @@ class Book:
             key = LedgerKey(*tag, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * size, messages + count)
+            self.trained[link] += count * size if tag.phase != "evaluate" else 0
 
     def method_message(self, unit: str, message: MethodMessage) -> None:
         """Count a message of a user's own reduction."""
@@ -133,6 +156,7 @@ class Book:
             key = LedgerKey("backward", "gradients", unit, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * message.nbytes, messages + count)
+            self.trained[link] += count * message.nbytes
 
     def control(self, size: int, purpose: Purpose = "control") -> None:
         """Count one message of ``size`` to every other rank."""
@@ -144,6 +168,19 @@ class Book:
         for axis in axes:
             self.exchange(Tag("step", "control"), axis, size)
             size *= axis.size
+
+    def uneven(self, tag: Tag, axis: Axis, sizes: Sequence[int]) -> None:
+        """Count a message of ``sizes[i]`` bytes to the i-th rank along ``axis``, where that is not this rank or 0."""
+        for link, (nbytes, messages) in uneven(self.topology, axis, self.rank, sizes).items():
+            key = LedgerKey(*tag, axis.name, link)
+            before = self.sent.get(key, (0, 0))
+            self.sent[key] = Sent(before[0] + nbytes, before[1] + messages)
+
+    def optimizer_step(self, owners: Owners) -> None:
+        """Count what Muon sends to the owners of matrices, and what these send back."""
+        me = owners.axis.digit(self.rank)
+        self.uneven(MOMENTUM, owners.axis, owners.to_owners[me])
+        self.uneven(UPDATE, owners.axis, owners.from_owners[me])
 
     def send(self, tag: Tag, hops: Iterable[Hop]) -> None:
         """Count the messages of a gather or of a reduction."""
@@ -169,6 +206,8 @@ def predict(
     buffer_bytes: int = 0,
     decisions: Collection[Decision] = (),
     methods: Declared | None = None,
+    begun: int = 0,
+    owners: Owners | None = None,
 ) -> Book:
     """Predicts everything that ``rank`` sends in ``events``, and its copies between host and device.
 
@@ -194,41 +233,49 @@ def predict(
         decisions: the choices of the policy's budget.
         methods: by unit, the messages that a user's own reduction declares; the messages of a reduction that declares
             none are not counted.
+        begun: optimizer steps before the first event, which decide where in its schedule the policy begins.
+        owners: the owners of matrices, if Muon steps them.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
     """
     policy.check(topology)
     book = Book(topology, rank)
+    phases = [[phase.for_unit(unit) for phase in policy.phases] for unit in units]
     senders = [
-        _Sender(book, policy.for_unit(unit), unit, placement)
-        for unit, placement in zip(units, placements_of(policy.offload, units), strict=True)
+        _Sender(book, rules[policy.phase_at(begun)], unit, placement)
+        for rules, unit, placement in zip(phases, units, placements_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)
-    fragments, taken, norms = fragments_of(policy, units), 0, norm_axes(policy, topology)
-    buffers_differ, passes, steps = bool(buffer_bytes), 0, 0
+    fragments, norms = fragments_of(policy, units), norm_axes(policy, topology)
+    buffers_differ, passes, steps = bool(buffer_bytes), 0, begun
     for event in events:
         match event:
             case "norm":
                 book.norm(norms)
             case "step" | "changed" | "forgotten":
-                taken += event == "step"
                 for sender, fragment in zip(senders, fragments, strict=True):
-                    if event == "step" and meets(policy, taken, fragment):
+                    if event == "step" and meets(policy, steps + 1, fragment):
                         sender.meet()
                 for sender in senders:
                     if event != "step" or sender.unit.trainable:
                         sender.weights_changed(event)
+                if event == "step" and owners is not None:
+                    book.optimizer_step(owners)
                 if event == "step" and policy.budget is not None:
                     # Ranks exchange the sum of squared values, and for each codec the sum of squared errors.
                     if steps % policy.budget.every == 0:
                         chosen = sum(unit.trainable and not unit.persistent for unit in units)
                         sums = sum(1 + len(codecs) for codecs in policy.candidates.values())
                         book.control(SQUARES_BYTES * chosen * sums)
-                    steps += 1
                     for choice, sender in itertools.product(decisions, senders):
-                        if (choice.step, choice.unit) == (steps, sender.unit.name):
+                        if (choice.step, choice.unit) == (steps + 1, sender.unit.name):
                             sender.policy = sender.policy.with_choice(choice.purpose, choice.codec)
+                if event == "step":
+                    steps += 1
+                    book.steps.append(dict(book.trained))
+                    for sender, rules in zip(senders, phases, strict=True) if policy.schedule else ():
+                        sender.follow(rules[policy.phase_at(steps)])
             case "dropped":
                 for sender in senders:
                     sender.steps = None
@@ -303,6 +350,13 @@ class _Sender:
         elif event == "step" and self.steps is not None:
             self.steps += 1
 
+    def follow(self, policy: Policy) -> None:
+        """Send by ``policy`` from here on; if it gathers weights differently, they are gathered anew."""
+        if policy.gathering != self.policy.gathering:
+            self.gathered = self.current = False
+            self.steps = None
+        self.policy = policy
+
     def gather(self, phase: Phase, *, keep: bool) -> None:
         """Count a gather of the weights, unless they are gathered already.
 
@@ -310,7 +364,8 @@ class _Sender:
         """
         policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
         if not self.gathered:
-            hops = gather_hops(policy, book.topology, unit.shard, self._sends())
+            sends = in_phase(policy, phase, self._sends())
+            hops = gather_hops(policy, book.topology, unit.shard, sends)
             if placement.shard and not self.current and (placement.frames or not self.uploaded):
                 book.copied[CopyKey("to_device", "weights", unit.name)] += hops[0].nbytes
                 self.uploaded = True
@@ -318,7 +373,7 @@ class _Sender:
                 direction: Direction = "to_device" if self.current else "to_host"
                 book.copied[CopyKey(direction, "secondary", unit.name)] += secondary
             book.send(Tag(phase, "persistent" if unit.persistent else "weights", unit.name), hops)
-            self.current = policy.secondary != 0
+            self.current = policy.secondary != 0 and (self.current or sends != "rows")
         self.gathered = keep or policy.stage < 3
 
     def _sends(self) -> Sends:

@@ -88,16 +88,17 @@ def geometries_of(units: Sequence[Contents], topology: Topology, policy: Policy)
     """
 
     def laid_out(unit: Contents, max_padding: float) -> UnitGeometry:
-        shaped = policy.by_shape([spec.shape for spec in unit.specs], topology.world)
+        shapes = [spec.shape for spec in unit.specs]
+        shaped = [phase.by_shape(shapes, topology.world) for phase in policy.phases]
         return lay_out(
             unit.name,
             unit.specs,
-            grain=shaped.grain,
+            grain=math.lcm(*(phase.grain for phase in shaped)),
             world=topology.world,
             max_padding=max_padding,
             trainable=unit.trainable,
             group=policy.group_ranks(topology),
-            grain_in_words=shaped.grain_in_words,
+            grain_in_words=(shaped[0] if len(shaped) == 1 else policy).grain_in_words,
         )
 
     geometries = [laid_out(unit, math.inf) for unit in units]

@@ -21,6 +21,10 @@ class Arrival:
         if self.event is not None:
             self.event.wait()
 
+    def is_completed(self) -> bool:
+        """Return whether the work has ended; False while it is being enqueued."""
+        return self.event is not None and bool(self.event.query())  # type: ignore[no-untyped-call]
+
     def finish(self) -> None:
         """Block this thread until the work has ended, so that the host may read or overwrite the work's memory."""
         if self.event is not None:

@@ -30,6 +30,7 @@ On a GPU, steps 4 to 7 are enqueued on a side stream as soon as hop 1 is posted,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange
 from impl.comm.reduce_scatter import Reduction, reduction_of
 from impl.errors import ZeroError
-from impl.plan.policy import Policy
+from impl.plan.policy import Feedback, Policy
 from impl.plan.reduction_queue import Progress
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Tag
@@ -84,27 +85,53 @@ class GradientReduction:
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
         self._errors: Errors | None = None  # the gradient codecs' carried errors, from the first reduction on
         self.own: OwnReduction | None = None  # the user's own reduction, if the policy names one
-        self.collective: Reduction | OwnReduction
+        self._prepared: list[_Way] = []  # one for each policy of a schedule
         self.follow(context.policy)
 
     def follow(self, policy: Policy) -> None:
         """Reduce according to ``policy`` from here on; carried errors are kept."""
-        geometry, wire, self._feedback = self._geometry, self._wire, policy.feedback
+        self._take_up(self._way(policy))
+
+    def prepare(self, policies: Sequence[Policy]) -> None:
+        """Make ready to reduce according to each of a schedule's ``policies``; :meth:`take_up` then allocates nothing.
+
+        Carried errors are allocated here; all policies share them.
+        """
+        self._prepared = [self._way(policy) for policy in policies]
+        carrying = next((way for way in self._prepared if way.feedback is not None), None)
+        if carrying is not None and self._geometry.trainable:
+            self._take_up(carrying)
+            self.feedback()
+        self.take_up(0)
+
+    def take_up(self, number: int) -> None:
+        """Reduce according to the policy with this ``number`` in :meth:`prepare`; no reduction may be under way."""
+        self._take_up(self._prepared[number])
+
+    def _take_up(self, way: _Way) -> None:
+        self.collective: Reduction | OwnReduction = way.collective
+        self._feedback, self._collects, self._draws = way.feedback, way.collects, way.draws
+        self._pads = way.pads
+
+    def _way(self, policy: Policy) -> _Way:
+        """Compile how the unit is reduced according to ``policy``."""
+        geometry, wire = self._geometry, self._wire
         if policy.own_reduce is not None and geometry.trainable:
             if self.own is None:  # otherwise its state would be lost
                 self.own = OwnReduction(policy.own_reduce, geometry, wire)
-            self.collective, self._collects, self._draws = self.own, False, False
-            self._pads = geometry.pads(wire.mesh.rank)
-            return
+            return _Way(
+                self.own, policy.feedback, collects=False, draws=False, pads=geometry.pads(wire.mesh.rank)
+            )
         tag = Tag("backward", "gradients", geometry.name)
-        reduction = self.collective = reduction_of(policy, wire, tag, geometry.piece, policy.grain)
+        reduction = reduction_of(policy, wire, tag, geometry.piece, policy.grain)
         hops = reduction.hops
         wire.make_groups(hop.axis for hop in hops)
-        self._collects = reduction.collects(self._dtype)
-        self._draws = any(hop.codec.stochastic for hop in hops)
         # A codec with offsets or a rotation may decode the zeros in padding to other values.  These are set to
         # zero again in the mean, since padding must not count in norms or change weights.
-        self._pads = () if all(_keeps_zeros(hop.codec) for hop in hops) else geometry.pads(wire.mesh.rank)
+        pads = () if all(_keeps_zeros(hop.codec) for hop in hops) else geometry.pads(wire.mesh.rank)
+        draws = any(hop.codec.stochastic for hop in hops)
+        collects = reduction.collects(self._dtype)
+        return _Way(reduction, policy.feedback, collects=collects, draws=draws, pads=pads)
 
     # Collecting
 
@@ -344,6 +371,13 @@ class GradientReduction:
         self._errors.begin(self._clock.step)
         return self._errors
 
+    def kept_errors(self) -> Errors | None:
+        """Return the errors that are kept for this or later steps; None if there are none.
+
+        In a step of a schedule without feedback, errors of earlier steps stay as they are.
+        """
+        return self.feedback() if self._errors is None or self._feedback is not None else self._errors
+
     @property
     def remembers(self) -> bool:
         """Whether a user's own reduction has a state, on which its next mean depends."""
@@ -358,6 +392,16 @@ class GradientReduction:
             self._errors.clear()
         if self.own is not None:
             self.own.reset()
+
+
+class _Way(NamedTuple):
+    """How a unit's gradient is reduced according to one policy."""
+
+    collective: Reduction | OwnReduction
+    feedback: Feedback | None
+    collects: bool  # whether gradients may be collected in the message of hop 1
+    draws: bool  # whether a codec rounds stochastically
+    pads: Sequence[tuple[int, int]]  # the parts of the mean to set to zero
 
 
 def _keeps_zeros(codec: Codec) -> bool:

@@ -38,7 +38,6 @@ from impl.unit.context import MEMORY, UnitContext
 from impl.unit.flat_buffer import handles
 
 ALONE: Final = 2  # what handles() returns for memory that belongs to a single tensor
-_ROW: Final = 1024  # 8-byte numbers in a row when bits are summed by rows and columns
 
 
 def shard_of(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -240,7 +239,7 @@ class MasterShard:
         """Take sums of the shard's bits, for :meth:`check_unwritten`, when a copy of the shard is made."""
         version = self.version
         if self._sums is None or self._sums[0] != version:
-            self._sums = version, sums_of_bits(self.held)
+            self._sums = version, ops.sums_of_bits(self.held)
 
     def check_unwritten(self) -> None:
         """Raise a ZeroError if masters were written since :meth:`mark` without torch counting the write.
@@ -249,7 +248,7 @@ class MasterShard:
         """
         if self._sums is None or self._sums[0] != self.version:
             return  # the change is known, so no copy will be reused
-        if not torch.equal(self._sums[1], sums_of_bits(self.held)):
+        if not torch.equal(self._sums[1], ops.sums_of_bits(self.held)):
             raise ZeroError(
                 f"masters of unit {self._geometry.name!r} were written through .data, which torch does not "
                 "count, and copies of their old values are kept: call zero.weights_changed() on all ranks "
@@ -420,18 +419,3 @@ class MasterShard:
 def _storage_of(tensor: Tensor) -> int:
     """Return a number that identifies a tensor's storage; an address would be 0 for all empty storages."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
-
-
-def sums_of_bits(values: Tensor) -> Tensor:
-    """Return sums (n,) int64 of the bits of ``values`` (S,) fp32, by rows and by columns, to detect writes.
-
-    The bits are read as a matrix of 8-byte integers with :data:`_ROW` columns.  A change of one integer changes the
-    sum of its row and the sum of its column; several changes go unnoticed only if they cancel in every row and
-    every column.  The memory is read twice, once by rows and once by columns, at the speed of a copy.
-    """
-    numbers = values.detach()[: values.numel() // 2 * 2].view(torch.int64)
-    rows = numbers[: numbers.numel() // _ROW * _ROW].view(-1, _ROW)
-    rest = values.detach()[2 * rows.numel() :].view(
-        torch.int32
-    )  # at most 2 * _ROW elements, kept as they are
-    return torch.cat([rows.sum(1), rows.sum(0), rest])

@@ -107,12 +107,33 @@ class SecondaryShard:
             kept.copy_(cast)
         self._version, self.begun, self._settled = version, step, version[1]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the frames as they are kept."""
+        return self.copies * self.codec.frame_bytes(self._numel)
+
     def _memory(self) -> Tensor:
         """Return the memory (copies * K,) uint8 of the frames, allocated on first use."""
         if self._frames is None:
-            nbytes = self.copies * self.codec.frame_bytes(self._numel)
-            self._frames = self._host.empty("secondary", nbytes, host=self._offloaded).zero_()
+            self._frames = self._host.empty("secondary", self.nbytes, host=self._offloaded).zero_()
         return self._frames
+
+    def share_memory(self, others: Sequence[SecondaryShard]) -> None:
+        """Allocate the memory of this shard's frames now, and keep those of the smaller ``others`` in it too.
+
+        Only one of them may be in use at a time; call :meth:`forget` when another one comes into use.
+        """
+        memory = self._memory()
+        for other in others:
+            other.keep_in(memory)
+
+    def keep_in(self, memory: Tensor) -> None:
+        """Keep the frames in ``memory`` (n,) uint8, which belongs to another shard of the unit."""
+        self._frames = memory[: self.nbytes]
+
+    def forget(self) -> None:
+        """Have the next gather send the weights themselves, because the frames' memory may hold anything."""
+        self._version = self.begun = self._settled = None
 
     def let_go(self) -> None:
         """Free the frames' memory, because the next gathers use another codec."""

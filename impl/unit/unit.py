@@ -74,7 +74,8 @@ class Unit:
     ) -> None:
         self.index, self._siblings, self._passes = len(siblings), siblings, context.passes
         self.geometry, self.wire, self.host, self.meter = geometry, context.wire, context.host, context.meter
-        self.policy = context.policy.for_unit(geometry)
+        self._phases = [phase.for_unit(geometry) for phase in context.policy.phases]
+        self.policy = self._phases[0]
         context = self._context = replace(context, policy=self.policy)
         mesh = self.wire.mesh
         device = MEMORY if placement.shard else mesh.device
@@ -87,10 +88,14 @@ class Unit:
         self.reduction = GradientReduction(geometry, context, self.master_shard, self.members)
         steps_apart = self.policy.local_steps is not None and geometry.trainable
         self.outer = OuterStep(geometry, context, self.master_shard) if steps_apart else None
+        self._gathers: list[WeightGather] = []  # one for each policy of a schedule
+        if len(self._phases) > 1:
+            self._prepare_phases()
         self.state = State.SHARDED
         self._persists = self.policy.stage < 3  # whether weights stay gathered until they change
         # Whether a pass may compute with a copy of the weights that an earlier pass made.
-        self._keeps_copies = self.master_shard.crosses or self.weight_gather.keeps_copy
+        gathers = self._gathers or [self.weight_gather]
+        self._keeps_copies = self.master_shard.crosses or any(gather.keeps_copy for gather in gathers)
 
     @property
     def visible(self) -> list[nn.Parameter]:
@@ -316,6 +321,40 @@ class Unit:
         self.policy = policy
         self.reduction.follow(policy)
 
+    # Schedules
+
+    def _prepare_phases(self) -> None:
+        """Compile gathers and reductions of all policies of a schedule, and allocate what they keep for the largest.
+
+        Policies that gather weights alike share a gather, so that hpZ's copy stays current from one to the next.
+        """
+        known = {self.policy.gathering: self.weight_gather}
+        for policy in self._phases:
+            if policy.gathering not in known:
+                context = replace(self._context, policy=policy)
+                known[policy.gathering] = WeightGather(self.geometry, context, self.master_shard, self.flat)
+            self._gathers.append(known[policy.gathering])
+        copies = sorted(
+            (gather.secondary for gather in known.values() if gather.keeps_copy), key=lambda copy: copy.nbytes
+        )
+        if copies:
+            copies[-1].share_memory(copies[:-1])
+        self.reduction.prepare(self._phases)
+
+    def take_up(self, number: int) -> None:
+        """Send by the policy with this ``number`` among the schedule's from here on; no pass may be running.
+
+        If it gathers weights in another way, the next use of the unit gathers the weights themselves anew.
+        """
+        policy, gather = self._phases[number], self._gathers[number]
+        if gather is not self.weight_gather:
+            self.weights_changed("unchanged")
+            gather.secondary.forget()
+            self.master_shard.encode_as(policy.weights)
+            self.weight_gather = gather
+        self.policy = policy
+        self.reduction.take_up(number)
+
     # Gradients
 
     def drop_gradients(self) -> None:
@@ -333,7 +372,7 @@ class Unit:
             # The copies must be those of the present masters, which a user may have written.
             self.master_shard.adopt()
             self.master_shard.check_unwritten()
-        errors = self.reduction.feedback()
+        errors = self.reduction.kept_errors()
         copies = self.weight_gather.secondary.state(self.master_shard.version)
         if self.reduction.own is not None:
             copies = copies | self.reduction.own.state()
@@ -355,7 +394,7 @@ class Unit:
 
     def load_communication_state(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state that :meth:`check_communication_state` has accepted."""
-        if (errors := self.reduction.feedback()) is not None:
+        if (errors := self.reduction.kept_errors()) is not None:
             errors.load(state)
         if self.reduction.own is not None:
             self.reduction.own.load(state)

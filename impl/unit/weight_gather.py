@@ -46,7 +46,7 @@ from impl import ops
 from impl.codecs.codec import Blocked
 from impl.codecs.planes import turn
 from impl.comm.all_gather import FrameGather, forward
-from impl.plan.hops import Hop, Sends, casts_alone, gather_hops
+from impl.plan.hops import Hop, Plane, Sends, casts_alone, gather_hops, in_phase
 from impl.plan.shard_layout import Band, UnitGeometry
 from impl.plan.traffic import Phase, Purpose, Tag
 from impl.transport.side_stream import Arrival
@@ -67,7 +67,7 @@ class WeightGather:
     ) -> None:
         policy, wire, shard = context.policy, context.wire, geometry.shard
         self.geometry, self.wire, self.clock = geometry, wire, context.clock
-        self.master_shard, self.flat = master_shard, flat
+        self.master_shard, self.flat, self._policy = master_shard, flat, policy
         self._gathers = {
             sends: FrameGather(
                 wire, gather_hops(policy, wire.mesh.topology, shard, sends), self._write, self._keep
@@ -94,7 +94,7 @@ class WeightGather:
         self._in_place = plain and not self._alone and wire.lets_go(hops[0].axis)
         # With two planes: the number of rows in a band, and the bands of each shard.
         self._rows, self._bands = 0, list[tuple[Band, ...]]()
-        if policy.planes > 1 and isinstance(policy.weights, Blocked):
+        if policy.planes != 1 and isinstance(policy.weights, Blocked):
             self._rows = policy.weights.block_size(shard)
             self._bands = [geometry.bands(index, self._rows) for index in range(geometry.shards)]
         self._columns = False  # whether the gather under way decodes the plane of columns
@@ -112,7 +112,7 @@ class WeightGather:
             self.master_shard.write_frame(self.flat.attach().view(torch.uint8))
             return
         sends = self.secondary.sends(self.version, self.clock.step) if self.keeps_copy else "weights"
-        gather = self._under_way = self._gathers[sends]
+        gather = self._under_way = self._gathers[in_phase(self._policy, phase, sends)]
         self._columns = bool(self._bands) and phase == "backward"
         into = self.flat.attach().view(torch.uint8) if self._in_place else None
         gather.start(self._tags[phase], self._write, into)
@@ -140,7 +140,7 @@ class WeightGather:
     def _write(self, hop: Hop, message: Tensor, received: Tensor | None = None) -> None:
         """Write the ``message`` (bytes,) uint8 of a hop; ``received`` is what the hop before has received."""
         match hop.source:
-            case "master" if hop.planes == 1:
+            case "master" if hop.planes == ("rows",):
                 self.master_shard.write_frame(message)
             case "master":
                 self._write_planes(hop, message)
@@ -153,11 +153,17 @@ class WeightGather:
                 self.secondary.write(message)
             case _:
                 assert received is not None  # noqa: S101  # no first hop has another source
+                if (
+                    received.numel() > message.numel()
+                ):  # both planes have arrived, and this hop sends the rows on
+                    received = _plane(received.view(len(received), -1, 2 * hop.frame_bytes[0]), "rows")
                 forward(hop, message, received)
 
     def _keep(self, hop: Hop, received: Tensor) -> None:
         """Keep hpZ's copy of what the last ``hop`` between nodes has ``received``, or add it to the copy."""
         frames = received.view(len(received), -1, hop.frame_bytes[0])
+        if len(hop.planes) > 1:
+            frames = _plane(frames, "columns")
         if hop.keeps == "sum":
             self.secondary.add(frames, self.version)
         else:
@@ -166,18 +172,26 @@ class WeightGather:
     def _decode(self, hop: Hop, received: Tensor) -> None:
         """Decode what the last ``hop`` has ``received`` into the flat buffer."""
         frames, flat = received.view(*self.target[0][:-1], -1), self.flat.attach()
-        if hop.planes > 1:
-            frames = frames.chunk(2, -1)[self._columns]
+        if len(hop.planes) > 1:
+            frames = _plane(frames, "columns" if self._columns else "rows")
         ops.decode(hop.codec, frames, flat.as_strided(*self.target))
         if self._columns:
             for shard, bands in zip(flat.view(len(self._bands), -1), self._bands, strict=True):
                 turn(shard, bands, self._rows, back=True)
 
     def _write_planes(self, hop: Hop, message: Tensor) -> None:
-        """Encode the master twice (``planes=2``): with blocks along rows, and with blocks along columns.
+        """Encode the master once for each plane of ``hop``: with blocks along rows, or along columns.
 
         The forward pass decodes the plane of rows, the backward pass the plane of columns.
         """
-        rank, planes = self.wire.mesh.rank, self.master_shard.master.expand(2, -1).clone()  # (2, S)
-        turn(planes[1], self._bands[rank % len(self._bands)], self._rows)
-        ops.encode(hop.codec, planes, message.view(2, -1))
+        rank, count = self.wire.mesh.rank, len(hop.planes)
+        planes = self.master_shard.master.expand(count, -1).clone()  # (planes, S)
+        turn(
+            planes[-1], self._bands[rank % len(self._bands)], self._rows
+        )  # columns are the last plane, or the only one
+        ops.encode(hop.codec, planes, message.view(count, -1))
+
+
+def _plane(frames: Tensor, plane: Plane) -> Tensor:
+    """Return one plane (..., F) of ``frames`` (..., 2 F) uint8, in which the columns follow the rows."""
+    return frames.chunk(2, -1)[plane == "columns"]

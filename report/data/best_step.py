@@ -26,9 +26,10 @@ _Seconds = NDArray[np.float64]
 
 
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
-    """Return the seconds of a step by the simulated schedule, by id of the trial.
+    """Return the seconds that a step takes by the simulated schedule, by id of the trial.
 
-    They are the slowest rank's, as the median over samples or timed steps; NaN if exposed time is not known.
+    A trial's value is the median, over samples or timed steps, of the slowest rank's seconds.  Trials whose seconds of
+    computation are not known are left out.  ``steps`` is the number of timed steps of each trial, by id.
     """
     achieved = frames.finished.set_index("id")["achieved_mbit"]
     sent = frames.bytes[frames.bytes["source"].eq("ledger") & frames.bytes["link"].eq("inter")]
@@ -48,7 +49,7 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
 
 
 def timed(steps: pd.DataFrame) -> pd.DataFrame:
-    """Steps, or tokens, after the warm-ups."""
+    """Return the rows of steps, or of tokens, that are not warm-ups."""
     return steps[~steps["warmup"].astype(bool)]
 
 
@@ -82,16 +83,16 @@ def computations(frames: Frames) -> pd.DataFrame:
 
 
 def before_training(steps: pd.DataFrame, *names: str) -> pd.Series[float]:
-    """Sums of columns of steps that workload ``rlhf`` alone has; 0 for others."""
+    """Return, for each step, the sum of columns that only steps of workload ``rlhf`` have; 0 for other workloads."""
     sums: pd.Series[float] = steps[[*names]].apply(pd.to_numeric).fillna(0.0).sum(axis=1)
     return sums
 
 
 def processor_seconds(frames: Frames) -> pd.Series[float]:
-    """CPU seconds that all ranks take for a step, divided by the number of CPUs that they share, by id.
+    """Return the CPU seconds that all ranks take for a step, divided by the number of CPUs that they share, by id.
 
-    They are medians over samples or steps; NaN on GPUs, for ranks that may run on several machines, and for records
-    without CPU seconds.
+    Each value is a median over samples or steps; it is NaN on GPUs, for ranks that may run on several machines, and
+    for records without CPU seconds.
     """
     computed = computations(frames).astype({"cpu_seconds": float})
     of_steps = computed.groupby(["id", "index"])["cpu_seconds"].agg(lambda ranks: ranks.sum(skipna=False))
@@ -106,12 +107,15 @@ def _bound(
 
     ``parts``, (n, 3), are the seconds of each step's forward, backward and rest; ``sent`` are the bytes that the
     busiest node sends in one step, by unit, phase and purpose.  Returns NaN without a policy, for steps that do more
-    than train, and at an unknown rate.
+    than train, at an unknown rate, and for a schedule that changes the order of messages.
     """
     trial, rate = frames.trial_of[identity], mbit * BITS_PER_MBIT
     policy = trial.resolved_policy()
     if policy is None or trial.workload != "train" or (sent and math.isnan(rate)):
         return math.nan
+    if len({(phase.reduce, phase.chunks) for phase in policy.phases}) > 1:
+        return math.nan  # the mean bytes of a step are those of no order of messages
+    policy = policy.phases[0]
     passes, topology, axes = trial.accumulation, trial.topology(), policy.reduce_axes(trial.topology())
     between = any(topology.crosses(axis) for axis, _ in axes[1:])
     units, sizes = frames.geometries(identity), [size for _, size, _ in frames.units[identity]]
@@ -127,7 +131,7 @@ def _bound(
         return Collective(hops=(TimedHop(adapter=seconds_of(unit, phase, "weights", "persistent")),))
 
     def reduce(unit: UnitGeometry) -> Collective:
-        """In the steps of the ring, or in chunks; a hop inside the node, if there is one, takes no time."""
+        """Return a unit's reduction, in the steps of the ring or in chunks; a hop inside the node takes no time."""
         adapter = seconds_of(unit, "backward", "gradients")
         if policy.reduce == "ring":
             steps = max(1, topology.world - 1)

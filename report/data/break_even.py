@@ -48,7 +48,7 @@ class BreakEven:
 
 
 def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Where each configuration breaks even, in settings that differ in rate alone.
+    """Return the rates at which each configuration breaks even, in settings that differ in rate alone.
 
     One row per setting and configuration that ran at two or more rates: ``found``, a :class:`BreakEven`, and its
     ``outcome``; ``break_even_mbit``, its highest crossing; the measured range of rates, with the speed-ups at
@@ -72,7 +72,7 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
-    """The break-even of one configuration's pairs at each rate, in ascending order of rates."""
+    """Return the break-even of one configuration; ``points`` has the pairs at each rate, in ascending order."""
     kept = [undisturbed(pairs) for _, pairs in points]
     ratios, logs = [speedup(pairs) for _, pairs in points], [_logs(pairs) for pairs in kept]
     occasions = [_by_pair(pairs, pairs["occasion"]) for pairs in kept]
@@ -135,12 +135,12 @@ def in_words(found: BreakEven) -> str:
 
 
 def crossings_in_words(found: BreakEven) -> str:
-    """All crossings, with their intervals."""
+    """Return all crossings as text, with their intervals."""
     return listed([with_interval(crossing, _end) for crossing in found.crossings])
 
 
 def unclear_in_words(found: BreakEven) -> str:
-    """The further ranges of rates in which the difference is not significant, as text; empty for none."""
+    """Return the further ranges of rates in which the difference is not significant, as text; empty for none."""
     ranges = [f"{_three_digits(low)} to {_three_digits(high)} Mbit/s" for low, high in found.unclear]
     return f"not significant from {listed(ranges)}" if ranges else ""
 
@@ -150,7 +150,7 @@ def _end(mbit: float) -> str:
 
 
 def _by_pair(pairs: pd.DataFrame, values: pd.Series[_Value]) -> dict[tuple[int, int], _Value]:
-    """Values of pairs by seed and repeat; if a pair ran again under another time limit, its first value counts."""
+    """Return values of pairs by seed and repeat; the first value counts if a pair ran again with another time limit."""
     by_pair: dict[tuple[int, int], _Value] = {}
     for seed, repeat, value in zip(pairs["seed"], pairs["repeat"], values, strict=True):
         by_pair.setdefault((seed, repeat), value)
@@ -158,12 +158,12 @@ def _by_pair(pairs: pd.DataFrame, values: pd.Series[_Value]) -> dict[tuple[int, 
 
 
 def _logs(pairs: pd.DataFrame) -> dict[tuple[int, int], float]:
-    """Logarithms of the speed-ups by seed and repeat."""
+    """Return the logarithms of the speed-ups by seed and repeat."""
     return _by_pair(pairs, np.log(pairs["baseline_seconds"]) - np.log(pairs["step_seconds"]))
 
 
 def _zeros(means: Sequence[float]) -> list[float]:
-    """Places along the points at which the line through them crosses or touches zero."""
+    """Return the places along the points at which the line through them crosses or touches zero."""
     zeros = {float(index) for index, mean in enumerate(means) if mean == 0}
     for index, (left, right) in enumerate(pairwise(means)):
         if left * right < 0:
@@ -172,7 +172,7 @@ def _zeros(means: Sequence[float]) -> list[float]:
 
 
 def _rates(points: Sequence[tuple[float, pd.DataFrame]], low: float, high: float) -> tuple[float, float]:
-    """The rates at two places along the points."""
+    """Return the rates in Mbit/s at two places along the points; place 1.5 is halfway from the second to the third."""
     logs = [math.log(rate) for rate, _ in points]
     ends = (math.exp(float(np.interp(place, range(len(logs)), logs))) for place in (low, high))
     return next(ends), next(ends)

@@ -13,17 +13,22 @@ from report.data.frames import Frames, groups
 from report.data.metrics import KEPT, OF_TRIAL, TRAINING, Derived, timed_steps
 
 VOLUME_PARTS: Final = ("gather in forward", "gather in backward", "gradients", "control", "padding")
+OWNERS: Final = "owners of matrices"  # a further part, of trials with Muon
 _FEWEST: Final = 3  # numbers of nodes that make a line
 _CONSTANT: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumulation"]
 
 
 def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Bytes between nodes per step by part, from the ledger, all ranks: one row per trial and part."""
+    """Return the bytes that all ranks send between nodes in a step, from the ledger: one row per trial and part.
+
+    ``part`` is one of :data:`VOLUME_PARTS`; ``m`` is the bytes over M times the number of micro-batches.
+    """
     ledger = frames.bytes[frames.bytes["source"] == "ledger"]
     between = ledger[ledger["link"].eq("inter") & ledger["phase"].isin(TRAINING)]
     purpose, in_forward = between["purpose"], between["phase"].eq("forward")
     gathers = in_forward.map({True: VOLUME_PARTS[0], False: VOLUME_PARTS[1]})
     part = purpose.where(purpose.eq("gradients"), VOLUME_PARTS[3]).mask(purpose.eq("weights"), gathers)
+    part = part.mask(purpose.isin(["momentum", "update"]), OWNERS)
     unpadded = between.assign(part=part, bytes=between["bytes"] - between["padding"])
     padding = between.assign(part=VOLUME_PARTS[4], bytes=between["padding"])
     parts = pd.concat([unpadded, padding[padding["padding"] > 0]])
@@ -34,7 +39,10 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
-    """Bytes of a trial's hpZ copy on one rank by formula, as frames and in 16 bits; NaN without one."""
+    """Return the bytes of a trial's hpZ copy on one rank by formula: kept as frames, and kept in 16 bits.
+
+    Both are NaN without such a copy, in a host engine, and with a codec of a published format or of the user.
+    """
     trial = frames.trial_of[identity]
     policy, topology = trial.resolved_policy(), trial.topology()
     if policy is None or trial.host is not None or policy.own_codecs:
@@ -44,13 +52,16 @@ def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
 
 
 def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """The largest memory of any rank, by part, of engine and formula: one row per trial, source and part."""
+    """Return the most bytes that any rank holds or copies: one row per trial, source and part (``Frames.memory``)."""
     largest = frames.memory.groupby(["id", "source", "part"], as_index=False)["bytes"].max()
     return table[[*OF_TRIAL, "secondary", "nodes", "ranks_per_node", "shape"]].merge(largest, on="id")
 
 
 def by_nodes(derived: Derived) -> pd.DataFrame:
-    """Trials that differ only in the number of nodes, with equal batches a rank (``weak``) or in all (``strong``)."""
+    """Return groups of trials on three or more numbers of nodes, of one model, at one rate, with equal batches.
+
+    Batches are equal on each rank (``kind`` is ``weak``), or equal over all ranks together (``strong``).
+    """
     table = derived.trials.assign(everyone=lambda t: t["tokens_per_rank"] * t["world"])
     columns, parts = [*KEPT, "step_seconds", "tokens_per_second", "sent_bytes"], []
     for kind, batch, suffix in (("weak", "tokens_per_rank", "a rank"), ("strong", "everyone", "in all")):
@@ -62,7 +73,7 @@ def by_nodes(derived: Derived) -> pd.DataFrame:
 
 
 def under_limits(derived: Derived) -> pd.DataFrame:
-    """Trials that ``trained`` within a memory limit, and trials that exceeded it; empty unless there are both."""
+    """Return the trials that ``trained`` within a memory limit and those that exceeded it; empty unless both exist."""
     keys = [
         "id",
         "strategy",
@@ -83,6 +94,9 @@ def under_limits(derived: Derived) -> pd.DataFrame:
 
 
 def largest(group: pd.DataFrame) -> tuple[float, float]:
-    """Million parameters of the largest model that trained (0 if none), and of the smallest that did not."""
+    """Return the million parameters of the largest model that trained, and of the smallest model that did not.
+
+    The first is 0 if no model trained, and the second NaN if all did.
+    """
     trained, millions = group["trained"].astype(bool), group["parameters"] / 1e6
     return millions[trained].max() if trained.any() else 0.0, millions[~trained].min()

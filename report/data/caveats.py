@@ -55,18 +55,18 @@ def share(value: float) -> str:
 
 
 def rates(rows: pd.DataFrame) -> str:
-    """The mark of rows in whose setting the links achieved different rates; empty for other rows."""
+    """Return the mark of rows in whose setting the links achieved different rates; empty for other rows."""
     return f" {RATES}" if "rates_differ" in rows and rows["rates_differ"].any() else ""
 
 
 def footnotes(cells: Iterable[str]) -> str:
-    """Footnotes for the marks that occur in these cells, after a space."""
+    """Return the footnotes for the marks that occur in these cells, each after a space."""
     text = "".join(cells)
     return "".join(f" {footnote}" for mark, footnote in FOOTNOTES.items() if mark in text)
 
 
 def alone_in_words(derived: Derived) -> str:
-    """A footnote, after a space, on trials whose computation was not measured by itself; empty for none."""
+    """Return a footnote, after a space, on trials whose computation was not measured by itself; empty for none."""
     unmeasured = int((~derived.trials["alone"].eq(other=True)).sum())
     is_rlhf = any(trial.workload == "rlhf" for trial in derived.frames.trial_of.values())
     why = "their steps do more than train" if is_rlhf else "their records are older"
@@ -78,7 +78,7 @@ def alone_in_words(derived: Derived) -> str:
 
 
 def modelled_in_words(derived: Derived) -> str:
-    """A footnote, after a space, where the link of any trial was modelled; empty for none."""
+    """Return a footnote, after a space, on the trials whose link was modelled; empty for none."""
     trials = derived.finished
     paced = int(trials["modelled"].sum())
     which = "all trials" if paced == len(trials) else f"{paced} of {counted(len(trials), 'trial')}"
@@ -90,7 +90,7 @@ def modelled_in_words(derived: Derived) -> str:
 
 
 def untimed_in_words(derived: Derived) -> str:
-    """A warning where ranks were threads, so that no seconds were measured; empty if there is no such trial."""
+    """Return a warning on the trials whose ranks were threads, so that no seconds were measured; empty for none."""
     trials = derived.finished
     untimed = int(trials["id"].isin(derived.frames.untimed).sum())
     which = "all trials" if untimed == len(trials) else f"{untimed} of {counted(len(trials), 'trial')}"
@@ -102,7 +102,10 @@ def untimed_in_words(derived: Derived) -> str:
 
 
 def taken_fact(derived: Derived) -> str | None:
-    """The largest share of CPU time that other programs took in any trial, as text; None without trials."""
+    """Return the largest share of CPU time that others took in any trial, as text; None without trials.
+
+    Others are other programs and the machine's host.
+    """
     shares = derived.finished["taken_share"]
     if not shares.notna().any():
         return "not recorded" if len(shares) else None
@@ -111,7 +114,7 @@ def taken_fact(derived: Derived) -> str | None:
 
 
 def warnings(derived: Derived) -> list[str]:
-    """Warnings for the head of a page, the most important first."""
+    """Return the warnings for the head of a page, the most important first."""
     frames, trials = derived.frames, derived.finished
     sentences = [
         f"{why}; the PyTorch reference encoded and decoded in {counted(len(group), 'trial')}, which is far slower."
@@ -202,7 +205,10 @@ def warnings(derived: Derived) -> list[str]:
 
 
 def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
-    """What links of these kinds emulate, with the requested one-way latencies in ms; empty for a real network."""
+    """Return text on what links of these kinds emulate, with the requested one-way latencies in ms.
+
+    The text is empty for a real network.
+    """
     kinds = set(kinds)
     nodes, throttled = [_NODES[kind] for kind in _NODES if kind in kinds], _SHAPED * ("shaped" in kinds)
     if not nodes:
@@ -216,7 +222,7 @@ def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
 
 
 def emulated_by_trials(frames: Frames) -> str:
-    """:func:`emulated` for trials of several nodes; one node has no link."""
+    """Return the text of :func:`emulated` on the finished trials of several nodes; one node has no link."""
     trials = frames.finished[frames.finished["nodes"] > 1]
     latencies = [frames.trial_of[identity].cluster.latency for identity in trials["id"]]
     is_held = trials["rate_mbit"].notna() | trials["link_kind"].ne("namespaces")
@@ -224,12 +230,15 @@ def emulated_by_trials(frames: Frames) -> str:
 
 
 def emulated_by_benches(benches: Iterable[Bench]) -> str:
-    """:func:`emulated` for samples of benchmarks: a link with a rate is one of namespaces."""
+    """Return the text of :func:`emulated` on samples of benchmarks, whose links have a rate only between namespaces."""
     places = {sample.place for bench in benches for sample in bench.samples}
     rates = [rate for nodes, _, rate in places if (nodes or 1) > 1]
     return emulated({"none" if rate is None else "namespaces" for rate in rates}, [None])
 
 
 def beside_real(kinds: Iterable[str]) -> str:
-    """Caption text for figures that also show numbers of real networks; empty if these nodes are real, too."""
+    """Return caption text for figures that also show numbers of real networks.
+
+    The text is empty if no link of these ``kinds`` is emulated.
+    """
     return "Nodes here are emulated: see the head of the page." if {*kinds} & {*_NODES} else ""

@@ -10,7 +10,7 @@ import csv
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +20,7 @@ from harness.suites.labels import differing, flatten, in_words
 from harness.suites.peers import BUCKET_MB, DEEPSPEED, family_of
 from harness.suites.trial import RECIPE, Trial
 from impl.deepspeed.config_to_policy import recipe
-from impl.plan.policy import Policy
+from impl.plan.policy import SETTINGS, Policy
 from impl.plan.topology import Topology
 from report.data.text import plain
 
@@ -46,14 +46,8 @@ with _FILE.open(encoding="utf-8", newline="") as _file:
 """In the order in which figures and tables list strategies."""
 
 NAMES: Final = {key: strategy.name for key, strategy in STRATEGIES.items()}
-_SHORT: Final = {"weights": "w", "gradients": "g", "secondary": "groups of"}
-_LIMITS: Final = (
-    "prefetch", "max_live", "max_reuse", "persist_below", "persist_most", "reduce_bucket", "largest_unit",
-)  # fmt: skip
-_OF_EXECUTION: Final = {  # left out of names where all policies share them
-    "gather", "reduce", "chunks", "reduce every", "compute", "loss scale", "optimizer on the host",
-    "weights on the host", "order checked every", *(name.replace("_", " ") for name in _LIMITS),
-}  # fmt: skip
+_SHORT: Final = {each.label: each.short for each in SETTINGS if each.short}
+_OF_EXECUTION: Final = {each.label for each in SETTINGS if each.execution}
 
 
 _MODULE: Final = re.compile(r"^[\w.]+:")  # of a user's own class
@@ -112,35 +106,24 @@ def with_baseline(
 
 
 def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:
-    """Whether each row belongs to this strategy without changes."""
+    """Return whether each row belongs to ``strategy`` without changes."""
     return table["strategy"].eq(strategy) & table["configuration"].eq(NAMES[strategy])
 
 
 def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
-    """Fields of a policy that affect what is computed and sent, as text; empty without a policy."""
+    """Return the fields of a policy that affect what is computed and sent, as text; empty without a policy."""
     if policy is None:
         return {}
-    values = {field.name: getattr(policy, field.name) for field in fields(policy)}
-    del values["align"], values["memory"], values["offload"]
-    values |= {
-        "group": policy.group_ranks(topology),
-        "gradients": "/".join(dict.fromkeys(map(str, policy.gradients))),
-        "secondary": policy.secondary_ranks(topology),
-        "inside": policy.inside or "as sent",
-        "reduce_every": policy.reduce_every.replace("_", "-"),
-        **{name: getattr(policy.memory, name) for name in _LIMITS},
-        "optimizer on the host": f"{policy.offload.optimizer:g}",
-        "weights on the host": f"{policy.offload.weights:g}",
-    }
-    names = {"secondary_format": "hpZ copy", "order_every": "order checked every"}
+    ranks = {"group": policy.group_ranks(topology), "secondary": policy.secondary_ranks(topology)}
     return {
-        names.get(name, name.replace("_", " ")): "none" if value is None else str(value)
-        for name, value in values.items()
+        each.label: each.in_words(ranks.get(each.name, each.of(policy)))
+        for each in sorted(SETTINGS, key=lambda each: each.part)
+        if each.label
     }
 
 
 def changes_of(trial: Trial, base: Policy | None = None) -> dict[str, str]:
-    """Fields of a trial's policy that differ from ``base``, by default its strategy's preset, as text."""
+    """Return the fields of a trial's policy that differ from ``base``, by default its strategy's preset, as text."""
     usual = fields_of(base or trial.base_policy(), trial.topology())
     values = fields_of(trial.resolved_policy(), trial.topology())
     return {name: value for name, value in values.items() if value != usual[name]}
@@ -164,11 +147,13 @@ def differences_of(trial: Trial, base: Trial) -> str:
 def _changed_text(field: str, value: str) -> str:
     if field == "secondary":
         return f"hpZ {value}" if value != "0" else "no hpZ"
+    if field == "schedule" and value != "none":
+        return value
     return f"no {field}" if value == "none" else f"{field} {_without_module(field, value)}"
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
-    """Changes from the presets that concern only the execution, if all policies of a folder have them."""
+    """Return the changes from the presets that concern only the execution and that all policies of a folder share."""
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     return {
         name: value
@@ -182,7 +167,7 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 def labels_of(
     trials: Mapping[str, Trial], shared: Mapping[str, str], also: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Names of the trials' configurations, by id; ``also`` are further fields that belong to a configuration."""
+    """Return the names of the trials' configurations, by id; ``also`` are further fields that belong to a name."""
     fields = {
         name: {path: value for path, value in flatten(trial.canonical()) if path.split(".")[0] in also}
         for name, trial in trials.items()
@@ -214,29 +199,31 @@ def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = 
 
 
 def name_of(strategy: str) -> str:
-    """Printed name of a strategy; of a user's own, its class."""
+    """Return the printed name of a strategy; for a user's own strategy, the name of its class."""
     return NAMES.get(strategy) or strategy.rpartition(":")[2]
 
 
 def field_text(field: str, value: str) -> str:
-    """Short text of a policy field: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
+    """Return a policy field and its value as short text: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
     if field == "secondary" and value == "0":
         return "no hpZ copy"
+    if field == "schedule" and value != "none":
+        return value  # which names the fields that it changes
     return f"{_SHORT.get(field, field)} {_without_module(field, value)}"
 
 
 def _without_module(field: str, value: str) -> str:
-    """The value of a field; of a user's own reduction its class and arguments, without the module."""
+    """Return the value of a field; for a user's own reduction, its class and arguments without the module."""
     return _MODULE.sub("", value) if field == "reduce" else value
 
 
 def spelled(name: str) -> str:
-    """A configuration's name in a sentence: ``w`` and ``g``, the fields of its codecs, are written out."""
+    """Return a configuration's name for a sentence: ``w`` is written out as weights, and ``g`` as gradients."""
     return re.sub(r"(?<=[( ])g (?=\S)", "gradients ", re.sub(r"(?<=[( ])w (?=\S)", "weights ", name))
 
 
 def short_names_in_words(names: Iterable[str]) -> str:
-    """Caption text, after a space, that explains ``w`` and ``g`` where these names have them; else empty."""
+    """Return caption text, after a space, that explains ``w`` and ``g``; empty if these names have neither."""
     text = " ".join(names)
     clauses = [
         f"{_SHORT[field]} is the codec of {field}"
@@ -247,7 +234,10 @@ def short_names_in_words(names: Iterable[str]) -> str:
 
 
 def _peer_settings(trial: Trial) -> dict[str, str]:
-    """Settings of a peer other than the usual ones (stage 3, fp32): DeepSpeed's configuration, types and buckets."""
+    """Return a peer's settings that are not the usual ones (stage 3, fp32).
+
+    These are the keys of DeepSpeed's configuration, the types, and the size of buckets.
+    """
     config = trial.deepspeed_config if family_of(trial.strategy) == DEEPSPEED else None
     settings = {path.rpartition(".")[2]: str(value) for path, value in flatten(json.loads(config or "{}"))}
     if trial.peer.bucket_mb != BUCKET_MB:

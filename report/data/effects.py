@@ -74,7 +74,7 @@ class Effect:
 
 
 def verdict_on(change: Interval, *, more_is_better: bool) -> Verdict:
-    """The verdict on a ratio."""
+    """Return the verdict on a ratio to the baseline's value."""
     if math.isnan(change.estimate):
         return "not measured"
     if not change.known:
@@ -85,12 +85,12 @@ def verdict_on(change: Interval, *, more_is_better: bool) -> Verdict:
 
 
 def counted(value: float) -> Interval:
-    """A value that is counted and not sampled, and so has no spread."""
+    """Return a value that is counted and not sampled, and so has no spread."""
     return Interval(value, value, value, 0)
 
 
 def speeds(derived: Derived) -> dict[Key, Effect]:
-    """Speed-ups: of a step, or of decoding where no step trains."""
+    """Return speed-ups: of a step, or of decoding where no step trains."""
     effects: dict[Key, Effect] = {}
     for table, ratio_of in ((derived.generations, decoding.speedup), (derived.pairs, speedups.speedup)):
         for key, rows in groups(table[table["id"] != table["baseline"].fillna(table["id"])], _BY_KEY):
@@ -102,7 +102,7 @@ def speeds(derived: Derived) -> dict[Key, Effect]:
 
 
 def sent(derived: Derived) -> dict[Key, Effect]:
-    """Bytes between nodes over the baseline's, as the ledger counted them or, without a ledger, the interfaces.
+    """Return the bytes between nodes over the baseline's, by the ledger or, without a ledger, by the interfaces.
 
     For decoding, these are the bytes of each token after the first.
     """
@@ -125,7 +125,7 @@ def sent(derived: Derived) -> dict[Key, Effect]:
 
 
 def errors(derived: Derived) -> dict[Key, Effect]:
-    """Errors of gradients end to end (vNMSE), compared in pairs of a trial and the baseline's trial.
+    """Return the errors of gradients end to end (vNMSE), compared in pairs of a trial and the baseline's trial.
 
     The error of a trial is the median over its measured steps.  Suites that repeat trials measure errors in the first
     repeat alone, since further repeats of a seed would find the same.  A single value gets no verdict: steps and units
@@ -151,7 +151,7 @@ def errors(derived: Derived) -> dict[Key, Effect]:
 
 
 def losses(derived: Derived) -> dict[Key, Effect]:
-    """Differences of validation losses at the end, by the rule of :mod:`report.data.loss_verdicts`.
+    """Return the differences of final validation losses, judged by the rule of :mod:`report.data.loss_verdicts`.
 
     Where seeds of a configuration ended without a loss, those that remain are no fair sample, and the verdict is
     inconclusive.
@@ -180,9 +180,10 @@ def losses(derived: Derived) -> dict[Key, Effect]:
 
 
 def net_speeds(derived: Derived) -> dict[Key, Effect]:
-    """Net speed-ups to the baseline's final loss, where losses and seconds of steps are known.
+    """Return the net speed-ups to the baseline's final loss, where losses and seconds of steps are known.
 
-    If any configuration has one, those that do not reach this loss say so, with or without seconds.
+    If any configuration has seconds, each configuration that does not reach this loss has the verdict ``not reached``,
+    whether or not its own seconds are known.
     """
     of_losses, known = losses(derived), net_speed.foremost(derived)
     effects: dict[Key, Effect] = {}
@@ -199,9 +200,9 @@ def net_speeds(derived: Derived) -> dict[Key, Effect]:
 
 
 def memory(derived: Derived) -> dict[Key, Effect]:
-    """MiB that the engine of the fullest rank holds on its device: median over trials, counted by the engine.
+    """Return the MiB that the engine of the fullest rank holds on its device: median over trials, as the engine counts.
 
-    Peers have none: the count of a library's memory leaves out gathered weights and local gradients.
+    Peers are left out, because the count of a library's memory lacks gathered weights and local gradients.
     """
     parts = derived.frames.memory
     parts = parts[parts["source"].eq("engine")]
@@ -214,7 +215,7 @@ def memory(derived: Derived) -> dict[Key, Effect]:
 
 
 def largest_models(derived: Derived) -> dict[Key, Effect]:
-    """Million parameters of the largest model that trained, by limit (``64 MiB a rank``) and configuration."""
+    """Return million parameters of the largest model that trained, by limit (``64 MiB a rank``) and configuration."""
     rows = bytes_and_memory.under_limits(derived)
     sizes: dict[Any, float] = {
         (f"{limit / 2**20:g} MiB a rank", name): bytes_and_memory.largest(group)[0]
@@ -249,7 +250,7 @@ def scaling(derived: Derived) -> list[tuple[str, str, int, int, Effect]]:
 
 
 def baselines(derived: Derived) -> dict[str, tuple[str, ...]]:
-    """The configurations of the baseline in each setting."""
+    """Return the configurations of the baseline in each setting."""
     rows = derived.finished[is_baseline(derived.finished)]
     return {
         str(setting): tuple(map(str, group["configuration"].unique()))
@@ -258,7 +259,7 @@ def baselines(derived: Derived) -> dict[str, tuple[str, ...]]:
 
 
 def beside(derived: Derived) -> dict[Key, tuple[str, ...]]:
-    """The configurations of the baseline that each configuration is compared with."""
+    """Return the configurations of the baseline that each configuration is compared with."""
     bases, found = baselines(derived), {}
     for (setting, name, nearest), _ in groups(derived.finished, [*_BY_KEY, "beside"]):
         found[str(setting), str(name)] = (str(nearest),) if nearest else bases.get(str(setting), ())
@@ -266,14 +267,14 @@ def beside(derived: Derived) -> dict[Key, tuple[str, ...]]:
 
 
 def all_baselines(derived: Derived) -> list[str]:
-    """The configurations of the baseline in any setting."""
+    """Return the configurations that are a baseline in any setting."""
     return list(dict.fromkeys(name for names in baselines(derived).values() for name in names))
 
 
 def needed(change: Interval, equal: float) -> int:
     """Return how many pairs would make the interval exclude equality, if the change and its spread stay the same.
 
-    If there were several occasions, occasions are counted instead of pairs.  At most :data:`MOST_NEEDED`.
+    If there were several occasions, the number is one of occasions.  It is at most :data:`MOST_NEEDED`.
     """
     count = change.occasions if change.occasions > 1 else change.n
     ends = (change.estimate, change.high)
@@ -289,7 +290,7 @@ NONE: Final = Interval(math.nan, math.nan, math.nan, 0)
 
 
 def _ratio(change: Interval, value: Interval | None = None) -> Effect:
-    """The effect of a ratio of which less is better."""
+    """Return the effect of a ratio of which less is better."""
     return Effect(change, verdict_on(change, more_is_better=False), change if value is None else value)
 
 
@@ -297,7 +298,7 @@ def _over_baselines(
     values: Mapping[Key, float], bases: Mapping[Key, tuple[str, ...]], *, same: float = 0.0,
     more_is_better: bool = False,
 ) -> dict[Key, Effect]:  # fmt: skip
-    """Compare counted values with those of the first baseline of the same setting that has a value."""
+    """Return each counted value's effect, compared with its configuration's first baseline that has a value."""
     effects: dict[Key, Effect] = {}
     for (setting, name), value in values.items():
         names = bases.get((setting, name), ())

@@ -48,7 +48,7 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
     Args:
         own: Validations of the configuration, with columns ``seed``, ``step`` and ``loss``; of several for one seed and
             step the mean counts.
-        base: Those of the baseline.
+        base: Validations of the baseline, with the same columns.
 
     Returns:
         The comparison.  There is no ratio if the two share no seed, if a seed has no loss after the last step, if a

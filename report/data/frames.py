@@ -143,6 +143,7 @@ class Frames:
         self.validations = self._without_seconds(validations, "train_seconds")
         # Errors of the codecs that were tried.
         self.quantisation = _parts(trained, schema.QuantisationError, "quantisation")
+        self.lossless = _parts(trained, schema.LosslessSize, "lossless")
         self.communication_errors = _parts(trained, schema.CommunicationError, "communication_errors")
         self.chosen_codecs = _parts(trained, schema.ChosenCodec, "chosen_codecs")  # those that a budget chose
         # ``seconds`` and ``before`` are the durations of the traced step and of the step before it.
@@ -206,13 +207,14 @@ def _moment(record: Record, field: Literal["started", "finished"]) -> datetime:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise ReportError(
-            f"record {record.id}: {field} = {text!r}: expected a time such as 2026-01-31T12:00:00+00:00"
+            f"record {record.id}: {field} = {text!r}: expected a time such as 2026-01-31T12:00:00+00:00; "
+            "delete its file and run the trial again"
         ) from None
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 def _start(record: Record) -> str:
-    """A text that is equal for records of one start of one machine."""
+    """Return a text that is equal for all records of one start of one machine."""
     boot = record.machine.get("boot")
     return str(boot or [record.machine.get(name) for name in MUST_AGREE])
 
@@ -224,10 +226,10 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
     compared and ``across_pools`` is not set; a RecordError for a file with another schema.
     """
     if not results.is_dir():
-        raise ReportError(f"{results}: no such folder; `zeropp run SUITE` makes one")
+        raise ReportError(f"{results}: there is no such folder; `zeropp run SUITE` makes one")
     records = read_all(results)
     if not records:
-        raise ReportError(f"{results}: no records; `zeropp run SUITE` writes them")
+        raise ReportError(f"{results}: there are no records; `zeropp run SUITE` writes them")
     verified = chained_journal.verify(results, records)
     return Frames(records, read_traces(results), across_pools=across_pools, verified=verified)
 
@@ -271,7 +273,7 @@ def _trial(record: Record) -> Trial:
 
 
 def _compared_also(records: Sequence[Record], trials: Mapping[str, Trial]) -> tuple[str, ...]:
-    """The fields of training (optimizer, clipping, ...) in which the suite's contrast differs from its baseline."""
+    """Return the fields of training, such as clipping, in which the suite's contrast differs from its baseline."""
     by_role = {
         role: [trials[record.id] for record in records if record.role == role]
         for role in ("baseline", "contrast")
@@ -340,7 +342,7 @@ def _settings(
 
 
 def _named(key: str, value: Any) -> str:
-    """Text of a field in which settings differ, without the name of its TOML table."""
+    """Return the text of a field in which settings differ, without the name of its TOML table."""
     if key == "cluster.inner_rate":
         return f"{rate_text(value)} inside nodes"
     if key == "cluster.slow":
@@ -354,7 +356,7 @@ def groups(data: pd.DataFrame, keys: list[str]) -> list[tuple[tuple[Any, ...], p
 
 
 def rate_text(mbit: float | None) -> str:
-    """``50 Mbit/s``, ``1.6 Gbit/s`` or ``unshaped``."""
+    """Format the rate of a link: ``50 Mbit/s``, ``1.6 Gbit/s``, or ``unshaped`` without a rate."""
     return labels.at({"cluster.rate": mbit}, "cluster.rate")
 
 
@@ -374,7 +376,7 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
         "model": trial.model.name,
         "rate_mbit": trial.cluster.rate,
         "achieved_mbit": statistics.median(measured) if measured else None,
-        "secondary": policy.secondary_ranks(topology) if policy else 0,
+        "secondary": max(phase.secondary_ranks(topology) for phase in policy.phases) if policy else 0,
         "units": len(record.units),
         "numel": sum(numel for _, numel, _ in record.units) or record.parameters,
         "padding_share": record.padding,
@@ -401,7 +403,7 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
 
 
 def _as_predicted(record: Record) -> bool | None:
-    """Whether the ledger is as predicted; None if some of its messages were measured and not predicted."""
+    """Return whether the ledger is as predicted; None without a prediction of all its messages."""
     if record.predicted is None:
         return None
     if record_checks.ledger_mismatch(record) is not None:
@@ -410,7 +412,7 @@ def _as_predicted(record: Record) -> bool | None:
 
 
 def _method(record: Record) -> dict[str, Any]:
-    """The user's own class that reduced gradients, whether its messages were predicted, and what it promises."""
+    """Return the user's own class that reduced gradients, whether its messages were predicted, and what it promises."""
     facts = record.ran.get("method")
     facts = facts if isinstance(facts, dict) else {}
     laws = facts.get("laws")
@@ -423,7 +425,7 @@ def _method(record: Record) -> dict[str, Any]:
 
 
 def _gpus(record: Record, trial: Trial) -> dict[str, float]:
-    """Energy per token of all ranks' GPUs, and means over GPUs; NaN on a CPU."""
+    """Return the energy per token of all ranks' GPUs, their number, and means over them; NaN on a CPU."""
     gpus = [gpu for node in record.machine_use for gpu in node.gpus]
     tokens = trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
     energy = joules(record.machine_use)
@@ -440,7 +442,7 @@ def _gpus(record: Record, trial: Trial) -> dict[str, float]:
 
 
 def _taken(record: Record) -> dict[str, float]:
-    """Shares of the CPU time that others took over the timed steps; NaN if not on record."""
+    """Return the shares of the CPU time that others took over the timed steps; NaN if they are not on record."""
     if (use := record.processor_use) is None:
         return dict.fromkeys(("others_share", "steal_share", "taken_share"), math.nan)
     seconds = use.processors * use.seconds
@@ -458,7 +460,7 @@ def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 
 
 def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Rows of ledger and prediction; the share of padding in a message is that of its unit."""
+    """Yield the rows of ledger and prediction; the share of padding in a message is that of the message's unit."""
     for record in records:
         pads = {name: 1 - numel / padded for name, numel, padded in record.units if padded}
         whole = record.predicted is not None and not record.predicted.unpredicted
@@ -500,7 +502,7 @@ def _span_rows(traces: Iterable[Trace]) -> Iterator[tuple[Any, ...]]:
 
 
 def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Measured rates of links; all records of a sweep repeat a calibration, which is kept once."""
+    """Return the measured rates of links; all records of a sweep repeat its calibration, which is kept once."""
     rows = [
         (record.id, link.kind, link.requested_mbit, when, achieved)
         for record in records
@@ -514,7 +516,10 @@ def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Values of each fact about machine, code and run in each pool, with the number of records that have it."""
+    """Return the values of each fact about machine, code and run in each pool.
+
+    ``records`` is the number of records that have the value.
+    """
     counts = Counter[tuple[str, str, str]]()
     for record in records:
         facts: dict[str, Any] = {"machine": record.machine, "code": record.code, "ran": record.ran}
@@ -566,7 +571,7 @@ def _check_pools(records: list[Record]) -> None:
         raise ReportError(
             f"records of {len(firsts)} machines or versions of the code{' in one sweep' * mixed} cannot be "
             f"compared: {pools}. They differ in {'; '.join(lines[:6]) or 'facts that are not recorded'}. "
-            "Move the records of all but one into folders of their own"
+            "Move the records of all but one of these into folders of their own"
         )
     kernels = defaultdict[Any, list[tuple[str, str]]](list)  # device -> (kernels, id) of each record
     for record in measured:
@@ -581,6 +586,6 @@ def _check_pools(records: list[Record]) -> None:
 
 
 def _sizes(pairs: Iterable[tuple[str, str]]) -> str:
-    """Text of the number of ids and the first id of each name."""
+    """Return text with the number of ids, and the first id, of each name."""
     ids = pd.DataFrame(list(pairs), columns=["name", "id"]).groupby("name")["id"].agg(["size", "first"])
     return "; ".join(f"{name}: {size} records, such as {first}" for name, size, first in ids.itertuples())

@@ -103,7 +103,7 @@ def _row(derived: Derived, group: pd.DataFrame, base: pd.DataFrame) -> Row:
 
 
 def allowed(derived: Derived) -> str:
-    """The margin as text: ``1%``, or ``14 steps``."""
+    """Return the margin as text: ``1%``, or ``14 steps``."""
     steps = derived.frames.margin
     return f"{MARGIN:.0%}" if not steps else f"{steps} steps"
 
@@ -156,7 +156,7 @@ def front(derived: Derived) -> pd.DataFrame:
 
 
 def _verdict(difference: Interval, margin: float, steps: int) -> str:
-    """The verdict on a difference of losses, or that steps or seeds are too few for one."""
+    """Return the verdict on a difference of losses, or a text that steps or seeds are too few for a verdict."""
     if steps < LEAST_STEPS:
         return f"too short: {steps} steps of {LEAST_STEPS}"
     if difference.n < FEWEST:
@@ -198,12 +198,12 @@ def non_inferiority(difference: Interval, margin: float) -> str:
 
 
 def by_seed(trials: pd.DataFrame, column: str = "validation_loss") -> pd.Series[float]:
-    """The loss of each seed; the mean where it was trained several times."""
+    """Return the loss of each seed: the mean over the trials of this seed."""
     return trials.groupby("seed")[column].mean()
 
 
 def over_seeds(group: pd.DataFrame, column: str = "validation_loss") -> Interval:
-    """The mean of a column of losses over seeds; its ends are the lowest and the highest seed's."""
+    """Return the mean of a column of losses over seeds; its ends are the loss of the lowest and of the highest seed."""
     means = by_seed(group, column)
     return Interval(float(means.mean()), float(means.min()), float(means.max()), len(means))
 
@@ -217,7 +217,8 @@ def first_at(loss: Floats, place: Floats, target: float) -> float:
         target: The loss that is looked for.
 
     Returns:
-        The place; infinity if no loss is so low, and NaN if the first one is already or the curve has NaN before it.
+        The place; infinity if no loss is at most ``target``; NaN if the first loss already is, or if a NaN comes before
+        the first such loss.
     """
     end = int(
         (loss > target).cumprod().sum()
@@ -229,7 +230,7 @@ def first_at(loss: Floats, place: Floats, target: float) -> float:
 
 
 def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.DataFrame:
-    """Training seconds of each trial until its validation loss is at most ``target`` (:func:`first_at`)."""
+    """Return the training seconds of each trial until its validation loss is at most ``target`` (:func:`first_at`)."""
     curves, seconds = derived.frames.validations, {}
     curves = curves[curves["id"].isin(trials["id"])].sort_values("step")
     for identity, curve in curves.groupby("id"):

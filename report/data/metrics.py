@@ -78,7 +78,7 @@ def trials(frames: Frames) -> pd.DataFrame:
 
 
 def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
-    """Model TFLOP/s of each rank; NaN for models of unknown size, and for ``rlhf``."""
+    """Return the model TFLOP/s of each rank; NaN unless the model is a preset and the workload is ``train``."""
     model = trial.model
     preset = PRESETS.get(model.name) if trial.workload == "train" else None
     if preset is None or not set(model.arguments) <= asdict(preset).keys():
@@ -103,19 +103,40 @@ def _times(frames: Frames) -> pd.DataFrame:
     computed = best_step.computations(frames)
     whole = computed[["forward", "backward", "rest"]].astype(float).sum(axis=1, skipna=False)
     computing = whole.groupby([computed["id"], computed["index"]]).max().groupby("id").median()
-    slowest = slowest_steps(frames).groupby("id")[["total", "exposed"]].median()
+    slowest = _typical(frames, slowest_steps(frames))
     seconds = slowest.rename(columns={"total": "step_seconds", "exposed": "exposed_seconds"})
     alone = computed.groupby("id")["alone"].any()
     return seconds.assign(compute_seconds=computing, alone=alone).reset_index()
 
 
+def _typical(frames: Frames, steps: pd.DataFrame) -> pd.DataFrame:
+    """Return each trial's ``total`` and ``exposed`` seconds of a step, by id.
+
+    They are medians over timed steps.  With a schedule they are the means of the medians of its policies, each counted
+    as often as the policy has steps: the median of all steps would be that of one policy.
+    """
+    names = ["total", "exposed"]
+    medians = steps.groupby("id")[names].median()
+    for identity in medians.index:
+        policy = frames.trial_of[str(identity)].resolved_policy()
+        if policy is not None and policy.schedule:
+            own = steps[steps["id"].eq(identity)]
+            by_phase = own.groupby(own["index"].map(policy.phase_at))[names]
+            counts = by_phase.size()
+            medians.loc[identity] = by_phase.median().mul(counts, axis=0).sum(skipna=False) / counts.sum()
+    return medians
+
+
 def timed_steps(frames: Frames) -> pd.Series[int]:
-    """Number of timed steps of each trial, as counted in its records."""
+    """Return the number of timed steps of each trial, as its record counts them."""
     return best_step.timed(frames.steps).groupby("id")["index"].nunique()
 
 
 def _traffic(frames: Frames) -> pd.DataFrame:
-    """Bytes per step between nodes of each trial; NaN where there is no ledger, prediction or interface."""
+    """Return the bytes that each trial sends between nodes in a step, by ledger, prediction and interfaces.
+
+    A value is NaN if the record lacks its source.
+    """
     between = (frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING)
     sizes = frames.bytes[["bytes", "headers"]].astype(float).where(between, 0)
     sent = frames.bytes[["id", "source", "node"]].assign(bytes=sizes["bytes"], packets=sizes.sum(axis=1))
@@ -167,7 +188,8 @@ def records_of(derived: Derived, row: pd.Series) -> list[str]:
 
 
 def split(frames: Frames) -> pd.DataFrame:
-    """Mean time of each part of a step, on the slowest rank of each timed step; one row per trial and part.
+    """Return the mean time of each part of a step, on the slowest rank of each timed step; one row per trial and part.
+
     Exposed communication that was not measured (peers) stays inside forward and backward.
     """
     slowest = slowest_steps(frames)
@@ -191,7 +213,7 @@ class StepSource:
     name: str  # of the other suite, or of the machine
     derived: Derived | None = None  # the other suite's records
     machine: Machine | None = None  # predicts steps (:mod:`impl.plan.step_time`)
-    rate: float | None = None  # Mbit/s of the link that is modelled; None: that of each trial
+    rate: float | None = None  # Mbit/s of the link that is modelled; None: the rate of each trial's link
     missing: str = ""  # why there are no records
 
 
@@ -204,13 +226,13 @@ class Derived:
 
     @cached_property
     def trials(self) -> pd.DataFrame:
-        """:func:`trials`, with a column ``rates_differ``."""
+        """The metrics of :func:`trials`, and ``rates_differ``: whether the setting is one of :attr:`differing`."""
         table = trials(self.frames)
         return table.assign(rates_differ=table["setting"].isin(list(self.differing)))
 
     @cached_property
     def differing(self) -> dict[str, float]:
-        """:func:`report.data.speedups.rates_differ` of trials that trained."""
+        """Settings whose links achieved different rates: :func:`report.data.speedups.rates_differ`."""
         return speedups.rates_differ(self.finished[self.finished["workload"] != "generate"])
 
     @cached_property

@@ -28,7 +28,7 @@ _FEWEST_DECIMALS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class NetSpeed:
-    """A configuration beside its baseline, with seconds of steps from one source."""
+    """The net speed-up of a configuration over its baseline, with seconds of steps from one source."""
 
     row: Row  # of the table of losses
     equal: EqualLoss
@@ -49,10 +49,10 @@ class NetSpeed:
 
 @lru_cache(maxsize=32)  # the verdicts, a table and a figure ask for it
 def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
-    """Return a row for each configuration with a loss beside a baseline's and each source of seconds.
+    """Return a row for each configuration whose loss is compared with a baseline's, and for each source of seconds.
 
-    A configuration without seconds has one row.  Trials of fewer than :data:`LEAST_STEPS` steps have none, since their
-    losses hardly depend on the policy.
+    A configuration without seconds has one row.  Trials of fewer than :data:`LEAST_STEPS` steps have no row, since
+    their losses hardly depend on the policy.
     """
     found = list[NetSpeed]()
     for row in loss_verdicts.losses(derived):
@@ -66,7 +66,10 @@ def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
 
 
 def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:
-    """Return for each setting and configuration the row of the first source, if it has one setting for both."""
+    """Return the row of the first source for each setting and configuration.
+
+    The row is left out unless this source has seconds of the configuration and its baseline in exactly one setting.
+    """
     by_key = dict[tuple[str, str], list[NetSpeed]]()
     for each in net_speeds(derived):
         if each.step is not None:
@@ -101,7 +104,7 @@ def sources(derived: Derived) -> str:
 
 
 def _single(rows: Sequence[NetSpeed]) -> bool:
-    """Whether the first source has the seconds of one setting only."""
+    """Return whether the first source has the seconds of one setting only."""
     names = [each.step.source for each in rows if each.step is not None]
     return names.count(names[0]) == 1
 

@@ -17,7 +17,7 @@ FOLDER: Final = Path(__file__).parents[1] / "published"
 
 
 def throughput() -> pd.DataFrame:
-    """TFLOPs per GPU by model, bandwidth and tokens per GPU, with ZeRO++'s speed-up: one row per setting."""
+    """Return TFLOPs per GPU by model, bandwidth and tokens per GPU, with ZeRO++'s speed-up: one row per setting."""
     table = pd.read_csv(FOLDER / "zeropp_throughput.csv")
     keys = ["source", "gpus", "gpu", "model", "inter_node_gbps", "tokens_per_gpu"]
     wide = table.pivot_table(index=keys, columns="system", values="tflops_per_gpu", sort=False).reset_index()
@@ -26,7 +26,7 @@ def throughput() -> pd.DataFrame:
 
 
 def parity() -> pd.DataFrame:
-    """ZeRO++'s TFLOPs per GPU at a quarter of a bandwidth over ZeRO-3's at the full bandwidth: one row per model."""
+    """Return ZeRO++'s TFLOPs per GPU at a quarter of a bandwidth over ZeRO-3's at the full bandwidth, by model."""
     rows = throughput()
     rows = rows[rows["source"].str.contains("bandwidth parity")]
     low = rows.assign(high_gbps=4 * rows["inter_node_gbps"])
@@ -37,18 +37,21 @@ def parity() -> pd.DataFrame:
 
 
 def volume() -> pd.DataFrame:
-    """Bytes between nodes per step in units of M; rows with ``published`` "no" are derived by the blog's rule."""
+    """Return bytes between nodes per step in units of M; where ``published`` is "no", the blog's rule gives them."""
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
 
 
 def total(strategy: str, configuration: str) -> float:
-    """A preset's bytes between nodes per step, in units of M, by the blog's rule; NaN for changed presets."""
+    """Return a preset's bytes between nodes per step, in units of M, by the blog's rule; NaN for changed presets."""
     totals = volume().set_index("method")["total_m"]
     return float(totals.get(strategy, math.nan)) if "(" not in configuration else math.nan
 
 
 def rlhf(*phases: str) -> pd.DataFrame:
-    """Rates of a GPU in the blog's RLHF figure, by model and phase: ``generation``, and ``training`` of step 1."""
+    """Return the rates of a GPU in the blog's RLHF figure, one row per model and phase, with ZeRO++'s speed-up.
+
+    A phase is ``generation``, or ``training``, which is that of RLHF's step 1.
+    """
     table = pd.read_csv(FOLDER / "zeropp_rlhf.csv")
     table = table[table["phase"].isin(phases)].sort_values("phase", kind="stable", ignore_index=True)
     return table.assign(speedup=table["zeropp"] / table["zero3"])
@@ -59,7 +62,7 @@ def rows_below(
 ) -> Iterator[tuple[dict[str, Any], dict[Any, Any], str]]:
     """Yield the published rows that a table prints below its ``measured`` rows; none if nothing was measured.
 
-    Each is a tuple of the cells of the table's row, the row of :func:`rlhf`, and the strategy.
+    Each is yielded as the cells of the table's row, the row of :func:`rlhf`, and the strategy.
     """
     for row in rlhf(*phases).to_dict("records") if measured else []:
         for strategy in (BASELINE, PROPOSED):

@@ -56,13 +56,13 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
 
 
 def undisturbed(rows: pd.DataFrame) -> pd.DataFrame:
-    """The trials or pairs of one configuration whose seconds count: those that others did not disturb, else all."""
+    """Return the trials or pairs of one configuration whose seconds count: all undisturbed rows, or else all rows."""
     disturbed = rows["disturbed"].astype(bool)
     return rows if disturbed.all() else rows[~disturbed]
 
 
 def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "step_seconds") -> Interval:
-    """Geometric mean of the ratio of two columns of seconds over undisturbed pairs, with its interval.
+    """Return the geometric mean, over undisturbed pairs, of the ratio of two columns of seconds, with its interval.
 
     The interval includes the spread between occasions.  For :func:`pairs` of one configuration in one setting it is
     the speed-up.  Trials of thread ranks, which have no seconds, are left out.
@@ -76,7 +76,7 @@ def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "
 
 
 def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
-    """Geometric mean, over all pairs, of the ratio of two columns that nothing disturbs, such as bytes and errors.
+    """Return the geometric mean, over all pairs, of the ratio of two columns that nothing disturbs, such as bytes.
 
     Such columns depend neither on the occasion nor on other programs.
     """
@@ -86,9 +86,9 @@ def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
 
 
 def expected(group: pd.DataFrame) -> Prediction:
-    """The speed-up that a further run is expected to find, from :func:`pairs` of one configuration.
+    """Return the speed-up that a further run is expected to find, from :func:`pairs` of one configuration.
 
-    It may depend on how long the computation of the baseline's step takes: these seconds are the covariate.
+    The prediction may depend on the seconds of computation in the baseline's step, which are its covariate.
     """
     kept = undisturbed(group)
     points = [
@@ -100,7 +100,7 @@ def expected(group: pd.DataFrame) -> Prediction:
 
 
 def outside(group: pd.DataFrame) -> int:
-    """The number of occasions whose own mean speed-up lies outside of the interval over all occasions.
+    """Return the number of occasions whose own mean speed-up lies outside of the interval over all occasions.
 
     ``group`` holds :func:`pairs` of one configuration in one setting.
     """
@@ -113,7 +113,7 @@ def _with_disturbance(interval: Interval, kept: pd.DataFrame) -> Interval:
 
 
 def over_itself(paired: pd.DataFrame) -> Interval | float:
-    """The speed-up of pairs; without an interval if a baseline is paired with itself; NaN without pairs."""
+    """Return the speed-up of pairs; without an interval if a baseline is paired with itself; NaN without pairs."""
     if paired.empty:
         return math.nan
     estimate = speedup(paired)
@@ -122,12 +122,12 @@ def over_itself(paired: pd.DataFrame) -> Interval | float:
 
 
 def geometric(values: pd.Series[float]) -> float:
-    """Geometric mean."""
+    """Return the geometric mean."""
     return float(np.exp(np.log(values).mean()))
 
 
 def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
-    """Geometric mean of ``column`` over the undisturbed trials, with its interval, as pages print step times."""
+    """Return the geometric mean of ``column`` over the undisturbed trials, with its interval."""
     kept = undisturbed(group).dropna(subset=[column])
     if kept.empty:
         return UNTIMED
@@ -155,7 +155,9 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def parity(table: pd.DataFrame) -> pd.DataFrame:
-    """The contrast at a quarter of the rate over the baseline at the full rate, paired by seed and repeat.
+    """Pair each trial of the contrast at a quarter of a rate with the baseline's trial at the full rate.
+
+    The two have the same sweep, seed and repeat, and settings that differ in the rate alone.
 
     The columns are those of ``table``, ``baseline`` (the id of the baseline's trial), ``full_rate``, and ``parity``,
     the ratio of tokens per second.
@@ -174,5 +176,5 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def parity_interval(group: pd.DataFrame) -> Interval:
-    """Geometric mean over rows of :func:`parity` of one place and rate, with its interval."""
+    """Return the geometric mean over rows of :func:`parity` of one place and rate, with its interval."""
     return speedup(group, "tokens_per_second", "tokens_per_second_baseline")

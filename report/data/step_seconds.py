@@ -55,7 +55,10 @@ class StepSpeed:
 
 
 def step_speeds(derived: Derived, own: str, base: str) -> list[StepSpeed]:
-    """Return what each source says on the steps of two trials, which their ids name; the suite's own records last."""
+    """Return the speed-up of the step of trial ``own`` over that of trial ``base``, by each source.
+
+    ``own`` and ``base`` are ids.  The suite's own records come last.
+    """
     trials = derived.frames.trial_of[own], derived.frames.trial_of[base]
     found = list[StepSpeed]()
     for source in derived.sources:
@@ -67,7 +70,7 @@ def step_speeds(derived: Derived, own: str, base: str) -> list[StepSpeed]:
 
 
 def unmatched(derived: Derived, source: StepSource) -> str:
-    """Return why no configuration of the suite has seconds in a source, as a clause; empty if one has."""
+    """Return a clause on why no configuration of the suite has seconds in a source; empty if a configuration has."""
     if source.missing or source.derived is None:
         return source.missing
     wanted = _known(derived)
@@ -103,11 +106,12 @@ def derive_folder(results: Path, steps: StepsFrom | None = None) -> Derived:
 
     Args:
         results: The suite's results folder.
-        steps: Where seconds come from besides.  Without folders, the suite's key ``seconds`` names the suite, whose
-            folder or archive lies beside ``results``.
+        steps: Where seconds come from besides the suite's own records.  Without folders, the suite's key ``seconds``
+            names another suite, whose folder or archive lies beside ``results``.
 
     Raises:
-        ReportError: As :func:`report.data.frames.load`; or if a folder that ``steps`` names has nothing to use.
+        ReportError: As :func:`report.data.frames.load`; or if a folder of ``steps`` has the seconds of no configuration
+            of the suite.
         Refusal: If the machine's file cannot be read.
     """
     frames, steps = load(results), steps or StepsFrom()
@@ -146,7 +150,10 @@ def read_source(path: Path) -> StepSource:
 
 @lru_cache(maxsize=64)
 def _known(derived: Derived) -> pd.DataFrame:
-    """Trials that trained, with their ``work``, the full ``label`` of the configuration, and whether seconds count."""
+    """Return the trials that trained, with their ``work``, the full ``label`` of their configuration, and ``shaped``.
+
+    ``shaped`` says whether the seconds of the trial count, as those of a link with a rate or a real network do.
+    """
     table, trial_of = derived.trials, derived.frames.trial_of
     shaped = table["rate_mbit"].notna() | table["nodes"].eq(1) | table["link_kind"].isin(_REAL)
     return table.assign(
@@ -221,7 +228,7 @@ def _of_model(derived: Derived, source: StepSource, own: str, base: str) -> list
 
 
 def _predicted(derived: Derived, source: StepSource, identity: str) -> StepTime | None:
-    """Return a trial's step on a machine, from the units and bytes of the trial's record."""
+    """Predict a trial's step on a machine, from the units and bytes of the trial's record; None if it has no policy."""
     machine, trial = source.machine, derived.frames.trial_of[identity]
     if machine is None or trial.resolved_policy() is None or trial.host is not None:
         return None

@@ -32,7 +32,7 @@ def occasions_in_words(count: int) -> str:
 
 
 def left_out_in_words(intervals: Iterable[Interval]) -> str:
-    """A sentence on disturbed trials or pairs that were left out of these intervals; empty for none."""
+    """Return a sentence on disturbed trials or pairs that were left out of these intervals; empty for none."""
     counts = [(each.left_out, each.n + each.left_out) for each in intervals if each.left_out]
     if not counts:
         return ""
@@ -45,19 +45,19 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
 
 
 def none_in_words(intervals: Iterable[Interval]) -> str:
-    """A sentence on estimates with too few values for an interval; empty where there are none."""
+    """Return sentences on the estimates with too few values for an interval; empty for none."""
     few = [interval for interval in intervals if not interval.known and interval.why_none]
     return " ".join(f"{why}." for why in sorted({interval.why_none for interval in few}))
 
 
 def with_arguments(name: str, arguments: Mapping[str, object]) -> str:
-    """A model or an optimizer with its arguments: ``gpt-small (layers=3)``."""
+    """Return the name of a model or an optimizer with its arguments: ``gpt-small (layers=3)``."""
     pairs = ", ".join(f"{key}={value}" for key, value in arguments.items())
     return f"{name} ({pairs})" if pairs else name
 
 
 def number(digits: int = 3) -> Callable[[Any], str]:
-    """Formatter with ``digits`` significant digits, in plain notation where that is short."""
+    """Return a formatter with ``digits`` significant digits, which uses plain notation from 0.0001 up to 1,000,000."""
 
     def formatted(value: Any) -> str:
         if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -79,20 +79,20 @@ def text(value: Any) -> str:
 
 
 def plain(text: object, limit: int = _LABEL_CHARACTERS) -> str:
-    """One line of printable characters that the figures' font has, truncated at ``limit``."""
+    """Return one line of printable characters that the figures' font has, truncated at ``limit`` characters."""
     line = " ".join(str(text).split())
     line = "".join(c if ord(c) < 0x2000 and unicodedata.category(c)[0] != "C" else "?" for c in line)
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def span(counts: Collection[float], noun: str) -> str:
-    """The range of counts, with their noun: ``5 steps``, or ``5 to 40 steps``."""
+    """Return the range of counts with their noun: ``5 steps``, or ``5 to 40 steps``."""
     low, high = int(min(counts)), int(max(counts))
     return counted(high, noun) if low == high else f"{low} to {high} {noun}s"
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
-    """The decimal unit for values up to ``largest`` bytes: its size in bytes, and its name."""
+    """Return the decimal unit for values up to ``largest`` bytes: its size in bytes, and its name."""
     units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     return next((unit for unit in units if largest >= unit[0]), (1.0, "bytes"))
 
@@ -103,20 +103,20 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def sentence(clause: str) -> str:
-    """A clause with a capital letter at its beginning and a full stop at its end; vNMSE keeps its small letter."""
+    """Make a clause a sentence, with a capital letter and a full stop; ``vNMSE`` keeps its small letter."""
     first = clause if clause.startswith("vNMSE") else f"{clause[:1].upper()}{clause[1:]}"
     return f"{first}."
 
 
 def with_interval(interval: Interval, format_number: Callable[[float], str]) -> str:
-    """The estimate, with its interval in parentheses if it is known."""
+    """Format an estimate, followed by its interval in parentheses if the interval is known."""
     estimate = format_number(interval.estimate)
     ends = f" ({format_number(interval.low)} to {format_number(interval.high)})" if interval.known else ""
     return f"{estimate}{ends}"
 
 
 def plus_or_minus(interval: Interval, format_number: Callable[[float], str]) -> str:
-    """``2.36 ± 0.07`` where the interval is symmetric to the printed digits, else ``2.36 (2.29 to 2.44)``."""
+    """Format as ``2.36 ± 0.07`` if the interval is symmetric to the printed digits, else as ``2.36 (2.29 to 2.44)``."""
     estimate = format_number(interval.estimate)
     if not interval.known or interval.low == interval.high:
         return estimate

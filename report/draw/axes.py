@@ -42,7 +42,7 @@ def grid(
 
 
 def rows_inches(count: int) -> float:
-    """Height of a panel with this many rows, its axis and its title."""
+    """Return the height in inches of a panel with this many rows, its axis and its title."""
     return 0.75 + ROW_INCHES * max(count, 2)
 
 

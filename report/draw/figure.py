@@ -38,7 +38,7 @@ _LAYOUTS: Final = 4  # most times that a figure is laid out; labels keep their w
 
 
 def _has_seconds(data: pd.DataFrame) -> bool:
-    """Whether a table holds seconds of trials, whose intervals depend on the occasion."""
+    """Return whether a table holds seconds of trials, whose intervals depend on the occasion."""
     return "occasion" in data and not {"step_seconds", "tokens_per_second"}.isdisjoint(data)
 
 
@@ -65,15 +65,22 @@ class Figure:
         return short if self.whole_caption is not None else f"{short} Tables on this page have the numbers."
 
     def caption(self, data: pd.DataFrame) -> str:
-        """Return the caption: the question, what is drawn and how, and what all rows have in common."""
+        """Return the caption as one text: its parts, joined."""
+        return " ".join(self.caption_parts(data))
+
+    def caption_parts(self, data: pd.DataFrame) -> list[str]:
+        """Return the caption's parts: the question, what is drawn and how, and what all rows have in common.
+
+        A page shows the first part as a sentence, and the others as a list below it.
+        """
         if self.whole_caption is not None:
-            return self.whole_caption(data)
+            return [self.whole_caption(data)]
         parts = [self.question, self.mark.says(data), self.note, *(note(data) for note in self.notes)]
         parts += [caveats.FOOTNOTES[caveats.RATES]] if caveats.rates(data) else []
         parts += [peers_note(data)] if "strategy" in data else []
         parts += [common_to(data)] if "where" in data else []
         parts += [occasions_in_words(data["occasion"].nunique())] if _has_seconds(data) else []
-        return " ".join(part.strip() for part in parts if part.strip())
+        return [part.strip() for part in parts if part.strip()]
 
     def draw(self, derived: Derived, folder: Path, style: Style, forms: Collection[str] = ()) -> Drawn | None:
         """Write the figure as SVG and in further ``forms``, and its raw values as CSV.

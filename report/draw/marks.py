@@ -72,7 +72,7 @@ def _definitions(measures: Sequence[Measure]) -> str:
 
 
 def _dots(measures: Sequence[Measure]) -> str:
-    """Return what one dot is: ``one trial``, or what it is for each measure if measures differ in this."""
+    """Return what one dot stands for: ``one trial``; if measures differ in this, what it stands for in each measure."""
     labels: dict[str, list[str]] = {}
     for measure in measures:
         labels.setdefault(measure.dot, []).append(measure.label)

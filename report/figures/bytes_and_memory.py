@@ -19,7 +19,7 @@ _PLACE: Final = ["nodes", "ranks_per_node", "shape", "accumulation"]
 
 
 def _place(row: pd.Series) -> str:
-    """Return the title of a panel: its ranks and its model, and micro-batches if there are several."""
+    """Return the title of a panel: its ranks and its model, and its micro-batches if a step has several."""
     place = f"{row['nodes']}x{row['ranks_per_node']} ranks, {plain(row['shape'])}"
     return place + (f", {row['accumulation']} micro-batches" if row.get("accumulation", 1) > 1 else "")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -84,11 +85,18 @@ def _at_one_rate(derived: Derived, known: str) -> pd.DataFrame:
     return rows if rows[known].notna().any() else rows.iloc[:0]
 
 
-def _bounds_in_words(data: pd.DataFrame) -> str:
-    """Caption text that defines the shortest possible step, with a footnote if a share above 1 is drawn."""
+def _above_in_words(data: pd.DataFrame) -> str:
+    """Return the footnote on shares above 1 if such a share is drawn, else an empty text."""
     drawn = data.groupby(["setting", "configuration"])["share"].median()
-    above = f" {caveats.FOOTNOTES[caveats.ABOVE]}" if drawn.round(2).gt(1).any() else ""
-    return formula("best possible step", "scheduled step", "best step by processors") + above
+    return caveats.FOOTNOTES[caveats.ABOVE] if drawn.round(2).gt(1).any() else ""
+
+
+_BOUNDS: Final[tuple[Callable[[pd.DataFrame], str], ...]] = (
+    lambda _: formula("best possible step"),
+    lambda _: formula("scheduled step"),
+    lambda _: formula("best step by processors"),
+    _above_in_words,
+)
 
 
 _AGAINST_RATES: Final = partial(
@@ -107,7 +115,7 @@ SHARE: Final = Figure(
     question="How close does each configuration's step come to the shortest possible step?",
     table=lambda derived: _at_one_rate(derived, "share"),
     mark=Rows((_SHARE,)),
-    notes=(_bounds_in_words,),
+    notes=_BOUNDS,
 )
 OVER_RATES: Final = Figure(
     name="speedup_over_rates",
@@ -115,7 +123,7 @@ OVER_RATES: Final = Figure(
     question="Up to which rate of the link is each configuration faster than the baseline?",
     table=lambda derived: _over_rates(_pairs(derived)),
     mark=_AGAINST_RATES(measures=(_SPEEDUP, _SHARE)),
-    notes=(_bounds_in_words,),
+    notes=_BOUNDS,
 )
 THROUGHPUT: Final = Figure(
     name="throughput",
@@ -157,7 +165,7 @@ def _beside_published(derived: Derived) -> pd.DataFrame:
 
 
 def _speedup_or_published(rows: pd.DataFrame) -> Interval:
-    """The speed-up of pairs, as tables print it, or the one that was published."""
+    """Return the speed-up of measured pairs, as tables print it, or the published speed-up of published rows."""
     if rows["baseline"].notna().all():
         return speedups.speedup(rows)
     return Interval(float(rows["speedup"].median()), math.nan, math.nan, len(rows))

@@ -10,7 +10,7 @@ from report.data import caveats
 from report.data.metrics import Derived
 from report.tables.break_even import break_even, generation, parity
 from report.tables.bytes_and_memory import checks, memory, volume
-from report.tables.errors import chosen_codecs, largest_error, losses, quantisation, sent_error
+from report.tables.errors import chosen_codecs, largest_error, losses, lossless, quantisation, sent_error
 from report.tables.net_speed import net_speedup
 from report.tables.peers import peers
 from report.tables.phases import phases
@@ -22,14 +22,15 @@ MAKERS: Final[dict[str, Callable[[Derived], Table]]] = {
     maker.__name__: maker
     for maker in (
         summary, peers, time, energy, losses, net_speedup, failures, generation, phases, volume, checks, parity,
-        break_even, memory, sent_error, chosen_codecs, quantisation, largest_error, links, setting,
+        break_even, memory, sent_error, chosen_codecs, quantisation, largest_error, lossless, links,
+        setting,
         environment,
     )
 }  # fmt: skip
 
 
 def all_tables(derived: Derived, names: Collection[str] = tuple(MAKERS)) -> list[Table]:
-    """Tables of these names that have rows, in page order."""
+    """Return the tables of these names that have rows, in page order."""
     note = caveats.modelled_in_words(derived)
     tables = [maker(derived) for name, maker in MAKERS.items() if name in names]
     shown = [table for table in tables if not table.data.empty]

@@ -18,7 +18,7 @@ from report.tables.table import CONFIGURATION, RATIO, TRIALS, Column, Table, row
 
 
 def parity(derived: Derived) -> Table:
-    """Table of parity: throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at the full rate."""
+    """Return the table of parity: throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at the full rate."""
     configuration, base = NAMES[PROPOSED], NAMES[BASELINE]
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "full_rate"]
     rows: list[dict[str, Any]] = [
@@ -74,20 +74,23 @@ def parity(derived: Derived) -> Table:
 
 
 def verdict(parity: Interval) -> str:
-    """``reached`` if the interval of parity lies at 1 or above, ``missed`` if below, else ``inconclusive``."""
+    """Return ``reached`` if the interval of parity lies at 1 or above, ``missed`` if below, else ``inconclusive``.
+
+    Returns a dash if there is no interval.
+    """
     if not parity.known:
         return NOTHING
     return "reached" if parity.low >= 1 else "missed" if parity.high < 1 else "inconclusive"
 
 
 def _behind(derived: Derived, ids: list[str]) -> dict[str, Any]:
-    """The number of the trials with these ids, their marks, and the largest share of processors that others took."""
+    """Return the number of trials with these ids, their marks, and the largest share of processors that others took."""
     rows = derived.trials[derived.trials["id"].isin(ids)]
     return {**trial_count(rows), "_rates": caveats.rates(rows), "taken_share": rows["taken_share"].max()}
 
 
 def break_even(derived: Derived) -> Table:
-    """Table of break-even rates, at which a configuration's speed-up over the baseline crosses 1."""
+    """Return the table of break-even rates, at which a configuration's speed-up over the baseline crosses 1."""
     rows = derived.break_evens
     behind = pd.DataFrame([_behind(derived, ids.split()) for ids in rows["records"]])
     rows = rows.assign(where=rows["elsewhere"], _found=rows["found"].map(in_words)).drop(columns="found")
@@ -109,7 +112,7 @@ def break_even(derived: Derived) -> Table:
 
 
 def generation(derived: Derived) -> Table:
-    """Table of decoding: tokens per second and bytes between nodes, beside the published rates."""
+    """Return the table of decoding: tokens per second, bytes between nodes, and published rates in rows below."""
     rows: list[dict[str, Any]] = [
         {
             **row,

@@ -28,9 +28,9 @@ _MEMORY_NOTES: Final = {  # what a column means, by the column
 
 
 def volume(derived: Derived) -> Table:
-    """Table of bytes between nodes in units of M: predicted, counted by the ledger, counted by the interfaces."""
+    """Return the table of bytes between nodes in units of M: predicted, by the ledger, and by the interfaces."""
     parts = bytes_and_memory.volume(derived.frames, derived.trials)
-    keys = ["nodes", "ranks_per_node", "shape", "accumulation"]
+    keys, shown = ["nodes", "ranks_per_node", "shape", "accumulation"], bytes_and_memory.VOLUME_PARTS
     between = derived.trials[derived.trials["m_bytes"].notna()].sort_values(keys, kind="stable")
     rows: list[dict[str, Any]] = []
     for row, trials in rows_of(between, *keys):
@@ -39,13 +39,15 @@ def volume(derived: Derived) -> Table:
         rows.append({
             **row,
             "where": f"{first['nodes']}x{first['ranks_per_node']} ranks, {first['shape']}",
-            **{part: m.get(part, 0.0 if len(m) else math.nan) for part in bytes_and_memory.VOLUME_PARTS},
+            **{part: m.get(part, 0.0 if len(m) else math.nan) for part in (*shown, bytes_and_memory.OWNERS)},
             **{key: (trials[f"{sent}_bytes"] / trials["m_bytes"]).median() for key, sent in _SENT.items()},
             "published": published.total(first["strategy"], row["configuration"]),
             "m_bytes": trials["m_bytes"].median(),
         })  # fmt: skip
     titles = ("Forward gather", "Backward gather", "Gradients", "Control", "Padding")
-    heads = zip(bytes_and_memory.VOLUME_PARTS, titles, strict=True)
+    heads = [*zip(shown, titles, strict=True)]
+    if parts["part"].eq(bytes_and_memory.OWNERS).any():
+        heads.append((bytes_and_memory.OWNERS, "Owners of matrices"))
     return table_of(
         "volume",
         "Volume between nodes",
@@ -68,7 +70,7 @@ def volume(derived: Derived) -> Table:
 
 
 def checks(derived: Derived) -> Table:
-    """Table of checks: bytes compared with their prediction, the first loss with that of a single process."""
+    """Return the table of checks: bytes against their prediction, first losses and gradients against one process."""
     rows: list[dict[str, Any]] = []
     for row, trials in rows_of(derived.trials, "where"):
         equal, reference = trials["predicted_equal"].dropna().astype(bool), trials["reference_loss"]
@@ -100,14 +102,14 @@ def checks(derived: Derived) -> Table:
 
 
 def _compared(equal: pd.Series[bool], *, measured_only: bool) -> str:
-    """How many ledgers equal their predictions, in words."""
+    """Return in words how many ledgers equal their predictions."""
     if measured_only:
         return "measured, not predicted"
     return f"{int(equal.sum())} of {len(equal)}" if len(equal) else NOTHING
 
 
 def memory(derived: Derived) -> Table:
-    """Table of the memory of the fullest rank: what the engine owns, what the formulas say, and the process's peak."""
+    """Return the table of the fullest rank's memory: what the engine owns, what formulas say, the process's peak."""
     places = ["nodes", "ranks_per_node", "shape"]
     parts = bytes_and_memory.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
     rows = pd.DataFrame(
@@ -150,7 +152,10 @@ def memory(derived: Derived) -> Table:
 
 
 def _memory_row(derived: Derived, parts: pd.DataFrame) -> dict[str, float]:
-    """MiB of one configuration by source and part; with sums over all parts, and over those with or without formula."""
+    """Return the MiB of one configuration, by source and part, and the sum of each source.
+
+    ``covered_mib`` and ``beyond_mib`` are the sums of the engine's parts that a formula does and does not predict.
+    """
     medians = parts.groupby(["source", "part"])["bytes"].median() / 2**20
     row = {
         f"{source}_{part}_mib": float(size)

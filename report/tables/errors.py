@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 import pandas as pd
 
 from harness.suites.answering_quantity import LEAST_STEPS
+from impl.codecs.codec import ITEM_BYTES, parse
 from report.data import loss_verdicts, metrics
 from report.data.frames import groups
 from report.data.loss_verdicts import ENOUGH_POWER
@@ -18,10 +19,12 @@ from report.quantities import formula
 from report.tables.table import CONFIGURATION, TRIALS, Column, Table, table_of, trial_count
 
 _ENDS: Final = ["end_to_end", "repeated", "weights", "secondary"]
+_BESIDE: Final = 256  # block size of the codecs that stand beside those without loss
+_MANY: Final = 1 << 20  # elements for which bytes a value are computed
 
 
 def sent_error(derived: Derived) -> Table:
-    """Table of the error of messages at the measured steps, of each hop and end to end."""
+    """Return the table of the error of messages at the measured steps, of each hop and end to end."""
     errors, rows = derived.sent_errors, []
     kind = errors["purpose"].mask(errors["repeated"].gt(1), "repeated").replace("gradients", "end_to_end")
     for *_, trials in by_setting_and_configuration(errors.assign(kind=kind)):
@@ -56,7 +59,10 @@ def sent_error(derived: Derived) -> Table:
 
 
 def hops_text(hops: pd.DataFrame) -> str:
-    """``local int4:128 0.012; node int4:128 0.011``; for a ring the range and number of its steps."""
+    """Return the error of each hop, ``local int4:128 0.012; node int4:128 0.011``.
+
+    A ring has one entry, with the range of the errors and the number of its steps.
+    """
     parts = []
     for (axis, codec), group in hops.groupby(["axis", "codec"], sort=False):
         errors = group.groupby("hop")["vnmse"].median()
@@ -67,7 +73,7 @@ def hops_text(hops: pd.DataFrame) -> str:
 
 
 def chosen_codecs(derived: Derived) -> Table:
-    """Table of the codecs that a budget chose for each unit, step by step."""
+    """Return the table of the codecs that a budget chose for each unit, step by step."""
     order = derived.trials.sort_values(["seed", "repeat"], kind="stable")
     first = order.drop_duplicates(["setting", "configuration"]).sort_index()[metrics.OF_TRIAL]
     choices, keys = (
@@ -98,18 +104,21 @@ def chosen_codecs(derived: Derived) -> Table:
 
 
 def quantisation(derived: Derived) -> Table:
-    """Table of the median vNMSE of each tried codec, by block size."""
+    """Return the table of the median vNMSE of each tried codec, by block size."""
     return _of_codecs(derived, "quantisation", "Codecs tried", "vnmse", "Median vNMSE over units and trials")
 
 
 def largest_error(derived: Derived) -> Table:
-    """Table of the largest error of each tried codec, by block size."""
+    """Return the table of the largest error of each tried codec, by block size."""
     says = "Largest |decoded - x| over the largest |x|, of any unit and trial"
     return _of_codecs(derived, "largest_error", "Codecs tried: largest error", "largest", says)
 
 
 def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -> Table:
-    """Errors by tensor, kind of codec and block size, of the first configuration and setting that tried codecs."""
+    """Return a table of errors by tensor, kind of codec and block size.
+
+    The errors are those of the first configuration and setting that tried codecs.
+    """
     errors = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id")
     first = errors.sort_values(["place", "first"], kind="stable").head(1)
     errors = errors.merge(first[["configuration", "setting"]], on=["configuration", "setting"])
@@ -133,8 +142,50 @@ def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -
     )
 
 
+def lossless(derived: Derived) -> Table:
+    """Table of the bytes of weights and gradients without loss, beside those of the tried codecs and their errors."""
+    whole = derived.frames.lossless.merge(derived.trials[metrics.OF_TRIAL], on="id")
+    first = whole.sort_values(["place", "first"], kind="stable").head(1)
+    same = first[["configuration", "setting"]]
+    whole = whole.merge(same, on=["configuration", "setting"])
+    sums = whole.groupby(["purpose", "codec"], as_index=False)[["elements", "bytes"]].sum()
+    tried = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id").merge(same)
+    tried = tried[tried["codec"].astype(str).str.endswith(f":{_BESIDE}")]
+    medians = whole.groupby(["purpose", "codec"])["vnmse"].median()
+    rows: list[dict[str, Any]] = [
+        {"purpose": purpose, "codec": codec, "bytes": size / elements, "vnmse": medians[purpose, codec]}
+        for purpose, codec, elements, size in sums.itertuples(index=False)
+    ]
+    others = tried.groupby(["purpose", "codec"], as_index=False)["vnmse"].median()
+    rows += [
+        {
+            "purpose": purpose,
+            "codec": codec,
+            "bytes": parse(codec).frame_bytes(_MANY) / _MANY,
+            "vnmse": median,
+        }
+        for purpose, codec, median in others.itertuples(index=False)
+    ]
+    rows = [row | {"of_bf16": row["bytes"] / ITEM_BYTES["bf16"]} for row in rows]
+    where = "".join(first["configuration"] + " (" + first["where"] + ")")
+    return table_of(
+        "lossless",
+        "Bytes without loss",
+        sorted(rows, key=lambda row: (row["purpose"], -row["bytes"])),
+        Column("purpose", "Of"),
+        Column("codec", "Codec"),
+        Column("bytes", "Bytes a value", number(3), "Bytes a value: scales included."),
+        Column("of_bf16", "of bf16's", number(3)),
+        Column("vnmse", "vNMSE", number(3), "vNMSE: median over units and trials."),
+        caption=f"Bytes that the weights and the reduced gradients of {where} take if nothing is lost, and with the "
+        f"integer codecs whose blocks have {_BESIDE} elements. A codec without loss that ends in bf16 encodes the "
+        "values cast to bf16, which is all that a 16-bit baseline sends. Its bytes depend on the values: they were "
+        "measured, and nothing of this was sent.",
+    )
+
+
 def losses(derived: Derived) -> Table:
-    """Table of the last validation losses, their differences from the baseline's, and the time to reach its loss."""
+    """Return the table of final validation losses, of differences from the baseline's, and of the time to a target."""
     rows = loss_verdicts.losses(derived)
     base = listed(list(filter(None, dict.fromkeys(row["base"] for row in rows)))) or "the baseline"
     margins = [row["margin"] for row in rows if not math.isnan(row["margin"])]

@@ -29,7 +29,7 @@ _COMMANDS: Final = r"""% \zp{TABLE/ROW/COLUMN} is that number, as the page print
 
 
 def write(table: Table, folder: Path) -> None:
-    """Write a table in all its forms."""
+    """Write a table as CSV, Markdown and LaTeX."""
     forms = {"csv": table.csv(), "md": table.markdown(), "tex": tabular(table)}
     for suffix, written in forms.items():
         (folder / f"{table.name}.{suffix}").write_text(written, encoding="utf-8", newline="\n")
@@ -41,7 +41,7 @@ def escaped(value: str) -> str:
 
 
 def tabular(table: Table) -> str:
-    """A bare ``tabular``, its rows below the setting they share; titles wrap to the widest cell or word."""
+    """Return a bare ``tabular`` with rows below the setting that they share; titles wrap to the widest cell or word."""
     columns, groups = table.by_place()
     sides, heads = "".join("r" if column.numeric else "l" for column in columns), []
     for number, (column, side) in enumerate(zip(columns, sides, strict=True)):
@@ -65,7 +65,7 @@ def tabular(table: Table) -> str:
 
 
 def numbers(tables: Sequence[Table], derived: Derived) -> str:
-    r"""A macro for every number in tables: ``\zp{summary/ZeRO++/speedup}``, with its records in a comment."""
+    r"""Return a macro for every number in tables, ``\zp{summary/ZeRO++/speedup}``, with its records in a comment."""
     lines, taken = [_COMMANDS.rstrip()], Counter[str]()
     for table in tables:
         for number, (cells, (_, raw)) in enumerate(zip(table.rows(), table.data.iterrows(), strict=True)):
@@ -88,5 +88,5 @@ def numbers(tables: Sequence[Table], derived: Derived) -> str:
 
 
 def _key(label: str) -> str:
-    """A label without the characters that the name of a control sequence cannot hold."""
+    """Return a label without the characters that the name of a control sequence cannot hold."""
     return re.sub(r"[^A-Za-z0-9 .,:+/()_-]", "", label)

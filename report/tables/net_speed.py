@@ -17,7 +17,7 @@ _COUNT: Final = "{:,.0f}".format
 
 
 def net_speedup(derived: Derived) -> Table:
-    """Table of net speed-ups, one row per configuration and source of seconds."""
+    """Return the table of net speed-ups, one row per configuration and source of seconds."""
     rows = net_speed.net_speeds(derived)
     base = listed(list(dict.fromkeys(each.row["base"] for each in rows))) or "the baseline"
     notes = [

@@ -18,7 +18,7 @@ FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
 
 def peers(derived: Derived) -> Table:
-    """Table of peers and policies in each setting, with the speed-up of policies over the best peer of each family."""
+    """Return the table of peers and policies by setting, with each policy's speed-up over the best peer of a family."""
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     trials = derived.trials.assign(
         where=derived.trials["where"].str.replace(r", transport [^,]*", "", regex=True),
@@ -53,19 +53,23 @@ def peers(derived: Derived) -> Table:
 
 
 def sent_types(trial: Trial) -> str:
-    """The types that a trial sends, in words: ``fp32``, ``bf16``, ``int8 and int4``."""
+    """Return the types that a trial sends, in words: ``fp32``, ``bf16``, ``int8 and int4``."""
     policy = trial.resolved_policy()
     if policy is None:
         return PEERS[trial.strategy].wire(trial.peer.compute, trial.peer.reduce_dtype)
-    codecs = (policy.weights, policy.inside or policy.weights, *policy.gradients)
+    codecs = [
+        codec
+        for phase in policy.phases
+        for codec in (phase.weights, phase.inside or phase.weights, *phase.gradients)
+    ]
     return listed(list(dict.fromkeys(str(codec).partition(":")[0] for codec in codecs)))
 
 
 def shared_types(trial: Trial) -> str:
-    """The types in which peers compute and send that a trial is compared with: ``bf16``, ``fp32, sent as bf16``.
+    """Return the types of the peers that a trial is compared with: ``bf16``, or ``fp32, sent as bf16``.
 
-    They are the trial's own types, but a policy that quantises is compared with peers that send bf16: no peer sends
-    less.
+    They are the type in which the trial itself computes and the type that it sends; a policy that quantises is
+    compared with peers that send bf16, because no peer sends less.
     """
     compute, sent = (trial.resolved_policy() or trial.peer).compute, sent_types(trial)
     sent = sent if sent in ("fp32", "bf16", "bf16 and fp32") else "bf16"
@@ -73,7 +77,7 @@ def shared_types(trial: Trial) -> str:
 
 
 def carried_by(trial: Trial) -> str:
-    """The transport of a trial's messages in a word or two; messages of peers never go through shared memory."""
+    """Return the transport of a trial's messages in a word or two; messages of peers never go through shared memory."""
     transport = trial.cluster.transport
     if transport in ("nccl", "staged"):
         return transport
@@ -83,7 +87,7 @@ def carried_by(trial: Trial) -> str:
 
 
 def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
-    """Rows of one setting and type: peers, then our policies by transport, gloo alone first."""
+    """Return the rows of one setting and type: peers, then our policies by transport, gloo alone first."""
     is_peer = setting["family"] != ""
     peer_rows, policy_rows = setting[is_peer], setting[~is_peer].sort_values("carried", kind="stable")
     rows, keys = [], ["where", "configuration", "carried", "types"]
@@ -97,7 +101,10 @@ def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _over(trials: pd.DataFrame, peer_rows: pd.DataFrame, family: str) -> dict[str, Any]:
-    """The smallest speed-up of our trials over the configurations of a family; none for a peer, or without pairs."""
+    """Return the smallest speed-up of our trials over any configuration of a family, and this configuration's name.
+
+    There is no speed-up if the trials are a peer's own, or if they have no pairs.
+    """
     keys = ["sweep", "seed", "repeat"]
     gains = []
     for (name,), peer in groups(peer_rows, ["configuration"]) if trials["family"].iloc[0] == "" else []:

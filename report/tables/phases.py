@@ -20,7 +20,7 @@ _PUBLISHED: Final = {"generation": "generate", "training": "train"}
 
 
 def phases(derived: Derived) -> Table:
-    """Table of the seconds and bytes of each phase of an RLHF step."""
+    """Return the table of the seconds and bytes of each phase of an RLHF step."""
     ran = bool(derived.frames.steps["generate"].notna().any())
     table = by_phase(derived) if ran else derived.trials.iloc[:0].assign(phase="")
     rows: list[dict[str, Any]] = [
@@ -70,7 +70,7 @@ def phases(derived: Derived) -> Table:
 
 
 def over_baseline(paired: pd.DataFrame) -> Interval:
-    """The speed-up of rows of :func:`by_phase` of one configuration and phase that have a baseline."""
+    """Return the speed-up of rows of :func:`by_phase`, of one configuration and phase, that have a baseline."""
     either = paired["disturbed"].astype(bool) | paired["baseline_disturbed"].astype(bool)
     return speedup(paired.assign(disturbed=either), below="seconds")
 
@@ -78,8 +78,9 @@ def over_baseline(paired: pd.DataFrame) -> Interval:
 def by_phase(derived: Derived) -> pd.DataFrame:
     """Return one row per trial and phase; ``train`` is what is left of a step.
 
-    ``seconds`` are the slowest rank's, as the median over steps, and ``exposed`` is the share of them in which that
-    rank waits for messages.  ``inter_bytes`` and ``intra_bytes`` are those of a step, from the ledger.
+    ``seconds`` are the slowest rank's, as the median over steps, and ``exposed`` is the share of these seconds in which
+    that rank waits for messages.  ``inter_bytes`` and ``intra_bytes`` are the bytes that all ranks send between and
+    inside nodes in a step, from the ledger.
     ``baseline_seconds`` and ``baseline_bytes`` are the baseline's values in the same setting, seed and repeat.
     """
     frames = derived.frames

@@ -27,7 +27,7 @@ _MEASURED: Final = {  # columns of the trials
 
 
 def energy(derived: Derived) -> Table:
-    """Table of energy per token, power, utilisation and clocks of GPUs; without rows if there was no GPU."""
+    """Return the table of energy per token, power, utilisation and clocks of GPUs; without rows if there was no GPU."""
     rows: list[dict[str, Any]] = []
     for row, trials in rows_of(derived.trials[derived.trials["gpus"].gt(0)]):
         held = int((trials["throttled"].gt(_HELD_FROM) | trials["gpu_others"].gt(0)).sum())
@@ -61,7 +61,7 @@ def energy(derived: Derived) -> Table:
 
 
 def links(derived: Derived) -> Table:
-    """Table of requested and achieved rates of links."""
+    """Return the table of requested and achieved rates of links."""
     rates = derived.frames.links.groupby(["kind", "requested_mbit", "when"], dropna=False)
     data = rates["achieved_mbit"].agg(["size", "median", "min", "max"]).reset_index()
     return table_of(
@@ -81,7 +81,7 @@ def links(derived: Derived) -> Table:
 
 
 def failures(derived: Derived) -> Table:
-    """Table of trials without a result."""
+    """Return the table of trials without a result."""
     rows = derived.frames.failures
     heads = ("Configuration", "Where", "Repeat", "Kind", "Message", "Log")
     columns = (Column("id", "Record"), *(Column(head.lower(), head) for head in heads))
@@ -92,7 +92,7 @@ def failures(derived: Derived) -> Table:
 
 
 def setting(derived: Derived) -> Table:
-    """Table of what the trials were given: model, data, options."""
+    """Return the table of what the trials were given: model, data, options."""
     return table_of(
         "setting",
         "Setting",
@@ -107,7 +107,7 @@ def setting(derived: Derived) -> Table:
 
 
 def environment(derived: Derived) -> Table:
-    """Table of recorded facts about machine, code and algorithms; a fact with several values has a row for each."""
+    """Return the table of recorded facts about machine, code and algorithms, one row for each value of a fact."""
     return table_of(
         "environment",
         "Environment",
@@ -121,7 +121,7 @@ def environment(derived: Derived) -> Table:
 
 
 def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """(key, value) of all settings that do not belong to a configuration, then of measured facts.
+    """Return (key, value) of all settings that do not belong to a configuration, then of measured facts.
 
     Keys without a value in any trial are left out.
     """
@@ -132,7 +132,7 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     values |= {name: [str(value or "") for value in table[column]] for name, column in _MEASURED.items()}
 
     def by_configuration(values: list[str]) -> str:
-        """Values in table order; each with its configurations, if every configuration has only one of the values."""
+        """Return the values in table order, each with its configurations if every configuration has only one value."""
         names = {
             str(value): part.unique() for value, part in table["configuration"].groupby(values, sort=False)
         }
@@ -147,13 +147,13 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def _some(values: Sequence[str]) -> str:
-    """Values joined by semicolons; a long list is cut, and says how many it leaves out."""
+    """Join values by semicolons; a list of more than :data:`_SHOWN` is cut, and ends with the number left out."""
     rest = len(values) - _SHOWN
     return "; ".join(values[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def essentials(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """(name, value) of the main settings, for the headline; none without trials."""
+    """Return (name, value) of the main settings, for the head of a page; empty without trials."""
     if not len(table):
         return []
     trials = [frames.trial_of[str(identity)] for identity in table["id"]]

@@ -28,7 +28,7 @@ _PER_SECOND: Final = (
 
 
 def summary(derived: Derived) -> Table:
-    """The summary, one row per setting and configuration: times, speed-up, bytes, loss."""
+    """Return the summary, one row per setting and configuration: times, speed-up, bytes, loss."""
     rows, base, two = _rows(derived), derived.compared.baseline, len(derived.over_papers) > 0
     best = f"the hierarchical {NAMES[BASELINE]}" if two and not derived.compared.named_in_suite else base
     steps = derived.trials["validation_step"].dropna()
@@ -65,7 +65,7 @@ def summary(derived: Derived) -> Table:
 
 
 def time(derived: Derived) -> Table:
-    """Step time compared with its lower bounds, and the use of processors; one row per setting and configuration."""
+    """Return the table of step times, their lower bounds, and processors; one row per setting and configuration."""
     taken = formula("others' share", "steal share", "taken by others")
     if derived.trials["taken_share"].isna().any():
         taken += (

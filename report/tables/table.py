@@ -73,7 +73,7 @@ class Column:
         return self.form is not text
 
     def cell(self, value: Any) -> str:
-        """The printed form of a value."""
+        """Return the printed form of a value."""
         if isinstance(value, Interval):
             taken = f" {caveats.TAKEN}" if value.disturbed else ""
             ends = value if self.ends else replace(value, low=math.nan, high=math.nan)
@@ -109,7 +109,7 @@ class Table:
         return sum(column.place for column in self.columns)
 
     def rows(self) -> list[list[str]]:
-        """Printed cells, row by row, not escaped."""
+        """Return the printed cells, row by row, not escaped."""
         return [
             [column.cell(row[column.key]) + str(row.get(column.mark, "")) for column in self.columns]
             for row in self.data.astype(object).to_dict("records")
@@ -130,7 +130,7 @@ class Table:
         return self.columns[places:], grouped
 
     def column(self, name: str) -> Column:
-        """The printed column that a title or a name in the CSV selects.
+        """Return the printed column that a title, or a name in the CSV, selects.
 
         If no column has exactly this title or name, the only column whose title begins with ``name`` is selected, or
         else the only column whose title has all words of ``name``: ``Speed-up`` and ``Speed-up over ZeRO-3`` select
@@ -150,10 +150,11 @@ class Table:
         raise Refusal(f"no column {name!r} in {self.name}: expected one of {titles}")
 
     def row(self, query: str) -> int:
-        """Number of the one row that holds all comma-separated parts of ``query``.
+        """Return the number of the one row that holds all comma-separated parts of ``query``.
 
-        A part matches a cell that equals it; if no row has such cells, cells that contain it.  Parts of the setting
-        that all rows share, which stand below the table, count as cells.  A Refusal names the rows that match.
+        A part matches a cell that equals the part; if no row has equal cells for all parts, a part matches a cell that
+        contains it.  Parts of the setting that all rows share count as cells of each row.  If no row or several rows
+        match, a Refusal lists the names of rows.
         """
         rows, parts = self.rows(), [part.strip() for part in query.split(",")]
         places = self.data["where"].astype(str) if "where" in self.data else [""] * len(rows)
@@ -171,7 +172,7 @@ class Table:
         )
 
     def csv(self) -> str:
-        """Raw values as CSV; an interval in three columns."""
+        """Return the raw values as CSV; an interval fills three columns: the estimate, its low and its high end."""
         columns: dict[str, Any] = {}
         for key in (str(key) for key in self.data if not str(key).startswith(_PRINTED)):
             values = columns[key] = self.data[key]
@@ -185,14 +186,14 @@ class Table:
         return safe_cells(pd.DataFrame(columns)).to_csv(index=False, lineterminator="\n")
 
     def markdown(self) -> str:
-        """A GitHub-flavoured pipe table under its title and caption, above its footnotes and definitions."""
+        """Return a GitHub-flavoured pipe table under its title and caption, above its footnotes and definitions."""
         below = [text for text in (self.footnotes, *self.definitions) if text]
         notes = "".join(f"- {markdown(text)}\n" for text in below)
         head = f"**{markdown(self.title)}.** {markdown(self.caption)}".rstrip()
         return f"{head}\n\n{self.markdown_rows()}" + (f"\n{notes}" if notes else "")
 
     def markdown_rows(self) -> str:
-        """The pipe table alone; of neighbouring rows at one place, only the first row names the place."""
+        """Return the pipe table alone; of neighbouring rows at one place, only the first row names the place."""
         rows, places = self.rows(), self.places
         lines = [
             [markdown(column.title) for column in self.columns],
@@ -219,7 +220,7 @@ class Table:
 
 
 def find_table(tables: Sequence[Table], name: str) -> Table:
-    """The table of a name; a Refusal lists the names."""
+    """Return the table with this name; if there is none, a Refusal lists the names."""
     by_name = {table.name: table for table in tables}
     if name not in by_name:
         raise Refusal(f"no table {name!r}: expected one of {', '.join(by_name)}{suggestion(name, by_name)}")
@@ -246,7 +247,7 @@ def table_of(
     caption: str = "",
     notes: str = "",
 ) -> Table:
-    """A table of rows, without the columns that have no value in any row.
+    """Return a table of rows, without the columns that have no value in any row.
 
     ``caption`` has at most two sentences.  ``notes`` are further footnotes; others are added for intervals, for
     marks that occur in cells, and for the parts of ``where`` that all rows share.  The other parts of ``where``
@@ -276,7 +277,7 @@ def table_of(
 
 
 def interval_notes(data: pd.DataFrame, columns: Sequence[Column]) -> list[str]:
-    """Footnotes on the intervals in these columns: over how many occasions, why some are missing, what was left out."""
+    """Return footnotes on the intervals in these columns: their occasions, why some are missing, what was left out."""
     of_columns = {
         column.key: [value for value in data[column.key] if isinstance(value, Interval)] for column in columns
     }
@@ -308,6 +309,6 @@ def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], p
 
 
 def trial_count(trials: pd.DataFrame) -> dict[str, Any]:
-    """The number of trials, and, with a mark, the number of disturbed trials among them."""
+    """Return the number of trials, and, with a mark, the number of disturbed trials among them."""
     taken = int(trials["disturbed"].astype(bool).sum())
     return {"trials": len(trials), "_taken": f" ({taken} {caveats.TAKEN})" if taken else ""}

@@ -136,7 +136,7 @@ def test_a_magnitude_has_the_interval_of_the_sizes(value: float, half: float) ->
         (lambda: numbers.planned("paper_scale", "memory_bytes", strategy="zero3"), r"4 planned trials"),
         (
             lambda: numbers.net_speed("slow_node", "ZeRO++", at="equal nodes"),
-            r"slow_node: 'ZeRO\+\+' has no loss beside the baseline's",
+            r"slow_node: the loss of 'ZeRO\+\+' is not compared with a baseline's",
         ),
         (
             lambda: numbers.net_speed("budget", numbers.derived("budget").compared.contrast[0]),

@@ -1,5 +1,8 @@
 """Counts what the host asks of a GPU in one training step: launches, copies, events, waits and NCCL calls.
 
+It also adds up the bytes that operations of a forward and a backward pass read and write in the GPU's memory, without
+those of NCCL.
+
 ``python -m tests.fake_gpu.count`` counts rank 0 of 2x8 ranks that train gpt-1.5b with 4,096 tokens a rank and
 activation checkpointing.  No value is computed and no message is sent, so the model needs neither memory nor time.
 """
@@ -22,11 +25,13 @@ COLUMNS: Final = {
     "kernels": Kind.KERNEL, "products": Kind.PRODUCT, "codecs": Kind.CODEC, "copies": Kind.COPY, "sets": Kind.SET,
     "events": Kind.RECORD, "waits": Kind.WAIT, "NCCL": Kind.NCCL, "syncs": Kind.SYNC_STREAM,
 }  # fmt: skip
+MOVED: Final = "bytes"  # key of the bytes in counts
 _LAUNCHES: Final = ("kernels", "products", "codecs", "copies", "sets")
-# At most: launches beyond those of the model alone ("single"), and events recorded.
-BARS: Final[dict[str, Mapping[str, int]]] = {
-    "zero3": {"launches": 700, "events": 700},
-    "zeropp": {"launches": 800, "events": 700},
+# At most: launches, and bytes for each parameter, beyond those of the model alone ("single"); and events recorded, of
+# which torch's NCCL takes three for an asynchronous call and two for a synchronous one.
+BARS: Final[dict[str, Mapping[str, float]]] = {
+    "zero3": {"added": 500, "added B": 20, "events": 1020},
+    "zeropp": {"added": 600, "added B": 18, "events": 930},
 }
 
 
@@ -41,7 +46,7 @@ def count(engine: str, nodes: int, per_node: int, model_name: str, tokens: int) 
     from impl.comm.mesh import Mesh
     from impl.plan.policy import preset
     from impl.plan.topology import Topology
-    from tests.fake_gpu import engine_runs, trace
+    from tests.fake_gpu import engine_runs, moved, trace
 
     engine_runs.join_alone(nodes * per_node, peers=2)
     trace.set_option(trace.Option.COPIES, 0)
@@ -50,6 +55,7 @@ def count(engine: str, nodes: int, per_node: int, model_name: str, tokens: int) 
     with models.unfilled():
         model = models.build(Model(name=model_name), 1024)
     model = model.to_empty(device=device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     models.checkpoint_activations(model)
     masters: Any
     if engine == "single":
@@ -69,7 +75,10 @@ def count(engine: str, nodes: int, per_node: int, model_name: str, tokens: int) 
         optimizer.step()
         optimizer.zero_grad()
     counts = trace.counts()
-    return {name: counts[kind] for name, kind in COLUMNS.items()}
+    with moved.counted() as bytes_moved:
+        model(batch, batch).backward()
+    numbers = {name: counts[kind] for name, kind in COLUMNS.items()}
+    return numbers | {MOVED: bytes_moved.nbytes, "parameters": parameters}
 
 
 def _in_fsdp2(model: Any, world: int) -> Any:
@@ -85,7 +94,7 @@ def _in_fsdp2(model: Any, world: int) -> Any:
     return fully_shard(model, mesh=mesh, mp_policy=mixed)
 
 
-def _counted_apart(engine: str, arguments: Sequence[str]) -> dict[str, int]:
+def counted_apart(engine: str, arguments: Sequence[str] = ()) -> dict[str, int]:
     """Count in a process of its own, on a fake GPU without values.
 
     Raises RuntimeError: if it fails.
@@ -101,22 +110,42 @@ def _counted_apart(engine: str, arguments: Sequence[str]) -> dict[str, int]:
 
 def table(counted: Mapping[str, Mapping[str, int]]) -> list[str]:
     """Returns the lines of the table; ``counted`` has the counts by engine."""
-    alone = sum(counted["single"][name] for name in _LAUNCHES)
-    lines = [
-        f"{'':14}" + "".join(f"{name:>10}" for name in (*COLUMNS, "launches")) + "  added launches, events"
-    ]
+    every = figures(counted)
+    heads = (*COLUMNS, *next(iter(every.values())))
+    lines = [f"{'':14}" + "".join(f"{name:>10}" for name in heads)]
     for engine, counts in counted.items():
-        launches = sum(counts[name] for name in _LAUNCHES)
-        line = f"{engine:14}" + "".join(f"{counts[name]:>10,}" for name in COLUMNS) + f"{launches:>10,}"
-        figures = {"launches": launches - alone, "events": counts["events"]}
-        if (bars := BARS.get(engine)) is not None:
-            shown = (
-                f"{figures[name]:,} ({'within' if figures[name] <= bar else 'above'} {bar})"
-                for name, bar in bars.items()
-            )
-            line += "  " + ", ".join(shown)
+        line = f"{engine:14}" + "".join(f"{counts[name]:>10,}" for name in COLUMNS)
+        for figure in every[engine].values():
+            line += f"{figure:>10,.1f}" if isinstance(figure, float) else f"{figure:>10,}"
         lines.append(line)
-    return lines
+    return [
+        *lines,
+        "added: beyond those of the model alone; B: bytes for each parameter, of forward and backward",
+    ]
+
+
+def figures(counted: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, float]]:
+    """Returns the figures that have bars, by engine: what an engine adds to the model alone, and its events."""
+    alone = counted["single"]
+    return {
+        engine: {
+            "added": sum(counts[name] - alone[name] for name in _LAUNCHES),
+            "added B": (counts[MOVED] - alone[MOVED]) / counts["parameters"],
+            "events": counts["events"],
+        }
+        for engine, counts in counted.items()
+    }
+
+
+def above(counted: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Returns a line for each figure that is above its bar."""
+    every = figures(counted)
+    return [
+        f"{engine}: {name} {every[engine][name]:,.4g}, at most {bar:,}"
+        for engine, bars in BARS.items()
+        for name, bar in (bars.items() if engine in every else ())
+        if every[engine][name] > bar
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,8 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(counts), flush=True)
         os._exit(0)  # nobody joins the process group's end
     given = list(sys.argv[1:] if arguments is None else arguments)
-    print(*table({engine: _counted_apart(engine, given) for engine in ENGINES}), sep="\n")
-    return 0
+    counted = {engine: counted_apart(engine, given) for engine in ENGINES}
+    print(*table(counted), *(wrong := above(counted)), sep="\n")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -104,6 +104,12 @@ def _random_of(device: torch.device) -> Iterator[None]:
         yield
 
 
+def moves_nothing(func: Any) -> bool:
+    """Returns whether an operation of torch reads and writes no element, or does so elsewhere, as NCCL's do."""
+    name = func._schema.name
+    return bool(func.is_view or name in _NATIVE or name.startswith(_ELSEWHERE))
+
+
 class Emulation(TorchDispatchMode):
     """Computes on the CPU what operations on a fake GPU should have computed; notes accesses if ``noting``."""
 
@@ -121,8 +127,7 @@ class Emulation(TorchDispatchMode):
             (tensor.device for tensor in tensors if tensor.is_cuda),
             next((leaf for leaf in leaves if isinstance(leaf, torch.device) and leaf.type == "cuda"), None),
         )
-        name = func._schema.name
-        computes = not (func.is_view or name in _NATIVE or name.startswith(_ELSEWHERE))
+        computes = not moves_nothing(func)
         if device is None:
             outputs = func(*args, **kwargs)
             if self.noting and computes:

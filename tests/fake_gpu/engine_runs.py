@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -91,24 +92,25 @@ def join_alone(world: int = TOPOLOGY.world, peers: int = 1) -> None:
 
 
 # The operations of our kernels: the positions of the tensors that they read and write, after ``self``.
-_TENSORS: Final = {
+TENSORS: Final = {
     "encode": ((1,), (2,)),
     "decode": ((1,), (2,)),
     "decode_sum": ((1,), (2,)),
     "decode_sum_encode": ((2,), (3,)),
+    "sums_of_bits": ((0,), ()),
 }
 
 
-def _noting(name: str, operation: Callable[..., None]) -> Callable[..., None]:
-    reads, writes = _TENSORS[name]
+def _noting(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+    reads, writes = TENSORS[name]
 
     @functools.wraps(operation)
-    def noted(self: Kernels, *args: Any, **kwargs: Any) -> None:
+    def noted(self: Kernels, *args: Any, **kwargs: Any) -> Any:
         carried = kwargs.get("carried")
         errors = [] if carried is None else [carried.error]
         emulate.note_accesses([args[i] for i in reads], name, writes=False)
         emulate.note_accesses([*(args[i] for i in writes), *errors], name, writes=True)
-        operation(self, *args, **kwargs)
+        return operation(self, *args, **kwargs)
 
     return noted
 
@@ -117,9 +119,8 @@ def _noting(name: str, operation: Callable[..., None]) -> Callable[..., None]:
 def noted_accesses() -> Iterator[trace.Recording]:
     """Record the body, with the accesses of torch's operations and of our kernels."""
     with contextlib.ExitStack() as undo:
-        for name in _TENSORS:
-            setattr(Kernels, name, _noting(name, getattr(Kernels, name)))  # the class inherits them
-            undo.callback(delattr, Kernels, name)
+        for name in TENSORS:
+            undo.enter_context(mock.patch.object(Kernels, name, _noting(name, getattr(Kernels, name))))
         trace.set_option(trace.Option.QUERIES, 0)
         undo.callback(trace.set_option, trace.Option.QUERIES, 1)
         emulate.EMULATION.noting = True

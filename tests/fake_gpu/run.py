@@ -20,6 +20,7 @@ from tests.fake_gpu import build
 from tests.gpu_campaign import Ended, Stage, run, table
 
 GPUS: Final = 8
+SHORT: Final = ("gpu tests", "races", "count")  # stages of continuous integration; the others take longer
 # What becomes small in suites/gpu_node.toml.
 _MINIATURE: Final = {
     "repeats": 1, "defaults.model.name": "gpt-tiny", "defaults.sequence": 32, "defaults.steps": 4,
@@ -55,7 +56,7 @@ def stages(results: Path) -> Iterator[Stage]:
     """All stages: the tests first, then the commands that users call."""
     pytest = ("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider")
     zeropp, to = ("-m", "harness.cli"), ("--results", str(results))
-    yield Stage("tests", (*pytest, "tests/fake_gpu"), 300)
+    yield Stage("tests", (*pytest, "tests/fake_gpu"), 500)
     # tests/bench measures rates, and compares rows of 64 M elements, which take minutes on a CPU.
     yield Stage("gpu tests", (*pytest, "-m", "gpu", "tests", "--ignore=tests/bench"), 500)
     yield Stage("gpu_first", ("-m", "tests.gpu_first", "--tiny", "--out", str(results / "first.jsonl")), 240)
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fake_gpu.run", description=__doc__)
     parser.add_argument("--results", type=Path, help="folder of logs and records; default: a temporary one")
     parser.add_argument("--only", help="the stages whose names contain this text")
+    parser.add_argument("--short", action="store_true", help=f"only the stages {', '.join(SHORT)}")
     options = parser.parse_args(arguments)
     try:
         build.libraries()
@@ -83,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results.mkdir(parents=True, exist_ok=True)
     begun, ended = time.monotonic(), list[Ended]()
     for number, stage in enumerate(stages(results)):
-        if options.only is None or options.only in stage.name:
+        named = options.only is None or options.only in stage.name
+        if named and (stage.name in SHORT or not options.short):
             log = results / f"{number}-{stage.name.replace(' ', '-').replace(',', '')}.log"
             ended.append(run(stage, log, stage.seconds))
     print(table(ended))

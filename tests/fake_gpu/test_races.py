@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -150,6 +151,15 @@ def _used_last(self: exchanges.Buffers, nbytes: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=self._device)
 
 
+def _out_of_line(*args: Any, in_line: bool = False) -> Any:
+    """Post what should be in line on another stream, for which nothing waits."""
+    with torch.cuda.stream(torch.cuda.Stream()) if in_line else contextlib.nullcontext():
+        return _collective(*args, in_line=in_line)
+
+
+_collective = exchanges.collective
+
+
 def _waits_for_nothing(self: exchanges.Distributed) -> None:
     """Return before the messages have come."""
 
@@ -183,7 +193,9 @@ def _unrecorded(self: torch.Tensor, stream: torch.cuda.Stream) -> None:
         pytest.param(
             (exchanges.Distributed, "_receive", _waits_for_nothing), ("zero3", "plain"), id="messages"
         ),
+        pytest.param((exchanges, "collective", _out_of_line), ("zeropp", "plain"), id="in-line"),
         pytest.param((Arrival, "join", lambda _: None), ("fsdp2+qwz+qgz", "ahead"), id="Arrival.join-fsdp2"),
+        pytest.param((exchanges, "collective", _out_of_line), ("fsdp2+qwz+qgz", "plain"), id="in-line-fsdp2"),
         pytest.param(
             (exchanges.Buffers, "take", _used_last),
             ("fsdp2+bf16", "plain"),
@@ -204,7 +216,7 @@ def _unrecorded(self: torch.Tensor, stream: torch.cuda.Stream) -> None:
 def test_a_wait_that_is_removed_is_found(
     races_of: Callable[..., Found],
     monkeypatch: pytest.MonkeyPatch,
-    sabotage: tuple[type, str, Callable[..., None]],
+    sabotage: tuple[Any, str, Callable[..., Any]],
     run: tuple[str, str],
 ) -> None:
     """Without one of the engine's waits, the same run has races."""

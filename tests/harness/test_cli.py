@@ -78,7 +78,7 @@ def record(failure: Failure | None = None, **fields: Any) -> Record:
     return written
 
 
-PADDING = "use smaller blocks or raise max_padding to 9.64: policy.max_padding = 9.64 in the suite"
+PADDING = "use smaller blocks or raise max_padding to 9.64: set policy.max_padding = 9.64 in the suite"
 
 
 @pytest.mark.parametrize(
@@ -132,19 +132,22 @@ def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: s
 
 def test_results_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that cannot be written is refused before anything runs, or is measured for two minutes."""
-    assert "m.toml: its folder not writable" in refused(folder, capsys, "calibrate", "/proc/m.toml")
+    assert "m.toml: its folder cannot be written" in refused(folder, capsys, "calibrate", "/proc/m.toml")
     (folder / "file").write_text("")
     for results in ("file/results", "/proc/none"):
         error = refused(folder, capsys, "run", suite(folder), "--results", results)
-        assert "results folder not writable" in error
+        assert "results folder cannot be written" in error
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"schema_version": 99}', f"schema version 99, this program reads and writes {SCHEMA_VERSION}"),
-        ("[" * 100_000, "0123456789ab.json: not a record"),  # beyond Python's limits
-        ('{"schema_version": ' + "9" * 5000 + "}", "0123456789ab.json: not a record"),
+        (
+            '{"schema_version": 99}',
+            f"has schema version 99, but this program reads and writes version {SCHEMA_VERSION}",
+        ),
+        ("[" * 100_000, "0123456789ab.json: is not a record"),  # beyond Python's limits
+        ('{"schema_version": ' + "9" * 5000 + "}", "0123456789ab.json: is not a record"),
     ],
     ids=["other", "deep", "long"],
 )
@@ -166,7 +169,9 @@ def test_one_damaged_record(folder: Path, capsys: pytest.CaptureFixture[str], ze
         assert "; delete the file and run again" in refused(folder, capsys, *arguments)
     shown = zeropp("show", "q", status=cli.REFUSED)
     assert whole.id in shown.stdout
-    assert re.fullmatch(r".*0123456789ab.json: not a record.*; delete the file and run again\n", shown.stderr)
+    assert re.fullmatch(
+        r".*0123456789ab.json: is not a record.*; delete the file and run again\n", shown.stderr
+    )
     write(folder / "copied", whole).rename(folder / "results" / "q" / "0123456789ab.json")
     assert f"0123456789ab.json: is a copy of the record {whole.id}; delete" in refused(
         folder, capsys, "report", "q"
@@ -405,7 +410,7 @@ def test_run_with_sweeps(
     assert "occasion" not in zeropp("run", suite(folder)).stderr
     assert machinery[0] == ("sweep", "q", 1, RESULTS)
     assert "--sweeps" in refused(folder, capsys, "run", "q.toml", "--sweeps", "0")
-    assert "3000 trials; at most 2000" in refused(folder, capsys, "run", "q.toml", "--sweeps", "3000")
+    assert "3000 trials, but at most 2000" in refused(folder, capsys, "run", "q.toml", "--sweeps", "3000")
 
 
 def test_a_sweep_is_shown_beside_its_repeat(folder: Path, zeropp: Zeropp) -> None:

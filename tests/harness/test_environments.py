@@ -122,9 +122,9 @@ def test_every_width_prints(zeropp: Zeropp, monkeypatch: pytest.MonkeyPatch, col
         (SUITE.replace("\n", "\r\n").encode(), None),
         (
             SUITE.replace("print", "caf\u00e9").encode("latin-1"),
-            "s.toml: not TOML: byte 0xe9 in line 3 is not UTF-8",
+            "s.toml: is not TOML: byte 0xe9 in line 3 is not UTF-8",
         ),
-        (SUITE.encode("utf-16"), "s.toml: not TOML: byte 0xff in line 1 is not UTF-8"),
+        (SUITE.encode("utf-16"), "s.toml: is not TOML: byte 0xff in line 1 is not UTF-8"),
     ],
     ids=["a byte order mark", "ends of lines as in Windows", "Latin-1", "UTF-16"],
 )

@@ -343,7 +343,7 @@ def test_what_does_not_fit_is_refused_before_the_first_trial(
     [
         (("mine:tokens", "mine:other"), "than the process that started it ("),
         (("'zero3'", "'qwz'"), "codec mine:Apart decodes the same elements differently on rank 1"),
-        (("gpt-tiny", "mine:one_input"), "model 'mine:one_input': raised TypeError: Embedding.forward()"),
+        (("gpt-tiny", "mine:one_input"), "model 'mine:one_input' raised TypeError: Embedding.forward()"),
     ],
 )
 def test_a_users_code_that_fails_on_a_rank_is_named(

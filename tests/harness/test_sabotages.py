@@ -40,7 +40,9 @@ from harness.workloads.rank_batches import RankBatches
 from impl import ops
 from impl.codecs.codec import Codec, parse
 from impl.comm.watchdog import Watchdog
+from impl.engine import muon
 from impl.engine.masters import Stepped
+from impl.engine.muon import Muon
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
 from impl.unit.outer_step import OuterStep
@@ -271,6 +273,42 @@ def lost_moments(optimizer: torch.optim.AdamW, taken: Any, _: Rank, closure: Non
     return taken(optimizer, closure)
 
 
+def each_micro_batch(rank: Rank) -> Patch:
+    """Muon orthogonalises every micro-batch by itself; AdamW still steps once."""
+    held: list[Any] = []
+
+    @instead_of(Sharded, "make_optimizer")
+    def remembered(strategy: Sharded, made: Any, _: Rank, setting: Any) -> Any:
+        held.append(made(strategy, setting))
+        return held[-1]
+
+    @instead_of(Sharded, "backward")
+    def stepping(strategy: Sharded, passed: Any, _: Rank, loss: Tensor) -> None:
+        passed(strategy, loss)
+        if held and strategy.wire is not None and strategy.wire.observer is None:
+            matrices = [group for group in held[-1].param_groups if group["matrices"]]
+            with torch.no_grad():
+                held[-1].step_matrices(matrices)
+            for master in matrices[0]["params"]:
+                master.grad.zero_()
+
+    return both(remembered, stepping)(rank)
+
+
+def not_orthogonal(_: Rank) -> Patch:
+    """The owner of a matrix divides its momentum by the norm, and iterates no more."""
+    return mock.patch.object(muon, "_zeropower_via_newtonschulz", lambda whole, *_: whole / whole.norm())
+
+
+@instead_of(Muon, "step_matrices")
+def lost_momentum(optimizer: Muon, taken: Any, _: Rank, groups: Any) -> None:
+    """The momentum is lost in each step."""
+    for master in groups[0]["params"]:
+        for value in optimizer.state.get(master, {}).values():
+            value.zero_()
+    taken(optimizer, groups)
+
+
 # Bytes
 
 
@@ -363,6 +401,10 @@ LOCAL: Final = {
     "strategy": "mics",
     "policy": {"max_padding": 9.0, "gradients": "int8:64", "local_steps": 2},
 }
+MUON: Final = {
+    **PLAIN, "accumulation": 2,
+    "optimizer": {"name": "Muon", "arguments": {"lr": 0.02, "adamw": {"lr": 1e-3}}},
+}  # fmt: skip
 ONE_NODE: Final = {**PLAIN, "cluster": {"nodes": 1, "ranks_per_node": 4}}
 Row = tuple[Sabotage, str, dict[str, Any]]
 SABOTAGES: Final[dict[str, Row]] = {
@@ -397,10 +439,15 @@ SABOTAGES: Final[dict[str, Row]] = {
     "one lane in 64": (all_but(lane), "of those drawn on rank", {}),
     "only watched elements": (all_but(watched), "of those drawn on rank", {}),
     "gradients / 4": (quartered, "had gradients with a norm of .* but its backward passes left", {}),
-    "no clipping": (not_clipped, "the whole clipped from .* to 0.1", {"clip": 0.1}),
+    "no clipping": (not_clipped, "after clipping the norm over all ranks from .* to 0.1", {"clip": 0.1}),
     "half the learning rate": (half_the_rate, "but the trial's AdamW gives", {}),
     "a frozen unit": (a_frozen_unit, "but the trial's AdamW gives", {}),
     "lost moments": (lost_moments, "exp_avg of drawn elements on rank", {}),
+    "each micro-batch by itself": (  # weights change inside the step, so its loss is wrong too
+        each_micro_batch, "trained at a loss of .* but a single|changed weights or momentum of matrix", MUON
+    ),
+    "not orthogonal": (not_orthogonal, "after step . element .* of matrix .* but Muon gives", MUON),
+    "lost momentum": (lost_momentum, "the momentum of matrix .* is not what Muon gives", MUON),
     "hpZ across nodes": (
         copies_across_nodes, "bytes of weights to other nodes in backward", {**PLAIN, "strategy": "hpz"}
     ),

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from impl.codecs.codec import FORMATS
-from impl.cuda.kernels import AHEAD, AHEAD_FUSED, TYPES
+from impl.cuda.kernels import AHEAD, AHEAD_FUSED, AHEAD_RAW, TYPES
 from impl.cuda.launch import SOURCES, compile_kernels
 from tests.support.sass.program import INSTRUCTION
 
@@ -51,6 +51,11 @@ VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be laun
         ),
         *(f"decode_sum_encode_general<{f}, {s}>" for f in _ANY for s in _ANY),
     ),
+    "raw.cu": (
+        *(f"copy_raw<{t}>" for t in ("Fp32", "Bf16")),
+        *(f"sum_raw<{t}, {to}, {ahead}>" for t, ahead in AHEAD_RAW.items() for to in TYPES.values()),
+        "sum_bits",
+    ),
     "formats.cu": tuple(
         f"{operation}_format<{name.partition(':')[2]}, {kind}>"
         for name in FORMATS.values()
@@ -62,14 +67,17 @@ VARIANTS: Final[dict[str, tuple[str, ...]]] = {  # every kernel that can be laun
 WARP: Final = 32
 FORMAT: Final = re.compile(r"(encode|decode)_format<(\w+), (\w+)>")
 # Kernels compiled for a codec and a type.
-PLAIN: Final = re.compile(rf"(encode_held|decode|decode_sum|decode_sum_encode)<.*|{FORMAT.pattern}")
+PLAIN: Final = re.compile(
+    rf"(encode_held|decode|decode_sum|decode_sum_encode|copy_raw|sum_raw)<.*|sum_bits|{FORMAT.pattern}"
+)
 PURPOSES: Final = {  # functions whose lines access global memory
-    **dict.fromkeys(("load_octet", "store_octet"), "elements"),
+    **dict.fromkeys(("load_octet", "store_octet", "store_held"), "elements"),
     **dict.fromkeys(("load_singly", "store_singly"), "elements, one by one"),
     **dict.fromkeys(("load_codes", "store_codes"), "codes"),
     **dict.fromkeys(("load_float", "store_float", "load_scale", "store_scale"), "scales"),
     **dict.fromkeys(("load_beside", "store_beside"), "scales"),
     "store_padding": "padding",
+    "sum_bits": "sums",
     **dict.fromkeys(("encode_extents", "encode_given", "row_extent"), "extents"),
 }
 

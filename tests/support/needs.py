@@ -89,6 +89,9 @@ COMPONENTS: Final[dict[str, tuple[Callable[[], bool], str]]] = {
     "fake GPU": (active, "tox -e fakegpu"),
     "CuPy": (lambda: importlib.util.find_spec("cupy") is not None, "pip install 'zeropp-bench[cuda13]'"),
     "DeepSpeed": (_deepspeed, "pip install 'zeropp-bench[deepspeed]'"),
+    "zstandard": (
+        lambda: importlib.util.find_spec("zstandard") is not None, "pip install 'zeropp-bench[lossless]'"
+    ),
     "no CUDA device": (lambda: not _cuda_device(), "a machine without one"),
 }  # fmt: skip
 

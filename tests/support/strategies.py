@@ -197,7 +197,8 @@ def policies(
 @st.composite
 def as_published(draw: st.DrawFn, policy: Policy) -> Policy:
     """``policy``, some with sums in fp16, blocks by shape and two planes, where they are allowed."""
-    for name, value in {"sums": "fp16", "blocks": "shape", "planes": 2}.items():
+    planes = draw(st.sampled_from([2, "phase"]))
+    for name, value in {"sums": "fp16", "blocks": "shape", "planes": planes}.items():
         with contextlib.suppress(PolicyError):
             policy = replace(policy, **{name: value}) if draw(st.booleans()) else policy  # type: ignore[arg-type]
     return policy

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,24 @@ def test_a_program_that_sends_nothing(tmp_path: Path, zeropp: Zeropp) -> None:
     assert "none made a process group of torch.distributed" in done.stderr
     done = zeropp("audit", "--out", tmp_path / "a", "--expect", "all <= 1 B", "true", status=1)
     assert "1 expectation could not be checked" in done.stderr
+
+
+@pytest.mark.long
+def test_steps_that_a_program_did_not_make(tmp_path: Path, zeropp: Zeropp) -> None:
+    """One line says how many steps the program made, and that the report is of all of them."""
+    text = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    weight = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(8))
+        weight.grad = torch.ones(8)
+        optimizer.step()
+    """
+    (script := tmp_path / "script.py").write_text(textwrap.dedent(text))
+    done = zeropp("audit", "--steps", "5:", "--out", tmp_path / "a", sys.executable, script, status=0)
+    assert "--steps 5: the program made only 3 steps, and the report is of all of them" in done.stderr
 
 
 def fsdp2_of_the_guide() -> str:

@@ -171,6 +171,21 @@ def test_a_marker_ends_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_marker_that_its_module_lacks_is_named(tmp_path: Path) -> None:
+    """A mistyped function of ``--step-marker`` gives one line that names module and function, and no step."""
+    (tmp_path / "marked.py").write_text("def end():\n    return 5\n")
+    calls = audited(
+        tmp_path, ALONE + "import marked\ndist.all_reduce(torch.ones(3))\n", marker="marked:ended"
+    )
+    assert calls.whole == 0
+    (note,) = calls.notes
+    assert note == (
+        "rank 0: --step-marker marked:ended: module marked has no ended, so that no step ended; give the name of a "
+        "function of that module"
+    )
+
+
+@pytest.mark.long
 def test_a_program_that_forks_is_recorded_in_each_process(tmp_path: Path) -> None:
     """A child that makes a group of its own has a file of its own; a child that makes none has none."""
     text = """

@@ -111,6 +111,27 @@ def test_moved_bytes() -> None:
     }
 
 
+def test_moved_bytes_of_a_codec_without_loss_are_those_that_it_uses() -> None:
+    """A frame whose size depends on the values counts with what it uses of it: about 27 of 32 bits."""
+    samples = bench_codecs.measure(
+        ALONE, codecs=["lossless:zlib"], backends=["cpu"], kinds=["fp32"], mebibytes=1, seconds=0.0
+    )
+    elements = 4 << 18
+    moved = {sample.names["operation"]: sample.sizes["moved_bytes"] for sample in samples}
+    frame = moved["encode"] - elements
+    assert 26.5 / 32 < frame / elements < 27.5 / 32
+    assert moved["decode_sum"] == 4 * frame + elements
+
+
+def test_a_codec_whose_package_is_missing_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without zstandard, its codec is refused in one line before anything is measured."""
+    monkeypatch.setattr("impl.codecs.codec.has_zstd", lambda: False)
+    error = refused(folder, capsys, "bench", "codecs", "--codec", "lossless:zstd")
+    assert "needs the package zstandard, which is not installed: run pip install" in error
+
+
 @given(st.integers(1, 4), st.integers(1, 6), st.floats(0.0, 1.0))
 def test_candidates_take_turns(candidates: int, most: int, seconds: float) -> None:
     """Each candidate runs once a round in rotating order; the warm-up is left out, and the number of rounds keeps

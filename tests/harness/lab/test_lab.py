@@ -77,6 +77,20 @@ def test_formats_are_ranked_by_their_errors(snapshot: Path) -> None:
         assert rows["bits"].iloc[1] == pytest.approx(8.25, abs=0.2)
 
 
+def test_formats_without_loss_take_the_bits_that_they_use(snapshot: Path) -> None:
+    """Without loss there is no error, or bf16's; a weight in bf16 takes about 8 bits and its exponent's entropy."""
+    units, sizes = units_of(snapshot)
+    codecs = rank_codecs(measure(units, sizes, ["bf16", "lossless:zlib", "lossless:zlib:bf16"]))
+    for kind, rows in codecs.set_index("codec").groupby("kind"):
+        assert rows["vnmse"]["lossless:zlib"] < 1e-13
+        assert rows["vnmse"]["lossless:zlib:bf16"] == pytest.approx(rows["vnmse"]["bf16"], rel=1e-6)
+        cast, whole = rows["bits"]["lossless:zlib:bf16"], rows["bits"]["lossless:zlib"]
+        assert 0 < cast < 15
+        assert cast < whole < 31
+        if kind == "weights":  # changes are of equal size, and units of gradients differ in their exponents
+            assert cast > 0.85 * formats.lossless_bits(units, "weights")
+
+
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(1, 4), (2, 2), (4, 1)]))
 def test_reductions_of_equal_gradients_err_as_one_or_two_encodings(seed: int, sizes: tuple[int, int]) -> None:
     """If all ranks have equal gradients, the error is at most that of one encoding for each hop."""

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from examples.delayed import Delayed
+from examples.lossless import Lossless
 from examples.powersgd import PowerSGD
 from examples.sign_vote import SignVote
 from examples.top_k import TopK
@@ -34,6 +35,7 @@ def test_every_claim_is_broken_by_a_class_that_breaks_it(name: str) -> None:
     [
         method(Mean), method(Hops), method(Dither), method(PowerSGD, rank=1), method(PowerSGD, rank=3),
         method(TopK, share=0.2), method(SignVote), method(SignVote, feedback=False), method(Delayed),
+        method(Lossless),
     ],
     ids=str,
 )  # fmt: skip

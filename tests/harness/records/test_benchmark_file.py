@@ -50,7 +50,7 @@ def test_files_are_read_in_the_order_of_their_runs(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     """A field that is missing or impossible is named with its file."""
     written(tmp_path / "a.json", **changes)
-    with pytest.raises(RecordError, match=r"a\.json: not a file of pytest-benchmark: ") as error:
+    with pytest.raises(RecordError, match=r"a\.json: is not a file of pytest-benchmark: ") as error:
         read_all(tmp_path)
     assert message in str(error.value)
     assert "\n" not in str(error.value)

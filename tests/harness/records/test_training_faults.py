@@ -70,7 +70,7 @@ def test_work_between_steps_is_judged_by_what_a_rank_did(
         ({"elements": 9}, "step 36 elements together, but the model has 40"),
         ({"norms": {0: Norms(1.0, 0.25, 1.0)}}, "a norm of 0.25, but its backward passes left 1"),
         ({"norms": {0: Norms(8.0, 8.0, 8.0)}}, "a norm of 8, but its backward passes left 1"),
-        ({"clip": 0.5}, "but its backward passes left 0.25 with the whole clipped from 2 to 0.5"),
+        ({"clip": 0.5}, "but its backward passes left 0.25, after clipping the norm over all ranks from 2 to 0.5"),
         ({"batches": {0: "a"}, "of_next_rank": {0: "b"}}, "in step 0 rank 0 read another batch"),
         ({"batches": {0: "a"}, "of_next_rank": {0: "a"}, "distinct": True}, "rank 1 read in step 0 the batch that"),
         ({"carried": 8, "booked": 7}, "carried 8 bytes for rank 0 in the timed steps, but its ledger has 7"),

@@ -34,11 +34,11 @@ def test_a_trial_of_the_suite_is_the_nodes_own() -> None:
 def test_any_other_trial_is_refused(change: dict[str, object]) -> None:
     """A trial that names another module, or differs in any field, is refused by its id."""
     other = OWN.model_copy(update=change)
-    with pytest.raises(Refusal, match=f"trial {other.id}: not in this node's suite file; copy node 0's"):
+    with pytest.raises(Refusal, match=f"trial {other.id} is not in this node's suite file: copy node 0's"):
         admit_of(SUITE)(Assignment(other, None), LAUNCH)
 
 
 def test_another_transport_is_refused() -> None:
     """Neither a trial nor a measurement of the link imports a backend that the suite does not name."""
-    with pytest.raises(Refusal, match=r"transport 'evil.backend': not in this node's suite file"):
+    with pytest.raises(Refusal, match=r"transport 'evil.backend' is not in this node's suite file"):
         admit_of(SUITE)((8, 1, "gloo", "torchrun"), replace(LAUNCH, backend="evil.backend"))

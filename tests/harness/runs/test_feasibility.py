@@ -18,7 +18,9 @@ from harness.suites.parse_quantity import CANONICAL
 from harness.suites.peers import PEERS
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Generate, Model, Optimizer, PolicyChanges, Trial
-from impl.plan import traffic
+from harness.workloads.preset_parameters import parameters_of_trial
+from impl.plan import traffic, unit_plan
+from impl.plan.owners import owners_of
 from impl.plan.policy import PRESETS, PolicyError, preset
 from impl.plan.shard_layout import ParameterSpec, lay_out
 from impl.plan.topology import Topology
@@ -80,6 +82,75 @@ def test_the_papers_baseline_sends_three_flat_rings(nodes: int, ranks: int) -> N
     world = nodes * ranks
     assert flat.inter == 3 * nodes * (world - 1) * 2 * flat.padded // world
     assert flat.intra == 3 * (world - nodes) * (world - 1) * 2 * flat.padded // world
+
+
+MUON = Optimizer(name="Muon", arguments={"lr": 0.02, "adamw": {"lr": 1e-3}})
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "mics", "zero1"])
+def test_muons_bytes_and_memory_are_planned(strategy: str) -> None:
+    """A plan adds both exchanges with owners, means over nodes, and needs less optimizer state than AdamW's."""
+    cluster = Cluster(nodes=3, ranks_per_node=2)
+    plain, muon = (
+        forecast_of(
+            strategy=strategy, cluster=cluster, optimizer=optimizer, policy=PolicyChanges(max_padding=1.0)
+        )
+        for optimizer in (Optimizer(), MUON)
+    )
+    assert muon.problems == plain.problems == ()
+    assert plain.inter is not None
+    assert muon.inter is not None
+    assert plain.memory is not None
+    assert muon.memory is not None
+    assert muon.padded == plain.padded
+    trial = muon.trial
+    policy, topology = trial.resolved_policy(), trial.topology()
+    assert policy is not None
+    units = unit_plan.plan_units(*parameters_of_trial(trial), topology, policy)
+    owners = owners_of(policy, topology, units)
+    sent = {"inter": 0, "intra": 0}
+    for rank in range(topology.world):
+        for key, each in traffic.predict(policy, topology, units, rank, ["step"], owners=owners).sent.items():
+            sent[key.link] += each.bytes
+    assert muon.inter - plain.inter == sent["inter"] // 3 * 3
+    assert sent["inter"] > 0 or strategy == "mics"
+    assert muon.memory["optimizer"] < plain.memory["optimizer"]
+    assert muon.memory["owned"] > 0
+    assert plain.step is not None
+    assert muon.step is not None
+    assert (plain.step.owners, muon.step.owners) == (None, owners)
+
+
+def test_a_plan_without_torch_groups_parameters_as_the_engine_does() -> None:
+    """The hidden matrices of a preset's list are those that hidden_matrices() finds in its module."""
+    from harness.workloads.models import build, unfilled
+    from impl.engine.muon import hidden_matrices
+
+    for name in ("gpt-tiny", "bert-tiny", "vit-tiny"):
+        trial = Trial.model_validate({"model": {"name": name}, "optimizer": {"name": "Muon"}, "sequence": 64})
+        with unfilled():
+            module = build(trial.model, 64)
+        chosen = hidden_matrices(module)
+        found = {key: chosen(key, parameter) for key, parameter in module.named_parameters()}
+        assert {place.spec.name: place.spec.group for place in parameters_of_trial(trial)[0]} == found
+        assert 0 < sum(found.values()) < len(found)
+
+
+def test_muon_on_a_vector_cannot_run() -> None:
+    """A pattern that names vectors, and arguments that torch refuses, are one line each."""
+    forecast_ = forecast_of(strategy="zero3", optimizer=MUON.model_copy(update={"matrices": "blocks.*"}))
+    (problem,) = forecast_.problems
+    assert re.search(r"Muon: parameter 'blocks\.0\..*' has shape \(\d+,\), and only a matrix", problem)
+    for arguments, message in (
+        ({"momentum": -1.0}, "momentum should be >= 0"),
+        ({"lr": 0.1, "adamw": 3.0}, "expected a table of AdamW's arguments"),
+        ({"lr": 0.1, "adamw": {"rate": 3.0}}, "rate"),
+        ({"ns_steps": 1000.0}, "Number of steps must be less than 100"),
+    ):
+        forecast_ = forecast_of(strategy="zero3", optimizer=Optimizer(name="Muon", arguments=arguments))  # type: ignore[arg-type]
+        (problem,) = forecast_.problems
+        assert message in problem
+        assert "\n" not in problem
 
 
 def test_quickstart_ratio() -> None:
@@ -152,7 +223,7 @@ def test_peers() -> None:
             "link = 'shaped': needs 2 machines for 2 nodes",
         ),
         ({"cluster": Cluster(launcher="hosts", hosts=("a",))}, "1 names; expected one for each of 2 nodes"),
-        ({"cluster": GPUS}, "4 ranks need a GPU each, this machine has 0"),
+        ({"cluster": GPUS}, "4 ranks need a GPU each, but this machine has 0"),
         ({"cluster": GPUS, "strategy": "single"}, "no GPU"),
         (
             {"strategy": "ddp", "cluster": SHAPED.model_copy(update={"link": "paced"})},
@@ -354,8 +425,8 @@ def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
 
 
 NO_HEADER = (
-    "engine", "inner_rate", "methods", "paper_scale", "peers", "peers_search", "ranks", "signs", "slow_node",
-    "tutorial_zeropp",
+    "engine", "inner_rate", "lossless", "methods", "muon", "paper_scale", "peers", "peers_search", "ranks", "signs",
+    "slow_node", "tutorial_zeropp",
 )  # fmt: skip
 
 

@@ -449,7 +449,9 @@ def test_the_shell_of_an_allocation_is_no_job_step(
     assert launchers.slurm_cluster([two]) == two.cluster
     assert launchers.place_in_slurm() is None
     three = two.model_copy(update={"cluster": two.cluster.model_copy(update={"nodes": 3})})
-    with pytest.raises(Refusal, match=r"cluster.nodes is 3, this Slurm job has 2 nodes: allocate 3 \(salloc"):
+    with pytest.raises(
+        Refusal, match=r"cluster.nodes is 3, but this Slurm job has 2 nodes: allocate 3 \(salloc"
+    ):
         launchers.slurm_cluster([three])
 
 
@@ -477,7 +479,7 @@ def test_a_job_step_has_a_place(slurm_variables: dict[str, str], monkeypatch: py
     place = launchers.place([one])
     assert place is not None
     assert (place.node, place.nodes, place.job) == (0, 1, "1.0")
-    with pytest.raises(Refusal, match=r"nodes is 2, the launcher started 1 node; run it in .* --nodes=2"):
+    with pytest.raises(Refusal, match=r"nodes is 2, but the launcher started 1 node; run it in .* --nodes=2"):
         launchers.place([two])
 
 

@@ -321,7 +321,8 @@ def test_deepspeed_s_shards_are_counted(text: str, tmp_path: Path, copies: int) 
 
 def test_quantisation_errors_fall_with_bits(text: str, tmp_path: Path) -> None:
     """Errors on all ranks' weights and gradients fall with every bit, and grow with the block size."""
-    errors = result(trial(text, "zeropp", measure_quantisation=True), tmp_path / "log").quantisation
+    record = result(trial(text, "zeropp", measure_quantisation=True), tmp_path / "log")
+    errors = record.quantisation
     by_codec = {(error.purpose, error.unit, error.codec): error for error in errors}
     units = {error.unit for error in errors}
     assert len(units) == 3
@@ -335,6 +336,13 @@ def test_quantisation_errors_fall_with_bits(text: str, tmp_path: Path) -> None:
     for error in errors:
         if error.codec == "int8:64":
             assert error.largest <= parse("int8:64").error_bound(-1, 1)
+    padded = {name: padded for name, _, padded in record.units}
+    assert len(record.lossless) == 2 * 2 * len(units)
+    for size in record.lossless:
+        assert size.elements == padded[size.unit]
+        whole = size.codec in ("lossless:zstd", "lossless:zlib")
+        assert (size.vnmse == 0) if whole else 0 < size.vnmse < 2.0**-16
+        assert size.bytes < (4 if whole else 2) * size.elements
 
 
 @pytest.mark.needs("namespaces")

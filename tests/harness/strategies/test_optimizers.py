@@ -56,7 +56,6 @@ def test_elementwise_optimizers_may_train_shards(optimizer: Optimizer, size: int
         (Optimizer(name="Adafactor"), "two pieces of a tensor"),
         (Optimizer(name="LBFGS"), "two pieces of a tensor"),
         (Optimizer(name="SparseAdam"), "does not support dense gradients"),
-        (Optimizer(name="Muon"), "on 1-D tensors, as shards are, its step raises ValueError"),
     ],
 )
 def test_others_are_refused(optimizer: Optimizer, why: str) -> None:

@@ -22,6 +22,7 @@ _UNORDERED: Final[dict[str, Any]] = {"control": "unordered"}
 _STALE: Final[dict[str, Any]] = {"control": "stale_secondary"}
 _FSDP2: Final[dict[str, Any]] = {"strategy": "fsdp2+qgz"}
 _DDP: Final[dict[str, Any]] = {"strategy": "ddp+qgz"}
+_MUON: Final[dict[str, Any]] = {"optimizer": {"name": "Muon"}}
 _ONE_NODE: Final = {"nodes": 1, "ranks_per_node": 4}
 
 
@@ -75,8 +76,21 @@ def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], 
             "strategy = 'ddp': cluster.ranks = 'threads' has no process groups",
         ),
         (_GENERATE | {"cluster": _THREADS}, "workload = 'generate': .* its quantity is tokens per second"),
+        (
+            _MUON | {"strategy": "fsdp2"},
+            "optimizer.name = 'Muon': strategy 'fsdp2' gives the optimizer shards",
+        ),
+        (_MUON | _FSDP2, "optimizer.name = 'Muon': strategy 'fsdp2.qgz' gives the optimizer shards"),
+        (
+            _MUON | {"policy": {"offload_optimizer": 0.5}},
+            "policy.offload_optimizer = 0.5: keeps masters on the host, .* remove it",
+        ),
+        ({"optimizer": {"matrices": "*.weight"}}, "optimizer.matrices = .*: has no effect with .* 'AdamW'"),
         (_FSDP2 | {"cluster": _THREADS}, "strategy = 'fsdp2.qgz': .* leave the strategy out"),
-        (_STAGED | {"strategy": "fsdp2"}, "strategy 'fsdp2' sends its own messages, .* set 'nccl'"),
+        (
+            _STAGED | {"strategy": "fsdp2"},
+            "strategy 'fsdp2' sends its own messages, .* set cluster.transport = 'nccl'",
+        ),
         (_STAGED | {"measure_quantisation": True}, "'staged': cannot measure the errors of messages"),
         ({"optimizer": {"schedule": {"warmup": 99}}}, "warmup = 99: the trial has 10 steps in all"),
         ({"generate": {"tokens": 5}}, "generate = .*: has no effect with workload = 'train'"),
@@ -89,7 +103,7 @@ def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], 
             _GENERATE | {"sequence": 32},
             "generate.tokens = 32: .* needs sequence >= 64, their sum; here sequence = 32",
         ),
-        (_GENERATE | {"clip": 1.0}, "clip = 1.0: has no effect with workload = 'generate'; remove it"),
+        (_GENERATE | {"clip": 1.0}, "clip = 1.0: has no effect with workload = 'generate'; remove clip"),
         (_GENERATE | {"rlhf": {"group": 3}}, "rlhf = group=3.* has no effect"),
         (_GENERATE | {"optimizer": {"schedule": {"decay": "linear"}}}, "schedule = .* has no effect"),
         (_RLHF | {"strategy": "ddp"}, "strategy 'ddp' cannot shard frozen models"),
@@ -100,7 +114,10 @@ def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], 
         (_RLHF | {"policy": {"offload_weights": 1.0}}, "not supported with workload = 'rlhf'"),
         (_RLHF | {"model": {"name": "bert-tiny"}}, "model 'bert-tiny' is no preset GPT"),
         ({"policy": {"secondary": 3}}, "hpZ group of 3 ranks does not fit 2 nodes x 2 ranks"),
-        ({"control": "half_batch", "tokens_per_rank": 128}, "128 is one sequence; it needs at least two"),
+        (
+            {"control": "half_batch", "tokens_per_rank": 128},
+            "128 is one sequence, but this control needs two or more",
+        ),
         (_UNORDERED | {"strategy": "zero3", "policy": {"reduce": "ring"}}, "in 0 hops; .* needs two"),
         (_UNORDERED | {"strategy": "fsdp2"}, "in 0 hops; .* needs two"),
         (_UNORDERED | {"strategy": "qgz", "cluster": _ONE_NODE}, "in 1 hops; .* needs two"),

@@ -13,6 +13,11 @@ TWO = '[matrix]\nstrategy = ["zero3", "zeropp"]\n'
 # By what is without effect: keys at the top, the body, and words of the refusal.
 CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "a loss of no validation": ('answer = "loss"', TWO, ('answer = "loss"', "set validate_every", "remove")),
+    "owners of no matrix": (
+        "",
+        '[defaults]\npolicy.owned = "int8:256"\n',
+        ('policy.owned = "int8:256": has no effect with optimizer.name =', "only Muon's matrices"),
+    ),
     "a loss of few steps": (
         'answer = "loss"',
         f"[defaults]\nvalidate_every = 0\n{TWO}",

@@ -62,7 +62,7 @@ def test_all_repeats_of_the_baseline_are_it(read: Read) -> None:
         ),
         (
             'baseline = { strategy = "zero3" }\ncontrast = { strategy = "zeropp", tokens_per_rank = 64 }',
-            "some of its trials have tokens_per_rank = 128, and no trial of the contrast does: add one",
+            "some of its trials have tokens_per_rank = 128, and no trial of the contrast does: add such a trial",
         ),
     ],
 )
@@ -97,7 +97,7 @@ def test_a_setting_may_have_several_baselines(read: Read) -> None:
         (
             "6",
             ', "int6:128"',
-            r"and a trial with .* differs from several of them in as few fields; let it match only",
+            r"and a trial with .* differs from several of these in equally few fields; let the baseline match only",
         ),
         (
             '"until 2 %"',

@@ -8,11 +8,20 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 
 from harness.suites.parse_quantity import parse_rate
 from harness.suites.peers import PEERS
-from harness.suites.trial import Cluster, LearningRates, Optimizer, PeerSettings, PolicyChanges, Trial
+from harness.suites.trial import (
+    KEYS,
+    Cluster,
+    LearningRates,
+    Optimizer,
+    PeerSettings,
+    PolicyChanges,
+    Trial,
+    _key,
+)
 from impl.codecs.codec import Raw
 from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
 
@@ -189,3 +198,16 @@ def test_what_is_no_host(host: str) -> None:
     """Options of ssh, shell syntax and ports are refused in words."""
     with pytest.raises(ValidationError, match="expected a host name or address for ssh, such as"):
         Cluster(launcher="hosts", hosts=(host,))
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_key_can_allow_none(*, allowed: bool) -> None:
+    """A setting with ``or_none`` takes a suite's ``"none"`` for no value; others refuse it."""
+    kind, field = _key(dataclasses.replace(KEYS["refresh"], or_none=allowed))
+    keys = create_model("keys", steps=(kind, field))
+    assert keys(steps=3).model_dump() == {"steps": 3}
+    if allowed:
+        assert keys(steps="none").model_dump() == {"steps": None}
+    for value in [-1] if allowed else [-1, "none"]:
+        with pytest.raises(ValidationError):
+            keys(steps=value)

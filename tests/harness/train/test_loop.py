@@ -94,7 +94,7 @@ def test_where_checkpoints_cannot_be_is_refused_before_anything_runs(
     monkeypatch.setattr(train_command, "_run", _never)
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nope")):
-        assert f"--save {place}: not writable: " in refusal(capfd, *TOY, "--save", str(place))
+        assert f"--save {place}: cannot be written: " in refusal(capfd, *TOY, "--save", str(place))
     assert "corpus 'nothere': no such file" in refusal(capfd, *TOY, "--corpus", "nothere")
     assert refusal(capfd, *TOY, "--lr", "1e308").endswith(" lr = 1e+308: expected less than 1000\n")
     assert "no such folder" in refusal(capfd, *TOY, "--load", str(tmp_path / "none"))

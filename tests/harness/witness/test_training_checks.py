@@ -263,7 +263,7 @@ LATER: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "gradients divided by 4 after step 6": (quartered_late, "before step [78] rank .'s reduced gradient of"),
     "a stale copy in a repeat": (
         stale_secondary,
-        "secondary of .* but that of the weights that they copy is",
+        "secondary of .* but the vNMSE of the copied weights is",
     ),
     "a late update in a repeat": (a_late_update, "had other gradients than its backward passes left"),
     "a mean one step late": (a_mean_one_step_late, "before step [78] rank .'s reduced gradient of"),
@@ -279,13 +279,16 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "every second step skipped": (half_the_steps, "after step . element .* but the trial's AdamW gives"),
     "clipping by local norms": (local_norms, "gradient norms of step 0 differ between ranks"),
     "gradients divided by 4": (quartered, "the vNMSE of gradients of .* is"),
-    "a stale copy": (stale_secondary, "secondary of .* but that of the weights that they copy is"),
+    "a stale copy": (stale_secondary, "secondary of .* but the vNMSE of the copied weights is"),
     "a clock that stops early": (stops_early, "the clock misses a part"),
     "steps of three quarters": (three_quarters, "the clock misses a part"),
     "another codec of equal bytes": (another_codec, "gradients of .* were sent as int4:64:clip in hop"),
     "half a loss": (half_a_loss, "before step 2 rank .'s reduced gradient of unit"),
     "a better loss on record": (better_loss, "in step 2 rank . trained at a loss of"),
-    "no clipping": (no_clipping, "had gradients with a norm of .* with the whole clipped from .* to 0.1"),
+    "no clipping": (
+        no_clipping,
+        "had gradients with a norm of .* after clipping the norm over all ranks from .* to 0.1",
+    ),
     "a late update": (
         a_late_update,
         "in step . the optimizer of rank . had other gradients than its backward passes left",

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from impl.comm.watchdog import WireError
 from impl.comm.wire import NCCL_TIMES, Wire
 from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
+from impl.transport.side_stream import Arrival
 from tests.support.never import Never
 from tests.support.ranks import on_threads
 
@@ -60,6 +61,20 @@ def _monitor(timeout: float) -> tuple[HangMonitor, list[Any]]:
 
 
 STEP: Any = (7, ("all_gather", "world", 4, 1, 16, "forward", "weights", "u", False), 0, "")
+
+
+def test_work_in_line_is_watched_until_its_stream_has_passed_it() -> None:
+    """An exchange on a side stream ends with the side stream's work, whose end is known once it is enqueued."""
+    monitor, errors = _monitor(0.0)
+    arrival = Arrival()
+    monitor.posted(STEP, [arrival])
+    assert monitor.look()
+    passed = [False]
+    arrival.event = cast("Any", SimpleNamespace(query=lambda: passed[0]))
+    assert monitor.look()
+    passed[0] = True
+    assert not monitor.look()
+    assert len(errors) == 2
 
 
 def test_slow_ranks_do_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,63 @@ def test_many_exchanges_arrive_intact(mesh: Mesh, transport: Transport, topology
             exchange.close()
 
 
+@pytest.mark.parametrize(
+    ("transport", "topology"), [("backend", Topology(3, 1)), ("shm", Topology(1, 3))], ids=str
+)
+@each_rank(processes=True)
+def test_messages_of_any_length_arrive(mesh: Mesh, transport: Transport, topology: Topology) -> None:
+    """In an uneven all-to-all every message arrives whole, none of 0 bytes is sent, and all others are booked."""
+    _exchange_unevenly(Wire(mesh, transport=transport))
+
+
+@each_rank(2, 2)
+def test_threads_exchange_messages_of_any_length(mesh: Mesh) -> None:
+    """Ranks that are threads read their messages in the others' rows."""
+    _exchange_unevenly(Wire(mesh))
+
+
+@each_rank(2, 2, backend="nccl_rules")
+def test_nccls_rules_hold_for_messages_of_any_length(mesh: Mesh) -> None:
+    """A backend without messages from rank to rank carries them as one collective."""
+    _exchange_unevenly(Wire(mesh))
+
+
+def _exchange_unevenly(wire: Wire) -> None:
+    """Exchange messages whose lengths change from pair to pair and from exchange to exchange."""
+    mesh, axis, sent = wire.mesh, wire.mesh.topology.world_axis, 0
+    tag, me = Tag("step", "momentum"), wire.mesh.rank
+    for number in range(3 * SLOTS):
+        sizes = tuple(
+            tuple(16 * ((source + 2 * target + number) % 4) for target in range(axis.size))
+            for source in range(axis.size)
+        )
+        exchange, start = wire.uneven_all_to_all(axis, sizes, tag, "a mark"), 0
+        for target, size in enumerate(sizes[me]):
+            exchange.send[start : start + size] = (number + 16 * me + target) % 251
+            start += size
+        exchange.post()
+        for source, message in enumerate(exchange.parts()):
+            assert message.tolist() == [(number + 16 * source + me) % 251] * sizes[source][me]
+        exchange.close()
+        sent += sum(sizes[me]) - sizes[me][me]
+    booked = wire.ledger.rows()
+    assert {key.purpose for key in booked} == {"momentum"}
+    assert sum(row.bytes for row in booked.values()) == wire.carried == sent
+    assert mesh.topology.nodes > 1 or {key.link for key in booked} == {"intra"}
+
+
+@each_rank(1, 2)
+def test_ranks_with_other_sizes_or_marks_are_found(mesh: Mesh) -> None:
+    """What ranks must agree on is part of the fingerprint, and the error shows both sides."""
+    wire, sizes = Wire(mesh), ((0, 16), (32, 0))
+    exchange = wire.uneven_all_to_all(
+        mesh.topology.world_axis, sizes, Tag("step", "update"), f"owners {mesh.rank}"
+    )
+    exchange.post()
+    with pytest.raises(WireError, match="owners"):
+        exchange.parts()
+
+
 @each_rank(1, 2, processes=True)
 def test_a_missing_rank_is_named(mesh: Mesh) -> None:
     """Waiting for a rank that does not take part ends in an error that names the rank."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.codecs.codec import BF16
-from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, reduction_hops
+from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, in_phase, reduction_hops
 from impl.plan.policy import Policy, preset
 from impl.plan.topology import Topology
 from tests.support.strategies import as_published, policies, topologies
@@ -33,10 +33,14 @@ def test_a_gather_brings_all_shards(drawn: tuple[Policy, Topology, int], sends: 
     hops, group = gather_hops(policy, topology, shard, sends), policy.group_ranks(topology)
     copies = group // policy.secondary_ranks(topology) if policy.secondary else 1
     frames = copies if sends == "copy" else 1
+    # With the plane of a phase, both planes go as far as hpZ's copy, and one from there on.
+    both = policy.planes == "phase" and policy.secondary != 0 and sends != "copy"
     for hop in hops:
         assert hop.frames == frames
-        assert hop.sizes == (frames * policy.planes * hop.codec.frame_bytes(shard),)
+        planes = 2 if policy.planes == 2 or both else 1
+        assert hop.sizes == (frames * planes * hop.codec.frame_bytes(shard),)
         frames *= hop.axis.size
+        both = both and hop.keeps != "copy"
     assert frames == group
     first, *others = hops
     wanted = {"copy": "copy", "differences": "difference" if policy.differences else "master"}
@@ -46,6 +50,21 @@ def test_a_gather_brings_all_shards(drawn: tuple[Policy, Topology, int], sends: 
         hops, others, strict=False
     ):  # frames are sent on as they arrived, or hpZ's copy of them
         assert hop.codec == (policy.copy_codec if hop.source == "copy" else before.codec)
+
+
+@given(draws(), st.sampled_from(["forward", "backward", "evaluate"]), st.sampled_from(["weights", "copy"]))
+def test_a_pass_gathers_the_plane_that_it_computes_with(
+    drawn: tuple[Policy, Topology, int], phase: str, sends: Sends
+) -> None:
+    """The last hop of a gather has the plane of the phase, and a copy is kept whenever columns arrive."""
+    policy, topology, shard = drawn
+    hops = gather_hops(policy, topology, shard, in_phase(policy, phase, sends))
+    wanted = {1: ("rows",), 2: ("rows", "columns")}
+    plane = ("columns",) if phase == "backward" else ("rows",)
+    assert hops[-1].planes == wanted.get(policy.planes, plane)  # type: ignore[call-overload]
+    if policy.planes == "phase" and policy.secondary:
+        arrive = [hop for hop in hops if hop.source != "copy" and "columns" in hop.planes]
+        assert any(hop.keeps == "copy" for hop in hops) == bool(arrive)
 
 
 @given(draws())

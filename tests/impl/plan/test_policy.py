@@ -47,6 +47,7 @@ def test_the_papers_baseline_is_zero3_on_flat_rings(nodes: int, ranks: int) -> N
 
 COPY: dict[str, Any] = {"secondary": "node", "secondary_format": "bf16", "differences": parse("int4:32")}
 PLANES: dict[str, Any] = {"planes": 2, "weights": MXFP8}
+PHASE = PLANES | {"planes": "phase"}
 SHAPE: dict[str, Any] = {"blocks": "shape"}
 WEIGHTS, GRADIENTS = (
     {"budget": parse_budget(f"{purpose} every 5 of int4:32")} for purpose in ("weights", "gradients")
@@ -91,6 +92,18 @@ SHARD, INT8, HOST = parse("int8:shard"), parse("int8:32"), Offload(optimizer=1.0
         (PLANES | {"stage": 2}, "planes=2 needs .* here stage 2"),
         (PLANES | {"secondary": 2}, "planes=2 needs .* here stage 3, secondary=2"),
         (PLANES | {"offload": HOST}, "planes=2 needs .* here .* offload.optimizer=1"),
+        ({"planes": "phase"}, "planes='phase' needs a codec with blocks, .* here weights=bf16"),
+        (PHASE | {"stage": 2}, "planes='phase' needs stage 3, .* here stage 2,"),
+        (
+            {"weights": parse("lossless:zlib")},
+            "lossless:zlib cannot be sent, since its number of bytes depends",
+        ),
+        (
+            {"gradients": (BF16, parse("lossless:zstd:bf16"))},
+            "send gradients with reduce='examples.lossless:",
+        ),
+        (PHASE | {"offload": HOST}, "planes='phase' needs .* no offload; .* offload.optimizer=1"),
+        (PHASE | COPY, "planes='phase' needs .* secondary_format='bf16', .* differences=int4:32"),
         ({"secondary_format": "bf16"}, "secondary_format='bf16' needs hpZ: set secondary='node'"),
         (COPY | {"secondary": 0, "secondary_format": "frames"}, "differences='int4:32' needs hpZ"),
         (COPY | {"secondary_format": "frames", "weights": INT8}, "needs hpZ's copy in .* here .* in int8:32"),
@@ -283,11 +296,12 @@ def test_blocks_by_shape_are_deepspeeds_of_the_largest_matrix(
 
 def test_a_unit_without_a_matrix_is_sent_once() -> None:
     """A unit of vectors has one plane; if the shapes are not known, it has the policy's."""
-    policy = PRESETS["mxfp8-planes"]
-    for shapes, planes in (([(32,), (64,)], 1), ([(32,), (8, 8)], 2), ([], 2)):
-        assert policy.by_shape(shapes, 4).planes == planes
-    assert policy.for_kind(persistent=True).planes == 1
-    assert replace(policy, frozen=FP16).for_kind(trainable=False).planes == 1
+    for planes in (2, "phase"):
+        policy = preset("mxfp8-planes", planes=planes)
+        for shapes, wanted in (([(32,), (64,)], 1), ([(32,), (8, 8)], planes), ([], planes)):
+            assert policy.by_shape(shapes, 4).planes == wanted
+        assert policy.for_kind(persistent=True).planes == 1
+        assert replace(policy, frozen=FP16).for_kind(trainable=False).planes == 1
 
 
 def test_a_decided_policy_keeps_the_layout() -> None:

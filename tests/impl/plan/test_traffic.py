@@ -59,13 +59,18 @@ def test_volumes_are_the_published_ones_plus_scales() -> None:
         ("fp8-gather", [8, 8, 16]),
         ("fp4-gather", [4 + 8 / 32, 4 + 8 / 32, 16]),
         ("mxfp8-planes", [2 * 8.25, 2 * 8.25, 16]),
+        ("mxfp8-planes, one a phase", [8.25, 8.25, 16]),
+        ("mxfp8-planes, one a phase, hpZ", [2 * 8.25, 16]),
     ],
 )
 def test_volumes_of_successors_are_their_closed_forms(name: str, bits: list[float]) -> None:
     """A step after the first sends the bits and scales of its gathers and its reduction; SDP4Bit sends 0.52 M."""
     topology = Topology(2, 2)
     first: list[Event] = ["forward", "backward", "step"]
-    once, twice = (inter_bytes(PRESETS[name], topology, first * count) for count in (1, 2))
+    strategy, *changes = name.split(", ")
+    planes: dict[str, Any] = {"planes": "phase"} if changes else {}
+    policy = preset(strategy, **planes, secondary="node" if "hpZ" in changes else PRESETS[strategy].secondary)
+    once, twice = (inter_bytes(policy, topology, first * count) for count in (1, 2))
     unit_m = inter_bytes(PRESETS["zero3"], topology, passes(PRESETS["zero3"])) / 3
     assert (twice - once) / unit_m == pytest.approx(sum(bits) / 16, rel=1e-4)
 

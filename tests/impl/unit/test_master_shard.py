@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
+from impl.ops import sums_of_bits
 from impl.plan.policy import MemoryLimits, Offload, Policy, preset
-from impl.unit.master_shard import sums_of_bits
 from impl.zero import Zero, shard
 from tests.support.ranks import each_rank
 from tests.support.training import batch, model, sgd

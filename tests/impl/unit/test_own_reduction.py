@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.delayed import Delayed
+from examples.lossless import Lossless
 from examples.powersgd import PowerSGD
 from examples.sign_vote import SignVote
 from examples.top_k import TopK
@@ -35,8 +36,8 @@ from impl.simulate import simulate
 from impl.unit.own_reduction import ReductionMethod
 from impl.zero import shard
 from tests.support.methods import Hops, Mean, Untupled
-from tests.support.ranks import on_processes
-from tests.support.training import Training, model, single
+from tests.support.ranks import on_processes, on_threads
+from tests.support.training import Training, booked, model, single, train
 
 EXACT = Policy(weights=FP32, gradients=(FP32, FP32))
 
@@ -62,6 +63,24 @@ def test_an_exact_method_trains_as_one_process(kind: type[ReductionMethod], chan
     losses = [math.fsum(step) / 4 for step in zip(*simulate(2, 2)(body), strict=True)]
     tolerance = 5e-2 if "compute" in changes else 1e-4
     assert losses == pytest.approx(single(model(), topology.world, 3, 2), rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    "topology", [Topology(2, 2), Topology(1, 3), Topology(3, 1), Topology(2, 3)], ids=str
+)
+@pytest.mark.parametrize("coder", ["zlib", pytest.param("zstd", marks=pytest.mark.needs("zstandard"))])
+def test_gradients_without_loss_train_as_bf16_does(topology: Topology, coder: str) -> None:
+    """Losses and weights equal those of two hops in bf16 to the bit, and fewer bytes of gradients are sent."""
+    net = model(width=64, hidden=512)
+    plain, compressed = (
+        on_threads(topology, train, net, Policy(reduce=reduce), 3, 2, 64)
+        for reduce in ("two_hop", method(Lossless, coder=coder))
+    )
+    for (losses, state, zero), (same, kept, other) in zip(plain, compressed, strict=True):
+        assert losses == same
+        assert all(torch.equal(state[name], kept[name]) for name in state)
+        sent, fewer = (booked(engine, purpose="gradients") for engine in (zero, other))
+        assert 0.5 * sent < fewer < 0.85 * sent
 
 
 METHODS = [method(Mean), method(PowerSGD, rank=1), method(TopK, share=0.1), method(SignVote), method(Delayed)]

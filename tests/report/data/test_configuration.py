@@ -43,6 +43,7 @@ def test_every_field_of_a_policy_tells_configurations_apart() -> None:
         "frozen": PRESETS["zeropp"].weights,
         "reduce_every": "step",
         "order_every": 7,
+        "owned": (BF16, PRESETS["zeropp"].weights),
         "memory": replace(PRESETS["zero3"].memory, prefetch=1),
         "offload": Offload(optimizer=1.0),
     }
@@ -54,7 +55,9 @@ def test_every_field_of_a_policy_tells_configurations_apart() -> None:
     for name, value in others.items():
         assert fields_of(replace(PRESETS["zero3"], **{name: value}), trial.topology()) != usual, name
     planes = PRESETS["mxfp8-planes"]
-    assert fields_of(planes, trial.topology()) != fields_of(replace(planes, planes=1), trial.topology())
+    for value in (1, "phase"):
+        changed = replace(planes, planes=value)  # type: ignore[arg-type]
+        assert fields_of(planes, trial.topology()) != fields_of(changed, trial.topology())
     hpz = PRESETS["hpz"]
     for name, value in of_copy.items():
         base = replace(hpz, differences=FP32) if name == "refresh" else hpz

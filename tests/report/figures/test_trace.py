@@ -71,7 +71,7 @@ def test_the_picture_has_a_panel_for_each_rank(tmp_path: Path) -> None:
         ('{"traceEvents": []}', "otherData: Field required"),
         (traced().model_dump_json(), "holds the trace of trial"),
         (traced().model_dump_json().replace(f'"cat":"{COMPUTE}"', '"cat":"idling"'),
-         f"lane 'idling'; expected one of {COMPUTE}"),
+         f"unknown lane 'idling': expected one of {COMPUTE}"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: str, message: str) -> None:

@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 
 from harness.errors import Refusal
 from harness.records.confidence_intervals import Interval
-from harness.records.trial_record import Record
+from harness.records.trial_record import LosslessSize, Record
 from harness.suites.labels import PADDED
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import with_columns
@@ -29,7 +29,7 @@ from report.data.speedups import geometric
 from report.data.text import number
 from report.tables import all_tables, break_even, errors, latex
 from report.tables.table import Column, Table
-from tests.report.records import committed, on_link, record_of, records_of, taken_by_others
+from tests.report.records import changed, committed, on_link, record_of, records_of, taken_by_others
 
 WORDS = st.text(st.characters(codec="utf-8"), max_size=30)
 LATEX_SPECIALS = set('\\&%$#_{}~^<>|"`-[]')
@@ -171,6 +171,28 @@ def test_errors_of_codecs_that_were_tried_stand_by_block_and_are_one_configurati
     assert row["64"] == pytest.approx(float(np.median(errors)))
     assert "ZeRO-2 (2x2 ranks" in table.description
     assert "nothing of this is sent" in table.description
+
+
+def test_bytes_without_loss_stand_beside_those_of_the_codecs_that_were_tried() -> None:
+    """Bytes a value are those of all units together; integer codecs have their scales; old records have no table."""
+    records = [record for record in committed("quickstart") if record.quantisation]
+    assert all_tables.lossless(derive(frames_of(records))).data.empty
+    sizes = [
+        LosslessSize(purpose=purpose, unit=unit, codec=codec, elements=1000, bytes=nbytes, vnmse=vnmse)
+        for purpose in ("weights", "gradients")
+        for unit, more in (("a", 0), ("b", 100))
+        for codec, nbytes, vnmse in (
+            ("lossless:zlib", 3300 + more, 0.0), ("lossless:zlib:bf16", 1300 + more, 1e-6)
+        )
+    ]  # fmt: skip
+    table = all_tables.lossless(derive(frames_of([changed(record, lossless=sizes) for record in records])))
+    rows = table.data.set_index(["purpose", "codec"])
+    assert rows.loc[("weights", "lossless:zlib"), "bytes"] == pytest.approx(3.35)
+    assert rows.loc[("gradients", "lossless:zlib:bf16"), "of_bf16"] == pytest.approx(0.675)
+    assert rows.loc[("gradients", "lossless:zlib:bf16"), "vnmse"] == pytest.approx(1e-6)
+    assert rows.loc[("weights", "int4:256"), "bytes"] == pytest.approx((4 + 32 / 256) / 8)
+    assert len(rows) == 2 * (2 + 7)
+    assert "nothing of this was sent" in table.description
 
 
 @pytest.mark.parametrize("suite", ["quickstart", "algorithms"])

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from impl.codecs.codec import FORMATS, Codec, parse
-from impl.codecs.reference import REFERENCE
+from impl.codecs.codec import FORMATS, Codec, Raw, parse
+from impl.codecs.reference import NAMES, REFERENCE
 from impl.codecs.rounding_noise import OCTET, Noise
-from impl.cuda.kernels import SPREAD, TYPES, Kernels
+from impl.cuda.kernels import SPREAD, SUMMED, THREADS, TYPES, Kernels
 from impl.cuda.launch import SOURCES, Launch
+from tests.support.bits import summed
 from tests.support.cubin import FORMAT, PLAIN, VARIANTS, WARP, Access, Cubin, compiled
 from tests.support.sass.machine import Machine
 from tests.support.sass.memory import Memory
@@ -82,6 +83,8 @@ class Interpreter:
         cubin = compiled(launch.file, together, self._architecture, self._sources)[launch.kernel]
         if extents := int(launch.arguments["extents"][0]):
             self.memory.add_range(extents, 8 * int(launch.arguments["coding"]["blocks"][0]))
+        if launch.kernel == "sum_bits":
+            self.memory.add_range(int(launch.arguments["output"]["address"][0]), 8 * THREADS * launch.grid[0])
         program = read(cubin.section)
         machine = Machine(
             program,
@@ -103,7 +106,7 @@ class Case:
     Codes of 4 bits are clipped if they are rounded to nearest, as those of ZeRO++'s gradients.
     """
 
-    operation: str  # encode, decode, decode_sum or decode_sum_encode
+    operation: str  # encode, decode, decode_sum, decode_sum_encode or sums_of_bits
     codecs: tuple[Codec, ...]
     dtype: torch.dtype  # of elements; sums are in fp32
 
@@ -117,6 +120,15 @@ class Case:
             codec = next(parse(text) for text, name in FORMATS.items() if name.endswith(f":{coded[2]}"))
             return Case("decode_sum" if sums else coded[1], (codec,), dtype)
         name, *values = re.findall(r"\w+", kernel)
+        if name == "sum_bits":
+            return Case("sums_of_bits", (), torch.float32)
+        if name in ("copy_raw", "sum_raw"):
+            codecs = tuple(Raw(NAMES[dtypes[kind]]) for kind in values if kind in dtypes)
+            return (
+                Case("encode", codecs, dtypes[values[0]])
+                if name == "copy_raw"
+                else Case("decode_sum_encode", codecs, torch.float32)
+            )
         if name == "decode_sum_encode":
             return Case(name, (_codec(values[0]), _codec(values[2], values[3])), torch.float32)
         if name == "decode_sum":
@@ -128,6 +140,8 @@ class Case:
         """Bytes of eight elements that are read and written once."""
         coded = [OCTET * codec.frame_bytes(_LONG) / _LONG for codec in self.codecs]
         elements = float(OCTET * self.dtype.itemsize)
+        if self.operation == "sums_of_bits":
+            return elements + torch.int64.itemsize / SUMMED
         if self.operation == "decode_sum_encode":
             return ADDED * coded[0] + coded[1]
         return elements + (ADDED if self.operation == "decode_sum" else 1) * coded[0]
@@ -137,7 +151,13 @@ class Case:
 
         Raises AssertionError: if the result differs from the reference's in a bit.
         """
-        random, first = torch.Generator().manual_seed(seed), self.codecs[0]
+        random = torch.Generator().manual_seed(seed)
+        if self.operation == "sums_of_bits":
+            values = torch.randn(numel, generator=random)
+            memory.add(values)
+            assert torch.equal(kernels.sums_of_bits(values), summed(values)), "sums of bits differ"
+            return
+        first = self.codecs[0]
         noise = _NOISE if self.codecs[-1].stochastic else None
         sizes = torch.arange(1, ADDED + 1)[:, None] if "sum" in self.operation else torch.ones(1, 1)
         x = (torch.randn(len(sizes), numel, generator=random) * sizes * 3e-3).to(self.dtype)

@@ -1,0 +1,46 @@
+"""Lists what a rank sent in each step of a trial with a schedule, step by step.  No torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from harness.records.trial_record import Record, StepsSent
+
+Sent = tuple[int, int]
+"""Bytes to other nodes, and bytes inside the node."""
+
+
+def in_runs(totals: Sequence[Sent]) -> list[StepsSent]:
+    """Return what each step sent, with equal consecutive steps in one entry.
+
+    Args:
+        totals: The bytes sent before the first step, and then until the end of each step.
+    """
+    runs, first = list[StepsSent](), 0
+    sent = [(now[0] - old[0], now[1] - old[1]) for old, now in itertools.pairwise(totals)]
+    for (inter, intra), group in itertools.groupby(sent):
+        count = len(list(group))
+        runs.append(StepsSent(first=first, steps=count, inter=inter, intra=intra))
+        first += count
+    return runs
+
+
+def mismatch(record: Record) -> str | None:
+    """Return the first step in which a rank sent other numbers of bytes than predicted; None if there is none."""
+    predicted = [] if record.predicted is None else record.predicted.sent_by_step
+    for rank, expected in zip(record.ranks, predicted, strict=False):
+        steps = itertools.zip_longest(_single(rank.sent_by_step), _single(expected))
+        for index, (sent, wanted) in enumerate(steps):
+            if sent != wanted:
+                return f"rank {rank.rank} sent {_in_words(sent)} in step {index}; predicted are {_in_words(wanted)}"
+    return None
+
+
+def _single(runs: Sequence[StepsSent]) -> Iterator[Sent]:
+    for run in runs:
+        yield from itertools.repeat((run.inter, run.intra), run.steps)
+
+
+def _in_words(sent: Sent | None) -> str:
+    return "nothing" if sent is None else f"{sent[0]} bytes between nodes and {sent[1]} inside them"

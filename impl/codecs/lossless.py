@@ -1,0 +1,192 @@
+"""Codecs without loss: what the values of weights and gradients cost if nothing may change.
+
+Mantissas and signs of weights and gradients are random bits, which no coder shortens.  Their exponents are not: most
+elements have one of a few exponents, so that about 2.6 of the 8 bits are information (ZipCCL, 2604.27844).  Elements
+are therefore cut into planes of bytes, the exponents in a plane of their own, and each plane that is not random is
+compressed with an entropy coder: Huffman's code in zlib, or zstd's.
+
+The number of bytes is known only after encoding.  A frame has room for the most, and :meth:`_Lossless.used_bytes`
+returns how many bytes of it are used.  The messages of a policy have fixed sizes, so that policies refuse these codecs;
+``examples/lossless.py`` sends sizes first and bytes afterwards.
+
+A frame, in bytes: the element type (1: the place in ``_KINDS``), 7 zeros, the sizes of up to four planes as they are
+stored (8 each, little-endian), and the planes, beginning with the exponents.  A plane that is stored as it is has one
+byte for each element; a smaller one is compressed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import ClassVar, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from impl.codecs.codec import HALF_ULP, Dtype
+from impl.codecs.reference import DTYPES, NAMES
+
+HEADER: Final = 40  # bytes
+_KINDS: Final = tuple(DTYPES)
+_MOST_PLANES: Final = 4
+_RANDOM: Final = 7.8  # bits of entropy in a byte from which on compressing is not tried
+
+Planes = NDArray[np.uint8]  # (bytes of an element, S)
+
+
+class _Lossless:
+    """The common part of the codecs; they differ in the coder, and in whether elements are first cast to bf16."""
+
+    device = "cpu"
+    laws: ClassVar = ["bound", "zero", "idempotent", "sign", "power_of_two", "nonfinite"]
+    kinds: ClassVar[list[Dtype]] = ["fp32", "bf16", "fp16"]
+    block = 1
+
+    def frame_bytes(self, numel: int) -> int:
+        """Returns the most bytes that the frame of ``numel`` elements can use: those of fp32, uncompressed."""
+        return HEADER + 4 * numel
+
+    def error_bound(self, low: float, high: float, out: Dtype) -> float:
+        """Returns the largest error: that of rounding to ``out``, since decoded elements are the encoded ones."""
+        return 0.0 if out == "fp32" else _rounding(low, high, out)
+
+    def encode(self, x: Tensor, frame: Tensor) -> None:
+        """Write the frame (F,) uint8 of x (S,); bytes that are not used are zero."""
+        stored = [self._smaller(plane) for plane in _cut(x)]
+        sizes = [len(plane) for plane in stored]
+        header = np.zeros(HEADER, np.uint8)
+        header[0] = _KINDS.index(NAMES[x.dtype])
+        header[8:].view("<i8")[: len(sizes)] = sizes
+        used = np.frombuffer(b"".join([header.tobytes(), *stored]), np.uint8)
+        frame.numpy()[: len(used)] = used
+        frame[len(used) :] = 0
+
+    def decode(self, frame: Tensor, out: Tensor) -> None:
+        """Write the elements (S,) of a frame (F,) uint8, rounded and saturated to the type of ``out``."""
+        numel, data = out.numel(), frame.contiguous().numpy()
+        kind = DTYPES[_KINDS[int(data[0])]]
+        planes, start = list[NDArray[np.uint8]](), HEADER
+        for size in _sizes(data)[: kind.itemsize]:
+            stored = data[start : start + size].tobytes()
+            plain = stored if size == numel else self._decompress(stored, numel)
+            planes.append(np.frombuffer(plain, np.uint8))
+            start += size
+        x = _joined(np.stack(planes), kind)
+        out.copy_(x if kind == out.dtype else _within(x.float(), out.dtype))
+
+    def used_bytes(self, frame: Tensor) -> int:
+        """Returns how many bytes of a frame (F,) uint8 are used, from its beginning."""
+        return HEADER + sum(_sizes(frame.contiguous().numpy()))
+
+    def _smaller(self, plane: NDArray[np.uint8]) -> bytes:
+        """Returns the bytes of a plane (S,), compressed if that makes them fewer."""
+        plain = plane.tobytes()
+        compressed = self._compress(plain) if _entropy(plane) < _RANDOM else plain
+        return compressed if len(compressed) < len(plain) else plain
+
+    def _compress(self, plain: bytes) -> bytes:
+        raise NotImplementedError
+
+    def _decompress(self, compressed: bytes, size: int) -> bytes:
+        raise NotImplementedError
+
+
+class Zlib(_Lossless):
+    """Compresses planes with the Huffman code of zlib, which Python's standard library has."""
+
+    def _compress(self, plain: bytes) -> bytes:
+        # Exponents hardly repeat as strings: to search for such strings costs 30 times the time, and bytes too.
+        coder = zlib.compressobj(wbits=-zlib.MAX_WBITS, strategy=zlib.Z_HUFFMAN_ONLY)
+        return coder.compress(plain) + coder.flush()
+
+    def _decompress(self, compressed: bytes, size: int) -> bytes:
+        return zlib.decompress(compressed, -zlib.MAX_WBITS, size)
+
+
+class Zstd(_Lossless):
+    """Compresses planes with zstd, of the package zstandard."""
+
+    def _compress(self, plain: bytes) -> bytes:
+        from zstandard import STRATEGY_FAST, ZstdCompressionParameters, ZstdCompressor
+
+        # The smallest table and the longest strings, since exponents hardly repeat as strings; long runs are found.
+        settings = ZstdCompressionParameters(strategy=STRATEGY_FAST, hash_log=6, min_match=7)
+        coder = ZstdCompressor(
+            compression_params=settings
+        )  # a coder serves one thread, and ranks may be threads
+        return bytes(coder.compress(plain))
+
+    def _decompress(self, compressed: bytes, size: int) -> bytes:
+        from zstandard import ZstdDecompressor
+
+        return bytes(ZstdDecompressor().decompress(compressed, max_output_size=size))
+
+
+class _Bf16(_Lossless):
+    """Casts to bf16 first: the message that a 16-bit baseline sends, without loss of anything more."""
+
+    kinds: ClassVar[list[Dtype]] = ["fp32", "bf16"]
+
+    def error_bound(self, low: float, high: float, out: Dtype) -> float:
+        """Returns the largest error: that of the cast to bf16 and of rounding to ``out``."""
+        return _rounding(low, high, "bf16") + _rounding(low, high, out)
+
+    def encode(self, x: Tensor, frame: Tensor) -> None:
+        """Write the frame (F,) uint8 of x (S,)."""
+        fits = x if x.dtype == torch.bfloat16 else _within(x, torch.bfloat16)
+        super().encode(fits.to(torch.bfloat16), frame)
+
+
+class ZlibBf16(_Bf16, Zlib):
+    """Casts to bf16, and compresses with zlib."""
+
+
+class ZstdBf16(_Bf16, Zstd):
+    """Casts to bf16, and compresses with zstd."""
+
+
+def _rounding(low: float, high: float, dtype: Dtype) -> float:
+    """Returns half a unit in the last place of ``dtype`` at the largest magnitude in [low, high]."""
+    relative, absolute = HALF_ULP[dtype]
+    return max(abs(low), abs(high)) * relative + absolute
+
+
+def _within(x: Tensor, kind: torch.dtype) -> Tensor:
+    """Returns elements (S,) fp32 of which finite ones are saturated to the largest number of type ``kind``."""
+    largest = torch.finfo(kind).max
+    return torch.where(x.isinf(), x, x.clamp(-largest, largest))
+
+
+def _sizes(frame: NDArray[np.uint8]) -> list[int]:
+    """Returns the bytes of a frame's planes as they are stored; 0 for planes that its type does not have."""
+    return [int(size) for size in np.frombuffer(frame[8:HEADER].tobytes(), "<i8")]
+
+
+def _cut(x: Tensor) -> Planes:
+    """Cut elements (S,) into planes (bytes of an element, S), the exponents first.
+
+    The sign is moved from the front to the end of an element, so that the eight bits of an exponent fill a byte.
+    """
+    size = x.element_size()
+    bits = x.detach().contiguous().view(_WORDS[size]).numpy().view(f"u{size}")
+    turned = (bits << 1) | (bits >> (8 * size - 1))
+    return np.ascontiguousarray(turned.astype(f">u{size}").view(np.uint8).reshape(-1, size).T)
+
+
+def _joined(planes: Planes, kind: torch.dtype) -> Tensor:
+    """Return the elements (S,) of type ``kind`` of their planes."""
+    size = len(planes)
+    turned = np.ascontiguousarray(planes.T).view(f">u{size}").reshape(-1).astype(f"u{size}")
+    bits = (turned >> 1) | (turned << (8 * size - 1))
+    return torch.from_numpy(bits.view(f"i{size}")).view(kind)
+
+
+_WORDS: Final = {2: torch.int16, 4: torch.int32}
+
+
+def _entropy(plane: NDArray[np.uint8]) -> float:
+    """Return the entropy of the bytes of a plane, in bits a byte."""
+    counts = np.bincount(plane, minlength=256)
+    shares = counts[counts > 0] / max(1, len(plane))
+    return float(-(shares * np.log2(shares)).sum())

@@ -1,0 +1,323 @@
+"""Steps sharded matrices with Muon, and all other parameters with AdamW.
+
+Muon (Jordan et al., 2024; Moonlight, 2502.16982) orthogonalises the momentum of each matrix by Newton-Schulz, for
+which it needs the whole matrix.  Masters, gradients and momentum stay in shards, where the momentum is computed
+element by element; :mod:`impl.plan.owners` says where a matrix is whole, and for how long.
+
+The list follows a matrix through one step:
+
+1. *Each rank computes its part of the momentum*, and encodes it in the message to the matrix's owner.
+2. *The owner decodes all parts* to their places in one buffer, and orthogonalises the matrix.
+3. *The owner encodes the update* by parts, and each rank subtracts its part from its masters.
+
+The arithmetic is that of ``torch.optim.Muon``: with messages in fp32 or bf16 on one rank, weights equal torch's bit by
+bit, because Newton-Schulz rounds to bf16 before it computes, and its result is in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+from impl import ops
+from impl.engine.elementwise_probe import bare_step, elementwise
+from impl.engine.engine import Zero
+from impl.engine.unit_planning import GroupOf, find_blocks
+from impl.errors import ZeroError
+from impl.plan.owners import MATRICES, Matrix, Part, owners_of
+from impl.plan.traffic import MOMENTUM, UPDATE
+
+_STEP_ADAMW: Final[Callable[..., Any]] = bare_step(AdamW)  # calls no hooks, so a step is reported once
+_STATE: Final = "momentum_buffer"  # the name that torch.optim.Muon gives to the momentum
+
+
+def hidden_parameters(model: nn.Module) -> set[str]:
+    """Return the names of the parameters inside a model's blocks (:func:`impl.zero.find_blocks`), except embeddings.
+
+    A parameter that modules share is hidden if all of them are in blocks.
+    """
+    inside = {module for block in find_blocks(model) for module in block.modules()}
+    names: dict[nn.Parameter, str] = {}  # the name of each parameter's first holder, as shard() names it
+    outer = set[nn.Parameter]()
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():  # noqa: SLF001  # named_parameters() names one holder
+            if parameter is not None:
+                names.setdefault(parameter, f"{prefix}.{key}".removeprefix("."))
+                if module not in inside or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                    outer.add(parameter)
+    return {name for parameter, name in names.items() if parameter not in outer}
+
+
+def hidden_matrices(model: nn.Module) -> GroupOf:
+    """Return a ``group_of`` for :func:`impl.zero.shard` that puts a model's hidden matrices into a group of their own.
+
+    These are the 2-D parameters inside the model's blocks (:func:`impl.zero.find_blocks`), except embeddings.  Vectors,
+    and everything outside of all blocks, such as embeddings and the output head, are in group 0.
+    """
+    hidden = hidden_parameters(model)
+    return lambda name, parameter: MATRICES if name in hidden and len(parameter.shape) == 2 else 0
+
+
+def check_arguments(muon: Mapping[str, Any], adamw: Mapping[str, Any]) -> dict[str, Any]:
+    """Check arguments of ``torch.optim.Muon`` and ``torch.optim.AdamW``, and return Muon's options with its defaults.
+
+    Raises:
+        ValueError: if torch refuses an argument.
+        TypeError: for an argument that torch does not know.
+    """
+    AdamW([nn.Parameter(torch.zeros(1))], **adamw)
+    optimizer = torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], **muon)
+    (options,) = optimizer.param_groups
+    # Torch checks these only in a step.
+    _zeropower_via_newtonschulz(
+        torch.zeros(1, 1), options["ns_coefficients"], options["ns_steps"], options["eps"]
+    )
+    return optimizer.defaults
+
+
+class WithAdamW(Optimizer):
+    """Base class of optimizers that step matrices with Muon, and all other parameters with torch's AdamW.
+
+    Args:
+        matrices: parameter groups for Muon.
+        others: parameter groups for AdamW.
+        muon: arguments of ``torch.optim.Muon``, which checks them.
+        adamw: arguments of ``torch.optim.AdamW``, which checks them.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[dict[str, Any]],
+        others: Sequence[dict[str, Any]],
+        muon: Mapping[str, Any],
+        adamw: Mapping[str, Any],
+    ) -> None:
+        options = check_arguments(muon, adamw)
+        self._adamw = AdamW(list(others) or [{"params": []}], **adamw)
+        groups = [options | group | {"matrices": True} for group in matrices]
+        groups += [group | {"matrices": False} for group in self._adamw.param_groups]
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Take one step; ``closure``, if given, computes the loss and its gradients first, and the loss is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.step_matrices([group for group in self.param_groups if group["matrices"]])
+        # Loading a state replaces groups and states, so they are handed over in every step.
+        self._adamw.param_groups = [group for group in self.param_groups if not group["matrices"]]
+        self._adamw.state = self.state
+        _STEP_ADAMW(self._adamw)
+        return loss
+
+    def step_matrices(self, groups: list[dict[str, Any]]) -> None:
+        """Step the matrices of Muon's parameter groups; called without autograd."""
+        raise NotImplementedError
+
+
+class _Sent(NamedTuple):
+    """A part of a matrix on the rank that holds it."""
+
+    part: Part
+    owner: int
+    momentum: slice  # of the messages to owners
+    update: slice  # of the message from the owner
+
+
+class _Held(NamedTuple):
+    """The matrices of one unit on the rank that holds a shard of it."""
+
+    master: nn.Parameter  # (n,) the masters of the unit's matrices in this rank's shard
+    start: int  # first element in the shard
+    parts: list[_Sent]
+
+
+class _Piece(NamedTuple):
+    """A part of a matrix on its owner."""
+
+    holder: int
+    place: slice  # elements of the matrix
+    momentum: slice  # of the message from the holder
+    update: slice  # of the messages to holders
+
+
+@elementwise  # it is not, but it gets the whole of each matrix from the other ranks' shards
+class Muon(WithAdamW):
+    """Steps the masters of a sharded model: matrices with Muon, all other parameters with AdamW.
+
+    Shard the model so that its matrices are in an optimizer group of their own::
+
+        zero = zeropp.shard(model, policy=policy, group_of=zeropp.hidden_matrices(model))
+        optimizer = zeropp.Muon(zero, lr=0.02, momentum=0.95, adamw={"lr": 3e-4})
+
+    All ranks must step it together.  The policy's ``owned`` are the codecs of the exchanges with owners.
+
+    Args:
+        zero: the engine.
+        adamw: arguments of ``torch.optim.AdamW`` for all other parameters; by default torch's own.
+        group: the optimizer group of matrices, which ``group_of`` returned for them.
+        options: arguments of ``torch.optim.Muon``: ``lr``, ``weight_decay``, ``momentum``, ``nesterov``,
+            ``ns_coefficients``, ``eps``, ``ns_steps`` and ``adjust_lr_fn``.
+
+    Raises:
+        ZeroError: if no trained parameter is in the group, if one of them is no matrix, or if masters are offloaded.
+        ValueError: if torch refuses an argument.
+        TypeError: for an argument that torch does not know.
+    """
+
+    def __init__(
+        self,
+        zero: Zero,
+        *,
+        adamw: Mapping[str, Any] | None = None,
+        group: int = MATRICES,
+        **options: Any,
+    ) -> None:
+        if not isinstance(zero, Zero):
+            raise ZeroError(
+                f"Muon got a {type(zero).__name__}: expected the engine that zeropp.shard() returned"
+            )
+        mesh, geometries = zero.wire.mesh, [unit.geometry for unit in zero.units]
+        found = owners_of(zero.policy, mesh.topology, geometries, group)
+        if found is None:
+            raise ZeroError(
+                f"Muon: no trained parameter is in optimizer group {group}: call "
+                "shard(..., group_of=zeropp.hidden_matrices(model)), or use AdamW"
+            )
+        self.owners, self._zero, me = found, zero, found.axis.digit(mesh.rank)
+        numbers = {slot.spec.group for geometry in geometries for slot in geometry.slots}
+        groups = zero.param_groups({number: {"matrices": number == group} for number in numbers})
+        super().__init__(
+            [each for each in groups if each["matrices"]],
+            [each for each in groups if not each["matrices"]],
+            options,
+            adamw or {},
+        )
+        ops.prepare(mesh.device, zero.policy.owned)
+        if found.axis.size > 1:
+            zero.wire.make_groups([found.axis])
+        self._held, self._owned = self._find_held(me, group), self._find_owned(me)
+        # (n,) fp32, the direction of one unit's masters, and later the update of a part; and one whole matrix.
+        spans = [held.master.numel() for held in self._held]
+        wholes = [matrix.slot.spec.numel for matrix, _ in self._owned]
+        self._direction, self._whole = (
+            torch.empty(max(sizes, default=0), dtype=torch.float32, device=mesh.device)
+            for sizes in (spans, wholes)
+        )
+        zero.units[0].meter.add("owned", self._direction.nbytes + self._whole.nbytes)
+
+    def _find_held(self, me: int, group: int) -> list[_Held]:
+        """Return this rank's parts of matrices, by unit."""
+        owners, sent = self.owners, dict[int, _Sent]()
+        for owner in range(owners.axis.size):
+            base = sum(owners.to_owners[me][:owner])
+            frames = owners.frames(me, owner, owners.momentum), owners.frames(me, owner, owners.update)
+            for (part, *there), (_, *back) in zip(*frames, strict=True):
+                sent[part.matrix] = _Sent(part, owner, slice(base + there[0], base + there[1]), slice(*back))
+        held = []
+        # A rank without any part of a unit's matrices has an empty master, which gets a state like all others.
+        for index in sorted({matrix.unit for matrix in owners.matrices}):
+            parts = [each for number, each in sorted(sent.items()) if owners.matrices[number].unit == index]
+            unit = self._zero.units[index]
+            spans = unit.geometry.spans(self._zero.wire.mesh.rank)
+            for (number, start, _), (_, master) in zip(spans, unit.master_shard.masters, strict=True):
+                if number == group:
+                    held.append(_Held(master, start, parts))
+        return held
+
+    def _find_owned(self, me: int) -> list[tuple[Matrix, list[_Piece]]]:
+        """Return the matrices that this rank owns, with their parts on all ranks."""
+        owners = self.owners
+        pieces: dict[int, list[_Piece]] = {
+            number: [] for number, matrix in enumerate(owners.matrices) if matrix.owner == me
+        }
+        for holder in range(owners.axis.size):
+            base = sum(owners.from_owners[me][:holder])
+            frames = owners.frames(holder, me, owners.momentum), owners.frames(holder, me, owners.update)
+            for (part, *there), (_, *back) in zip(*frames, strict=True):
+                place = slice(part.first, part.first + part.numel)
+                out = slice(base + back[0], base + back[1])
+                pieces[part.matrix].append(_Piece(holder, place, slice(*there), out))
+        return [(owners.matrices[number], each) for number, each in pieces.items()]
+
+    def step_matrices(self, groups: list[dict[str, Any]]) -> None:
+        """See :meth:`WithAdamW.step_matrices`; all ranks must call it."""
+        (options,), owners, wire = groups, self.owners, self._zero.wire
+        with wire.calling("optimizer.step()"):
+            there = wire.uneven_all_to_all(owners.axis, owners.to_owners, MOMENTUM, owners.digest)
+            for held in self._held:
+                self._send_momentum(held, options, there.send)
+            there.post()
+            momentum = there.parts()
+            back = wire.uneven_all_to_all(owners.axis, owners.from_owners, UPDATE, owners.digest)
+            for matrix, pieces in self._owned:
+                self._orthogonalise(matrix, pieces, options, momentum, back.send)
+            there.close()
+            back.post()
+            updates = back.parts()
+            for held in self._held:
+                self._apply(held, options, updates)
+            back.close()
+
+    def _send_momentum(self, held: _Held, options: Mapping[str, Any], messages: Tensor) -> None:
+        """Update the momentum of one unit's masters, and write the direction to the messages for the owners.
+
+        Masters without a gradient keep their momentum, and zeros are sent for them, as the owner expects a message.
+        """
+        gradient = held.master.grad
+        if gradient is None:
+            for sent in held.parts:
+                messages[sent.momentum].zero_()
+            return
+        state, momentum = self.state[held.master], options["momentum"]
+        if _STATE not in state:
+            state[_STATE] = torch.zeros_like(gradient)
+        direction: Tensor = state[_STATE].lerp_(gradient, 1 - momentum)
+        if options["nesterov"]:
+            direction = torch.lerp(gradient, direction, momentum, out=self._direction[: gradient.numel()])
+        for sent in held.parts:
+            first = sent.part.start - held.start
+            ops.encode(
+                self.owners.momentum, direction[first : first + sent.part.numel], messages[sent.momentum]
+            )
+
+    def _orthogonalise(
+        self,
+        matrix: Matrix,
+        pieces: Sequence[_Piece],
+        options: Mapping[str, Any],
+        momentum: Sequence[Tensor],
+        messages: Tensor,
+    ) -> None:
+        """Orthogonalise a matrix that this rank owns, and write the update to the messages for its holders."""
+        whole = self._whole[: matrix.slot.spec.numel]
+        for piece in pieces:
+            ops.decode(self.owners.momentum, momentum[piece.holder][piece.momentum], whole[piece.place])
+        shaped = whole.view(matrix.shape)
+        shaped.copy_(
+            _zeropower_via_newtonschulz(
+                shaped, options["ns_coefficients"], options["ns_steps"], options["eps"]
+            )
+        )
+        for piece in pieces:
+            ops.encode(self.owners.update, whole[piece.place], messages[piece.update])
+
+    def _apply(self, held: _Held, options: Mapping[str, Any], updates: Sequence[Tensor]) -> None:
+        """Step one unit's masters with the updates that the owners sent."""
+        if held.master.grad is None:
+            return
+        rate = float(options["lr"])
+        held.master.mul_(1 - rate * options["weight_decay"])
+        for sent in held.parts:
+            first, update = sent.part.start - held.start, self._direction[: sent.part.numel]
+            ops.decode(self.owners.update, updates[sent.owner][sent.update], update)
+            shape = torch.Size(self.owners.matrices[sent.part.matrix].shape)
+            adjusted = _adjust_lr(rate, options["adjust_lr_fn"], shape)
+            held.master[first : first + sent.part.numel].add_(update, alpha=-adjusted)

@@ -1,0 +1,201 @@
+"""Assigns each matrix that Muon orthogonalises to one rank, its owner, and sizes the messages to and from owners.
+
+A matrix is cut into the shards of several ranks, and Newton-Schulz needs the whole of it.  Masters, gradients and
+momentum stay in shards.  In each optimizer step two exchanges take place among the ranks that share one copy of the
+states:
+
+1. *momentum*: every rank sends its part of each matrix's momentum to the matrix's owner;
+2. *update*: the owner, which has orthogonalised the matrix, sends every rank its part of the update back.
+
+The message from one rank to another has one frame for each matrix, so no block of a codec spans two matrices.
+Messages differ in length; a rank that holds no part of an owner's matrices sends this owner nothing.
+
+The assignment is a pure function of layout and topology, so every rank computes the same.  Pure: no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from impl.codecs.codec import Codec
+from impl.errors import ZeroError
+from impl.plan.policy import Policy
+from impl.plan.shard_layout import Slot, UnitGeometry
+from impl.plan.topology import Axis, Topology
+
+MATRICES: Final = 1  # the optimizer group of matrices; all other groups are stepped by AdamW
+MOMENTUM_BYTES: Final = 4  # Muon's state for each element of a matrix: the momentum in fp32
+NEWTON_SCHULZ_STEPS: Final = 5  # torch's default
+_REST: Final = "leave it to AdamW: have group_of= return another group for it"
+
+
+class Part(NamedTuple):
+    """The elements of one matrix that are in one rank's shard."""
+
+    matrix: int  # index of the matrix
+    start: int  # first element in the shard
+    first: int  # first element in the matrix
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix and its owner."""
+
+    unit: int  # index of its unit among the model's units
+    slot: Slot
+    owner: int  # index of the owner among the ranks that share one copy of the states
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, columns)."""
+        return self.slot.spec.shape
+
+
+Sizes = tuple[tuple[int, ...], ...]
+"""Bytes of the message from each rank to each rank, ``sizes[source][destination]``, itself included."""
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The owners of a model's matrices."""
+
+    axis: Axis  # the ranks that share one copy of the states
+    matrices: tuple[Matrix, ...]  # in model order
+    parts: tuple[tuple[Part, ...], ...]  # by index of the rank that holds them, in the order of ``matrices``
+    momentum: Codec  # codec of the messages to owners
+    update: Codec  # codec of the messages from owners
+
+    @functools.cached_property
+    def to_owners(self) -> Sizes:
+        """Sizes of the messages that bring momentum to owners."""
+        return self._sizes(self.momentum)
+
+    @functools.cached_property
+    def from_owners(self) -> Sizes:
+        """Sizes of the messages that bring updates back."""
+        return tuple(zip(*self._sizes(self.update), strict=True))
+
+    def _sizes(self, codec: Codec) -> Sizes:
+        """Returns the bytes of all parts in ``codec``, by the rank that holds them and by their owner."""
+        sizes = [[0] * self.axis.size for _ in self.parts]
+        for row, parts in zip(sizes, self.parts, strict=True):
+            for part in parts:
+                row[self.matrices[part.matrix].owner] += codec.frame_bytes(part.numel)
+        return tuple(map(tuple, sizes))
+
+    def frames(self, holder: int, owner: int, codec: Codec) -> Iterator[tuple[Part, int, int]]:
+        """Yield (part, start, end) for each part that ``holder`` holds of a matrix of ``owner``.
+
+        Bytes [start, end) of the message between the two ranks are the part's frame.
+        """
+        start = 0
+        for part in self.parts[holder]:
+            if self.matrices[part.matrix].owner == owner:
+                end = start + codec.frame_bytes(part.numel)
+                yield part, start, end
+                start = end
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A text that is the same on ranks with the same assignment, and differs on others."""
+        text = repr([(matrix.unit, matrix.slot.spec.name, matrix.owner) for matrix in self.matrices])
+        return hashlib.sha256(f"{text} {self.momentum} {self.update}".encode()).hexdigest()[:12]
+
+    @functools.cached_property
+    def loads(self) -> tuple[float, ...]:
+        """Floating-point operations of each rank's Newton-Schulz iterations in a step."""
+        loads = [0.0] * self.axis.size
+        for matrix in self.matrices:
+            loads[matrix.owner] += newton_schulz_flops(matrix.shape)
+        return tuple(loads)
+
+
+def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) -> float:
+    """Returns the floating-point operations that orthogonalise a matrix of this ``shape``.
+
+    With ``s`` the smaller and ``l`` the larger dimension, an iteration multiplies (s, l) by (l, s), (s, s) by (s, s),
+    and (s, s) by (s, l).
+    """
+    small, large = sorted(shape)
+    return steps * (4.0 * small * small * large + 2.0 * small**3)
+
+
+def owners_of(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], group: int = MATRICES
+) -> Owners | None:
+    """Assigns an owner to each trained parameter of optimizer group ``group``; None if there is none.
+
+    The operations of Newton-Schulz are spread evenly over ranks.  As far as this allows, a matrix belongs to the rank
+    that holds most of it, since this part is not sent.
+
+    Args:
+        policy: the policy of the model.
+        topology: nodes and ranks.
+        units: the model's units, in model order.
+        group: the optimizer group of matrices.
+
+    Raises:
+        ZeroError: for a parameter of the group that is no matrix, and for offloaded masters.
+    """
+    size = policy.group_ranks(topology)
+    usual = {axis.size: axis for axis in (topology.local_axis, topology.world_axis)}
+    axis = usual.get(size) or Axis("group", size, 1)
+    slots = [
+        (index, slot)
+        for index, unit in enumerate(units)
+        for slot in (unit.slots if unit.trainable else ())
+        if slot.spec.group == group and slot.spec.numel
+    ]
+    if not slots:
+        return None
+    for _, slot in slots:
+        if len(shape := slot.spec.shape) != 2:
+            raise ZeroError(
+                f"Muon: parameter {slot.spec.name!r} has shape {shape}, and only a matrix, of 2 dimensions, can be "
+                f"orthogonalised: {_REST}"
+            )
+    if policy.offload.optimizer:
+        raise ZeroError(
+            f"Muon: offload.optimizer={policy.offload.optimizer:g} keeps masters on the host, where matrices are not "
+            "orthogonalised: set offload.optimizer=0, or use AdamW"
+        )
+
+    def part(number: int, holder: int) -> Part:
+        index, slot = slots[number]
+        start, end = units[index].part(slot, holder)
+        return Part(number, start, units[index].overlap(slot, holder)[0] - slot.offset, end - start)
+
+    parts = [[part(number, holder) for number in range(len(slots))] for holder in range(size)]
+    costs = [newton_schulz_flops(slot.spec.shape) for _, slot in slots]
+    held = [[row[number].numel for row in parts] for number in range(len(slots))]
+    owner = _assign(costs, held)
+    matrices = tuple(Matrix(index, slot, owner[number]) for number, (index, slot) in enumerate(slots))
+    kept = tuple(tuple(part for part in row if part.numel) for row in parts)
+    return Owners(axis, matrices, kept, *policy.owned)
+
+
+def _assign(costs: Sequence[float], held: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the owner of each matrix, from the ``costs`` of matrices and the elements ``held`` by each rank.
+
+    The most expensive matrix is assigned first.  A first pass gives each to the rank with the least cost so far, and so
+    finds a limit of the ranks' costs.  The second pass gives each to the rank that holds most of it among those that it
+    does not lift above this limit.  If there is none at some point, the owners are those of the first pass.
+    """
+    ranks, order = range(len(held[0])), sorted(range(len(costs)), key=lambda number: -costs[number])
+    loads, even = [0.0] * len(ranks), [0] * len(costs)
+    for number in order:
+        even[number] = min(ranks, key=lambda rank: (loads[rank], -held[number][rank], rank))
+        loads[even[number]] += costs[number]
+    limit, loads, near = max(loads), [0.0] * len(ranks), [0] * len(costs)
+    for number in order:
+        below = [rank for rank in ranks if loads[rank] + costs[number] <= limit]
+        if not below:
+            return even
+        near[number] = min(below, key=lambda rank: (-held[number][rank], loads[rank], rank))
+        loads[near[number]] += costs[number]
+    return near

@@ -1,0 +1,310 @@
+"""Defines the parts of a :class:`~impl.plan.policy.Policy` that have fields or a text form of their own.
+
+These are the limits of memory, the shares on the host, the loss scale, error feedback and the budget of bits.
+:mod:`impl.plan.policy` exports them.
+
+Pure: no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args, get_origin, get_type_hints
+
+from impl.codecs.codec import ITEM_BYTES, Codec, Dtype, parse
+from impl.plan.setting import out_of_range, setting
+
+Budgeted = Literal["weights", "gradients"]
+
+LARGEST_SCALE: Final = 2.0**126  # largest loss scale; it is finite in fp32
+
+
+class PolicyError(ValueError):
+    """A policy cannot be carried out, by itself or on a topology; the message gives the reason."""
+
+
+_types = functools.cache(get_type_hints)  # the types of a class's fields, by name
+
+
+def check_literals(settings: object) -> None:
+    """Raise PolicyError for a field of a Literal type whose value is not one of the listed ones."""
+    for name, kind in _types(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
+        if get_origin(kind) is Literal and (value := getattr(settings, name)) not in get_args(kind):
+            raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(map(str, get_args(kind)))}")
+
+
+def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: str) -> dict[str, str] | None:
+    """Split a text such as ``loco:decay0.9:bf16`` into its first word, "head", and its options.
+
+    ``forms`` maps an option's name to a regular expression whose first group is the option's value;
+    ``allowed`` ends the error message.  Returns None for the text ``none``.
+    """
+    head, *options = text.strip().split(":")
+    if head == "none" and not options:
+        return None
+    settings = {"head": head}
+    for option in options:
+        matches = {name: match[1] for name, form in forms.items() if (match := re.fullmatch(form, option))}
+        if not matches or matches.keys() & settings.keys():
+            raise PolicyError(f"{text!r}: option {option!r} is unknown or given twice; {allowed}")
+        settings |= matches
+    if head not in heads:
+        raise PolicyError(f"{text!r}: {allowed}")
+    return settings
+
+
+def _text(head: str, settings: object, defaults: object, prefixes: Mapping[str, str]) -> str:
+    """Write ``head`` and, after a colon and its prefix, each field that differs from ``defaults``."""
+    options = [
+        f"{prefix}{getattr(settings, name)}".removesuffix(".0")
+        for name, prefix in prefixes.items()
+        if getattr(settings, name) != getattr(defaults, name)
+    ]
+    return ":".join([head, *options])
+
+
+MOST_LIVE: Final = 1_000_000_000  # most elements gathered at once by default; DeepSpeed has the same default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryLimits:
+    """Limits of gathered weights and of gradients in reduction, in elements of the unsharded model.
+
+    A unit stays gathered from its forward to its backward pass if fewer than ``max_reuse`` elements run in
+    between and ``max_live`` allows it.  ``max_reuse=1`` keeps the root's unit and the last block, which
+    backward would gather again at once; 0 keeps nothing.  On one rank every value but 0 keeps as many units
+    as ``max_live`` allows.
+
+    The next unit is gathered ahead even if it is larger than ``prefetch``.  Otherwise a model of large blocks would
+    wait for every all-gather.  DeepSpeed, too, fetches parameters until ``stage3_prefetch_bucket_size`` is
+    exceeded.  ``prefetch=0`` gathers nothing ahead.
+
+    Raises PolicyError: if a limit is negative or NaN.
+    """
+
+    prefetch: int = setting(
+        50_000_000, "elements that are gathered ahead of their use. The next unit is gathered ahead even if it is "
+        "larger; 0: no unit is", least=0, execution=True, scope="stage 3",
+    )  # fmt: skip
+    # The units in use alone may exceed it.  None: ``MOST_LIVE``, but the next unit is gathered ahead whatever its size.
+    max_live: int | None = setting(
+        None, "most elements that are gathered at the same time: beyond this number no further unit is gathered ahead "
+        "or kept. Not given: 1,000,000,000, and the next unit is gathered ahead even beyond this number",
+        least=0, execution=True, scope="stage 3",
+    )  # fmt: skip
+    max_reuse: int = setting(
+        1, "a unit stays gathered until backward if fewer elements than this run in between; 0: never",
+        least=0, execution=True, scope="stage 3",
+    )  # fmt: skip
+    persist_below: int = setting(  # these parameters form a persistent unit, which is trained as in stage 2
+        0,
+        "parameters with fewer elements stay gathered and are never quantised; 0: none",
+        least=0,
+        execution=True,
+    )
+    persist_most: int = setting(
+        2**63 - 1, "most elements that stay gathered because of `persist_below`; in model order, a parameter that "
+        "would exceed it is sharded instead", least=0, execution=True,
+    )  # fmt: skip
+    reduce_bucket: int = setting(  # earlier reductions are finished to stay within it
+        500_000_000, "gradient elements that may be in reduction at the same time", least=0, execution=True
+    )
+    largest_unit: int = setting(  # a larger block without submodules is refused
+        0, "most elements of a unit; larger blocks are cut into their submodules; 0: no limit", least=0, execution=True
+    )  # fmt: skip
+    max_padding: float = setting(0.2, "largest share of a unit that may be padding", least=0, label="")
+
+    def __post_init__(self) -> None:
+        for each, value in out_of_range(self):
+            raise PolicyError(f"memory.{each.name} = {value}: expected {each.range}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """Shares of a model's states that are kept in host memory (ZeRO-Offload 2101.06840, ZeRO-Infinity 2104.07857).
+
+    Whole units are offloaded, in model order, until at least the share is reached.  A trained unit whose
+    master is on the device is encoded anew for each gather.  Of such a unit, ``weights`` moves only the frames of
+    hpZ's copy to the host.
+
+    Raises PolicyError: for shares outside [0, 1].
+    """
+
+    # Mean gradients are there too, where the optimizer steps the masters; the device keeps the encoded weights.
+    optimizer: float = setting(
+        0.0, "share of trained elements whose masters and optimizer state are on the host", key="offload_optimizer",
+        least=0, most=1, execution=True, label="optimizer on the host", in_words="{:g}".format,
+    )  # fmt: skip
+    # Frames, frozen shards and hpZ frames are copied to the device for each gather.
+    weights: float = setting(
+        0.0, "share of elements whose encoded and frozen shards are on the host", key="offload_weights",
+        least=0, most=1, execution=True, label="weights on the host", in_words="{:g}".format,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for each, value in out_of_range(self):
+            raise PolicyError(f"offload.{each.name} = {value}: expected {each.range}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """The factor by which losses are multiplied, so that small gradients do not vanish in fp16.
+
+    A dynamic scale halves at an overflow and doubles after ``window`` steps without one.
+
+    Raises PolicyError: for a negative window, or unless ``0 < least <= initial <= LARGEST_SCALE``.
+    """
+
+    initial: float = 65536.0
+    window: int = 1000  # optimizer steps; 0 for a fixed scale
+    least: float = 1.0  # smallest dynamic scale; an overflow at this scale is an error
+
+    def __post_init__(self) -> None:
+        if not (0 < self.least <= self.initial <= LARGEST_SCALE) or self.window < 0:
+            values = f"loss scale {self.initial:g} with window {self.window} and least {self.least:g}"
+            limits = f"0 < least <= scale <= {LARGEST_SCALE:g}, and a window of 0 or more steps"
+            raise PolicyError(f"{values}: expected {limits}")
+
+    def __str__(self) -> str:
+        if not self.window:
+            return str(self.initial).removesuffix(".0")
+        return _text("dynamic", self, DYNAMIC, {"initial": "from", "window": "window"})
+
+
+DYNAMIC: Final = LossScale()
+
+
+def parse_loss_scale(text: str) -> LossScale | None:
+    """Parse a loss scale's text, such as ``dynamic:from1024:window200``, ``512`` (fixed) or ``none``.
+
+    Raises PolicyError: for any other text.
+    """
+    number = r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]+)?)"
+    if re.fullmatch(number, text.strip()):
+        return LossScale(initial=float(text), window=0, least=min(1.0, float(text)))
+    allowed = "a loss scale is none, a number, or dynamic[:from<scale>][:window<steps below 10^18>]"
+    forms = {"from": f"from{number}", "window": "window([1-9][0-9]{0,17})"}
+    if (options := _read(text, ["dynamic"], forms, allowed)) is None:
+        return None
+    initial, window = float(options.get("from", DYNAMIC.initial)), int(options.get("window", DYNAMIC.window))
+    return LossScale(initial=initial, window=window, least=min(1.0, initial))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Feedback:
+    """Error feedback of gradient codecs: the error of an encoding is added to the next step's gradient.
+
+    ``h = gradient + error`` is encoded, and then ``error = decay * error + (1 - decay) * (h - decoded)``
+    (:class:`impl.codecs.reference.Carried`).  Classic feedback has decay 0.  LoCo (2407.04480) keeps a moving
+    average of the errors; DeepSpeed's LoCo has decay 0.8 and is reset every 1024 steps.
+
+    For each unit, a rank keeps ``padded / ranks_per_node`` errors of the last hop, between nodes.  With
+    ``hops="all"`` it also keeps ``padded`` errors of the first hop, one for each element of the unsharded gradient.
+
+    Raises PolicyError: for a decay outside [0, 1) or a negative reset.
+    """
+
+    decay: float = 0.0  # share of the old error that is kept, in [0, 1)
+    reset: int = 0  # optimizer steps after which the error is set to zero; 0: never
+    hops: Literal["last", "all"] = "last"  # the hops whose errors are kept
+    state: Dtype = "fp32"  # type of the kept errors
+
+    def __post_init__(self) -> None:
+        check_literals(self)
+        if not 0.0 <= self.decay < 1.0 or self.reset < 0:
+            values = f"decay = {self.decay} and reset = {self.reset}"
+            expected = "a decay in [0, 1), and a reset of 0 (never) or more steps"
+            raise PolicyError(f"feedback: {values}; expected {expected}")
+
+    def __str__(self) -> str:
+        head = "loco" if self.decay else "classic"
+        prefixes = {"decay": "decay", "reset": "reset", "hops": "", "state": ""}
+        return _text(head, self, FEEDBACKS[head], prefixes)
+
+
+FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=1024, hops="all")}
+
+
+def parse_feedback(text: str) -> Feedback | None:
+    """Parse the text of error feedback, such as ``classic``, ``loco:decay0.9:reset512:bf16`` or ``none``.
+
+    Raises PolicyError: for any other text.
+    """
+    allowed = (
+        "expected none, classic or loco, then :decay<d>, :reset<steps>, :last or :all, :fp32, :bf16 or :fp16"
+    )
+    forms = {
+        "decay": r"decay([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)",
+        "reset": "reset([0-9]+)",
+        "hops": "(last|all)",
+        "state": f"({'|'.join(ITEM_BYTES)})",
+    }
+    if (options := _read(text, FEEDBACKS, forms, allowed)) is None:
+        return None
+    base, kinds = FEEDBACKS[options.pop("head")], {"decay": float, "reset": int}
+    return replace(base, **{name: kinds.get(name, str)(option) for name, option in options.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BitBudget:
+    """A limit on bits, within which codecs are chosen unit by unit while training (:mod:`impl.plan.bit_budget`).
+
+    Training begins with the policy's own codecs.  After step 1, and then every ``every`` steps, all candidates
+    encode that step's weights and gradients.  Then the units get those codecs with which the sum of all units'
+    errors is least within the limit.
+
+    Raises PolicyError: for numbers out of range, no codecs, or neither weights nor gradients.
+    """
+
+    codecs: tuple[Codec, ...]  # candidates, in addition to the policy's own codec
+    every: int = 50  # optimizer steps from one choice to the next
+    # Most bits an element in weight gathers between nodes, as the mean over a step and including scales and
+    # padding; 0: as many as the policy's own codec takes; None: the codec of weights is not chosen.
+    weights: float | None = None
+    gradients: float | None = None  # the same for the hop of gradient reductions between nodes
+
+    def __post_init__(self) -> None:
+        bits = [limit for limit in (self.weights, self.gradients) if limit is not None]
+        if self.every < 1 or not self.codecs or not bits or not all(0 <= limit < math.inf for limit in bits):
+            raise PolicyError(f"budget {str(self)!r}: {_BUDGET}")
+
+    def __str__(self) -> str:
+        limits = ((name, getattr(self, name)) for name in get_args(Budgeted))
+        shares = [f"{name} {bits:.10g}" if bits else name for name, bits in limits if bits is not None]
+        return " ".join([*shares, f"every {self.every} of", *map(str, self.codecs)])
+
+
+_BUDGET: Final = (
+    "expected none, or '[weights [bits]] [gradients [bits]] every <steps> of <codecs>', where bits are per "
+    "element, by default those of the policy's codec; e.g. 'gradients 4.5 every 50 of int3:128 int6:128'"
+)
+_BITS: Final = r"(?: [0-9]+(?:\.[0-9]+)?)?"
+_BUDGET_TEXT: Final = (
+    rf"(?:weights(?P<weights>{_BITS}) )?(?:gradients(?P<gradients>{_BITS}) )?"
+    r"every (?P<every>[0-9]{1,9}) of (?P<codecs>.+)"
+)
+
+
+def parse_budget(text: str) -> BitBudget | None:
+    """Parse a budget's text, such as ``gradients 4.5 every 50 of int3:128`` or ``none``.
+
+    Raises PolicyError: for any other text.
+    """
+    if (spaced := " ".join(text.split())) == "none":
+        return None
+    if (match := re.fullmatch(_BUDGET_TEXT, spaced)) is None:
+        raise PolicyError(f"budget {text!r}: {_BUDGET}")
+    bits = {name: float(match[name] or 0) for name in get_args(Budgeted) if match[name] is not None}
+    return BitBudget(codecs=tuple(map(parse, match["codecs"].split())), every=int(match["every"]), **bits)
+
+
+def parse_codec(text: str) -> Codec | None:
+    """Parse a codec's text, or ``none``.
+
+    Raises CodecError: for any other text.
+    """
+    return None if text == "none" else parse(text)

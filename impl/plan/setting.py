@@ -1,0 +1,118 @@
+"""Declares the fields of a policy: one :class:`Setting` for each field, beside its type and default.
+
+Suites (keys ``policy.*``), names of configurations, refusals and the guide's tables read these records.  A new field
+is declared once, by :func:`setting`, and needs no line in any of these readers.
+
+Pure: no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, Final, Literal, TypeVar, get_origin, get_type_hints
+
+Scope = Literal["all", "training", "links", "stage 3"]
+
+_Value = TypeVar("_Value")
+_RECORD: Final = "setting"  # key of the record in a dataclass field's metadata
+
+
+def _in_words(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is known of a policy's field, besides its type and default.
+
+    :func:`settings` adds the last three attributes.
+    """
+
+    # The values that a suite may give, and what the field does, in Markdown: ``kind of value: meaning``.  Empty if the
+    # field has no key of its own in suites.
+    says: str
+    key: str = ""  # in suites, after ``policy.``; empty: the field's name
+    least: int | None = None  # smallest number; None: any value of the type is allowed
+    most: int | None = None  # largest number
+    read: Callable[[str], Any] | None = None  # parser of a suite's text; None: a suite gives the value itself
+    pair: bool = False  # whether a suite may give a list of two texts, one for each hop
+    unset: Any = None  # what a suite without the key has; None: the strategy's own value
+    or_none: bool = False  # whether a suite may also give ``none``, which keeps the strategy's own value
+    # Name of the field in names of configurations; empty: in no name, because it is part of the layout only.
+    label: str | None = None  # None: the field's name
+    short: str = ""  # shorter than the label, where a value follows at once: ``w int8:64``
+    in_words: Callable[[Any], str] = _in_words  # text of a value in names of configurations
+    # Whether the field concerns only the execution, and is left out of names where all configurations share it.
+    execution: bool = False
+    # ``alters(policy, value)``: whether a suite's ``value`` for all its strategies would make another strategy of a
+    # preset with this ``policy``, which then keeps its own value.
+    alters: Callable[[Any, Any], bool] = lambda *_: False
+    # Where the field has an effect: in ``training`` only, on ``links`` between nodes, or at ``stage 3``.
+    scope: Scope = "all"
+    # Whether a trial whose value is its preset's has the id of a trial without the key.
+    implied: bool = False
+
+    name: str = ""  # of the field
+    part: str = ""  # field of the policy that has this field, such as ``memory``; empty: the policy itself
+    kind: Any = None  # type of the field
+
+    @property
+    def path(self) -> str:
+        """The field's name, after the part that has it: ``memory.prefetch``."""
+        return f"{self.part}.{self.name}" if self.part else self.name
+
+    @property
+    def range(self) -> str:
+        """The allowed numbers, as errors name them: ``1 to 8``, ``0 or more``."""
+        return f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
+
+    def of(self, policy: object) -> Any:
+        """Returns the field's value in a policy."""
+        return getattr(getattr(policy, self.part) if self.part else policy, self.name)
+
+    def parsed(self, value: Any) -> Any:
+        """Returns the field's value for a suite's ``value``, which may be a list of two texts if the field is a pair.
+
+        If the field itself has two values, a single text stands for both.
+        """
+        if self.read is None:
+            return value
+        if not isinstance(value, str):
+            return tuple(map(self.read, value))
+        return (self.read(value),) * 2 if get_origin(self.kind) is tuple else self.read(value)
+
+
+def setting(default: _Value, says: str = "", **known: Any) -> _Value:
+    """Returns a dataclass field with this default and a :class:`Setting` of ``says`` and ``known``."""
+    return field(default=default, metadata={_RECORD: Setting(says=says, **known)})
+
+
+@functools.cache
+def settings(kind: type) -> tuple[Setting, ...]:
+    """Returns the settings of a policy's class, or of a part of it, in the order in which they are declared.
+
+    A field whose default is a dataclass with settings, such as ``memory``, is a part: its settings take its place.
+    """
+    return tuple(_settings(kind))
+
+
+def _settings(kind: Any, part: str = "") -> Iterator[Setting]:
+    kinds = get_type_hints(kind)
+    for each in fields(kind):
+        if (known := each.metadata.get(_RECORD)) is not None:
+            label = each.name.replace("_", " ") if known.label is None else known.label
+            place = {"name": each.name, "part": part, "kind": kinds[each.name], "key": known.key or each.name}
+            yield replace(known, label=label, **place)
+        elif is_dataclass(each.default):
+            yield from _settings(type(each.default), each.name)
+
+
+def out_of_range(values: Any) -> Iterator[tuple[Setting, Any]]:
+    """Yield the settings of a policy or part whose number is out of range, with the number; NaN is in no range."""
+    for each in settings(type(values)):  # type: ignore[arg-type]  # a class is hashable
+        number = None if each.part or each.least is None else each.of(values)
+        if number is not None and not each.least <= number <= (math.inf if each.most is None else each.most):
+            yield each, number

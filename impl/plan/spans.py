@@ -1,0 +1,223 @@
+"""Defines :class:`Span`, a part of a run in which some fields of a policy have other values.
+
+``Policy(schedule=(Span(until="50 %", gradients=...), Span()))`` changes while it trains.  A schedule may change what
+is sent, but nothing that would move memory between ranks or give it another layout (:data:`FIXED`), so that a step's
+messages follow from its number alone.  :meth:`impl.plan.policy.Policy.policy_at` is that function.
+
+Pure: no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Final
+
+VARYING: Final = (
+    "weights", "gradients", "gather", "reduce", "chunks", "secondary", "secondary_format", "inside", "differences",
+    "refresh", "feedback", "sums",
+)  # fmt: skip
+"""The fields of a policy that a span may change."""
+
+FIXED: Final = {
+    "stage": "it decides which states are sharded",
+    "group": "it moves shards to other ranks",
+    "blocks": "it changes the layout of units",
+    "planes": "it decides which units stay gathered for backward",
+    "reduce_every": "it decides where gradients of micro-batches are added up",
+    "compute": "it is the type of gathered weights and local gradients",
+    "loss_scale": "its scale is a state of the whole run",
+    "frozen": "frozen weights are kept in this codec",
+    "memory": "its limits decide which memory is kept",
+    "offload": "it moves states between host and device",
+    "budget": "it chooses codecs by itself",
+    "order_every": "it counts the passes of the whole run",
+    "local_steps": "groups count their steps from the beginning of the run",
+    "local_fragments": "units are dealt into fragments once",
+    "outer_rate": "the outer step belongs to the whole run",
+    "outer_momentum": "the outer step keeps it for the whole run",
+    "owned": "the buffers of owners hold for the whole run",
+    "align": "it changes the layout of units",
+    "schedule": "a span has no spans of its own",
+}
+"""The fields of a policy that a span must not change, with the reasons."""
+
+
+class SpanError(ValueError):
+    """A schedule's spans cannot be carried out; the message gives the reason."""
+
+
+def refusal(name: str) -> str | None:
+    """Returns why a span must not set the field ``name`` of a policy; None if it may."""
+    if name in VARYING:
+        return None
+    why = FIXED.get(name, "it holds for the whole run")
+    return f"a schedule cannot change {name}, because {why}: set {name} outside of the schedule"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Span:
+    """The fields that a policy changes from the end of the span before to ``until``.
+
+    Args:
+        until: the number of optimizer steps at which the span ends, or a share of the run such as ``"50 %"``.  None,
+            for the last span only, stands for the end of the run.
+        every: the changes hold in the first of every so many steps of the span; the other steps have the policy's own
+            fields.  With 2, steps alternate.
+        changes: values of fields of the policy.  ``secondary=0`` also removes the fields that need hpZ.
+
+    Raises:
+        SpanError: for a field that must not change, or an impossible ``until`` or ``every``.
+    """
+
+    until: int | str | None
+    every: int
+    changes: tuple[tuple[str, Any], ...]
+    end: (
+        int | None
+    )  # number of optimizer steps at which it ends; None if it is not known, or the end of the run
+
+    def __init__(self, *, until: int | str | None = None, every: int = 1, **changes: Any) -> None:
+        for name in changes:
+            if (why := refusal(name)) is not None:
+                raise SpanError(why)
+        whole = isinstance(until, int) and not isinstance(until, bool)
+        if until is not None and not (whole and int(until) > 0):
+            _share(until)
+        number: object = every
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise SpanError(f"every = {every!r}: expected a number of steps, 1 or more")
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+        values = {
+            "until": until,
+            "every": every,
+            "changes": tuple(given.items()),
+            "end": until if whole else None,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def ending(self, end: int | None) -> Span:
+        """Returns the span with a known end, in optimizer steps."""
+        span = Span(until=self.until, every=self.every, **dict(self.changes))
+        object.__setattr__(span, "end", end)
+        return span
+
+    @property
+    def text(self) -> str:
+        """The changes, such as ``gradients int8:256``, and in which steps they hold; empty without changes."""
+        return changes_in_words(dict(self.changes), self.every)
+
+
+def _share(until: Any) -> Fraction:
+    """Returns the share of a run, above 0 and at most 1, that a text such as ``"50 %"`` gives.
+
+    Raises SpanError: for anything else.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", until) if isinstance(until, str) else None
+    if match is None:
+        raise SpanError(f"until = {until!r}: expected a step of 1 or more, or a share such as '50 %'")
+    share = Fraction(match[1]) / 100
+    if not 0 < share <= 1:
+        raise SpanError(f"until = {until!r}: is beyond the run; expected a share above 0 and at most 100 %")
+    return share
+
+
+def check_order(spans: Sequence[Span]) -> Iterator[str]:
+    """Yield why spans cannot follow one another, as far as this is known without the number of steps."""
+    for number, (span, after) in enumerate(itertools.pairwise(spans), 1):
+        if span.until is None:
+            yield f"span {number} of schedule has no until, so that span {number + 1} never begins: set its until"
+        elif type(span.until) is type(after.until) and _place(after) <= _place(span):
+            yield _overlap(number + 1, f"until {after.until}", f"until {span.until}")
+    last = spans[-1].until if spans else None
+    if isinstance(last, str) and _share(last) < 1:
+        yield (
+            f"the last span of schedule ends at {last} of the run, and the steps after it have none: remove its until"
+        )
+
+
+def _place(span: Span) -> Fraction:
+    return Fraction(span.until) if isinstance(span.until, int) else _share(span.until)
+
+
+def _overlap(number: int, end: str, before: str) -> str:
+    return (
+        f"span {number} of schedule ({end}) is empty or overlaps the span before it ({before}): let each span end "
+        "after the one before"
+    )
+
+
+def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
+    """Returns the spans with their ends in a run of so many optimizer steps; the last one has no end.
+
+    A share of the run is rounded to the nearest step.
+
+    Raises SpanError: if a span has no step, or if the spans do not end with the run.
+    """
+    ends, before = list[int](), 0
+    for number, span in enumerate(spans, 1):
+        share = Fraction(1) if span.until is None else None
+        if isinstance(span.until, str):
+            share = _share(span.until)
+        end = int(span.until or 0) if share is None else math.floor(share * steps + Fraction(1, 2))
+        if end > steps:
+            raise SpanError(
+                f"span {number} of schedule (until {end}) ends beyond the run of {steps} steps: lower it"
+            )
+        if end <= before:
+            raise SpanError(_overlap(number, f"until step {end} of {steps}", f"until step {before}"))
+        ends.append(end)
+        before = end
+    if before != steps:
+        raise SpanError(
+            f"the last span of schedule ends at step {before} of {steps}, and the steps after it have none: remove its "
+            "until"
+        )
+    return tuple(span.ending(end if end < steps else None) for span, end in zip(spans, ends, strict=True))
+
+
+def changes_in_words(changes: Mapping[str, Any], every: int) -> str:
+    """Returns the changes of a span, such as ``gradients bf16 in every 2nd step``; empty without changes."""
+    parts = [f"{name} {_text(value)}" for name, value in changes.items()]
+    often = "" if every == 1 else f" in every {ordinal(every)} step"
+    return ", ".join(parts) + often if parts else ""
+
+
+def in_words(spans: Iterable[tuple[str, int | str | None]]) -> str:
+    """Returns a schedule on one line, such as ``gradients int4:256 until 50 %, then gradients bf16``.
+
+    Args:
+        spans: for each span its text, empty if it changes nothing, and its ``until``.
+    """
+    texts, before = list[str](), None
+    for text, until in spans:
+        begin = f" from {_when(before)}" if before is not None and not texts else ""
+        if text:
+            end = "" if until is None else f" until {_when(until)}"
+            texts.append(f"{text}{begin}{end}")
+        elif texts and until is not None:
+            texts.append(f"unchanged until {_when(until)}")
+        before = until
+    return ", then ".join(texts) or "unchanged"
+
+
+def _when(until: int | str) -> str:
+    return until if isinstance(until, str) else f"step {until}"
+
+
+def _text(value: Any) -> str:
+    """Returns a field's value as text; equal codecs of several hops are named once."""
+    if isinstance(value, tuple | list):
+        return "/".join(dict.fromkeys(map(str, value)))
+    return "none" if value is None else str(value)
+
+
+def ordinal(number: int) -> str:
+    """Returns ``2nd`` for 2, and so on."""
+    last = number % 10 if number % 100 not in (11, 12, 13) else 0
+    return f"{number}{({1: 'st', 2: 'nd', 3: 'rd'}).get(last, 'th')}"
