@@ -365,5 +365,5 @@ _TRIALS: Final[dict[Claim, Callable[[OwnMethod, Case], None]]] = {
     MethodLaw.EXACT_AT_FULL_RANK: _exact_at_full_rank,
     MethodLaw.BOUND: _bound,
     MethodLaw.UNBIASED: _unbiased,
+    **gather_laws.TRIALS,
 }
-_TRIALS.update(gather_laws.TRIALS)
