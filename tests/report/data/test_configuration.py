@@ -49,7 +49,7 @@ def test_every_field_of_a_policy_tells_configurations_apart() -> None:
     }
     of_copy = {"secondary_format": "bf16", "inside": BF16, "differences": BF16, "refresh": 3}
     of_groups = {"local_steps": 3, "local_fragments": 2, "outer_rate": 1.0, "outer_momentum": 0.0}
-    told = others.keys() | LAYOUT | of_copy.keys() | of_groups.keys() | {"planes"}
+    told = others.keys() | LAYOUT | of_copy.keys() | of_groups.keys() | {"planes", "schedule"}
     assert told == {field.name for field in fields(Policy)}
     usual = fields_of(PRESETS["zero3"], trial.topology())
     for name, value in others.items():
