@@ -23,7 +23,7 @@ from impl.errors import raised
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
 from impl.plan.local_steps import meeting_steps
-from impl.plan.own_method import Declared
+from impl.plan.own_method import Declared, DeclaredGathers
 from impl.plan.owners import Owners
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import FROZEN, UnitGeometry
@@ -86,6 +86,7 @@ def per_node_bytes(
     *,
     judges: bool = False,
     methods: Declared | None = None,
+    gathers: DeclaredGathers | None = None,
     owners: Owners | None = None,
 ) -> tuple[int, int]:
     """Return the mean bytes that the ranks of one node send in a timed step, to other nodes and inside the node.
@@ -99,6 +100,7 @@ def per_node_bytes(
         trial: The trial.
         judges: Whether ``units`` are those of the frozen models that score in workload ``rlhf``.
         methods: By unit, the messages of each reduction that a user's own method declares.
+        gathers: By unit, a function that returns the messages that a user's own gather declares.
         owners: The owners of matrices, if Muon steps them.  The nodes do not send them equally many bytes.
 
     Returns:
@@ -109,11 +111,19 @@ def per_node_bytes(
     if judges:  # their weights never change, so that copies kept from earlier steps are still current
         timed: list[Event] = ["evaluate"] * trial.steps
         loads, later, beginnings = (timed, timed), 0, [(1, policy, ["evaluate"] * trial.warmup)]
+    elif (
+        policy.own_gather is not None and trial.workload == "train"
+    ):  # each of its steps may send something else
+        norms = 0 if trial.clip is None else 1
+        passes = traffic.passes(policy, micro_batches=trial.accumulation, norms=norms)
+        loads, later = (passes * trial.steps,) * 2, 0
+        beginnings = [(1, policy, passes * trial.warmup)]
     zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # without FSDP2's groups
 
     def nbytes(rank: int, phase: Policy, events: list[Event]) -> dict[LedgerKey, int]:
         if trial.host is None:
-            ledger = traffic.predict(phase, topology, zero_units, rank, events, methods=methods).sent
+            own = {"methods": methods, "gathers": gathers}
+            ledger = traffic.predict(phase, topology, zero_units, rank, events, **own).sent  # type: ignore[arg-type]
         else:
             ledger = predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
         return {key: sent.bytes for key, sent in ledger.items()}

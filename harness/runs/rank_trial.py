@@ -171,7 +171,8 @@ class TrialRun:
         # The sharded actor is compared on batches that a single process has generated.
         if judges is not None:
             batches = collect(trial, self.data, model, judges, rank=rank.rank, index=0, clock=StepClock())
-        if trial.own_method is not None and rank.fail is not None and rank.mesh is None:
+        own = trial.own_method is not None or trial.own_gather is not None
+        if own and rank.fail is not None and rank.mesh is None:
             method_calls.watch(min(TIMEOUT_SECONDS, trial.timeout_seconds / 4), rank.fail)
         with rank.open_link():
             self.comparison = Comparison(trial, model, batches, rank)

@@ -190,6 +190,7 @@ def _identity(zero: Zero) -> dict[str, str]:
         "weights": str(policy.weights),
         "gradients": "/".join(map(str, policy.gradients)),
         "reduction": str(policy.reduce),
+        "gather": str(policy.own_gather or "none"),
         "group": str(policy.group_ranks(topology)),
         "feedback": _of_phases(policy, lambda phase: str(phase.feedback or "none")),
         "differences": _of_phases(
@@ -384,8 +385,9 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
                 yield f"state of {feature}: {differ[0]}"
         if manifest.of.get("local steps", "none") != "none":
             yield f"state of local steps, so that weights and optimizers are those of the first group: {differ[0]}"
-        if ":" in (reduction := manifest.of.get("reduction", "")):
-            yield f"state of {reduction}: {differ[0]}"
+        for name in ("reduction", "gather"):
+            if ":" in (method := manifest.of.get(name, "")):
+                yield f"state of {method}: {differ[0]}"
         if holding_codes:
             yield f"codes of frozen weights, which are encoded again: {differ[0]}"
     else:

@@ -23,6 +23,7 @@ from impl.engine.local_steps import LocalSteps
 from impl.engine.masters import Stepped, clip_factor, joint_norm
 from impl.engine.optimizer_watch import engines, engines_of, watch_optimizers
 from impl.errors import ZeroError
+from impl.plan.own_method import declares
 from impl.plan.policy import Offload, Policy
 from impl.plan.topology import ranks_in_words
 from impl.plan.traffic import CopyKey
@@ -157,7 +158,7 @@ class Zero:
         differences.  If a pass was interrupted, for example by KeyboardInterrupt, the engine leaves it.
         """
         for unit in self.units:
-            unit.weight_gather.secondary.distrust()
+            unit.weight_gather.distrust()
         self.hooks.drop()
         self.scaler.forget()
         self._forget_measured()
@@ -566,7 +567,7 @@ def describe(zero: Zero) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "stage": policy.stage,
         "group": policy.group_ranks(zero.wire.mesh.topology),
-        "gather": "/".join(dict.fromkeys(phase.gather for phase in policy.phases)),
+        "gather": "/".join(dict.fromkeys(str(phase.gather) for phase in policy.phases)),
         "reduce": "/".join(dict.fromkeys(str(phase.reduce) for phase in policy.phases)),
         "transports": zero.wire.describe(),
         "kernels": ops.backend_of(device),
@@ -580,14 +581,13 @@ def describe(zero: Zero) -> dict[str, Any]:
     if policy.local_steps is not None:
         names = ("local_steps", "local_fragments", "outer_rate", "outer_momentum")
         facts |= {name: getattr(policy, name) for name in names}
-    if (own := policy.own_reduce) is not None:
-        topology = zero.wire.mesh.topology
-        known = [unit.reduction.own.messages(topology) for unit in units if unit.reduction.own is not None]
-        facts["method"] = {
-            "class": str(own),
-            "laws": sorted(law.name.lower() for law in own.laws),
-            "bytes": "measured, not predicted" if None in known else "declared",
-        }
+    for key, own in (("method", policy.own_reduce), ("gather_method", policy.own_gather)):
+        if own is not None:
+            facts[key] = {
+                "class": str(own),
+                "laws": sorted(law.name.lower() for law in own.laws),
+                "bytes": "declared" if declares(own) else "measured, not predicted",
+            }
     return facts
 
 

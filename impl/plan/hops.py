@@ -129,7 +129,8 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
     weights whatever ``sends`` says.
 
     Axes of one rank are left out, since a rank need not send itself a message.  One such axis stays if the hops up
-    to hpZ's copy, or the hops from there on, have no other: then the rank copies the message to itself.
+    to hpZ's copy, or the hops from there on, have no other: then the rank copies the message to itself.  A user's own
+    gather has no hops.
     """
     axes, outside = policy.gather_axes(topology)
     hops, frames = list[Hop](), 1
@@ -213,6 +214,8 @@ def copy_bytes(policy: Policy, topology: Topology, shard: int, kept: Codec | Non
 
     ``policy`` is the unit's own, and ``kept`` is the codec of the copy, by default the policy's.
     """
+    if policy.secondary == 0:
+        return 0
     first = gather_hops(policy, topology, shard, "copy")[0]
     return first.frames * (kept or first.codec).frame_bytes(shard) if first.source == "copy" else 0
 

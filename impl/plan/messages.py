@@ -86,7 +86,7 @@ def _gathers(
         every += [("backward", "copy"), (forward, "copy")]
     for phase, sends in every:
         hops = gather_hops(policy, topology, unit.shard, in_phase(policy, phase, sends))
-        if not casts_alone(hops, policy.compute):
+        if hops and not casts_alone(hops, policy.compute):  # a user's own gather has none
             yield from _forwarded(hops)
 
 

@@ -37,7 +37,7 @@ from impl.codecs.codec import (
     parse,
 )
 from impl.named_object import is_name
-from impl.plan.own_method import OwnMethod, method
+from impl.plan.own_method import MethodError, OwnMethod, Role, method
 from impl.plan.policy_parts import FEEDBACKS, check_literals, parse_codec
 from impl.plan.policy_parts import LARGEST_SCALE as LARGEST_SCALE
 from impl.plan.policy_parts import MOST_LIVE as MOST_LIVE
@@ -97,8 +97,11 @@ class Policy:
         in_words=lambda codecs: "/".join(dict.fromkeys(map(str, codecs))), scope="training",
         alters=lambda policy, codecs: _raw(policy.gradients) and not _raw(codecs),
     )  # fmt: skip
-    gather: Gather = setting(  # between nodes first, so that a shard crosses each link between nodes once
-        "hierarchical", "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes",
+    # ``hierarchical``: between nodes first, so that a shard crosses each link between nodes once.
+    # A gather of your own is ``method(Differences)`` or ``mine:Differences`` (:mod:`impl.plan.own_method`).
+    gather: Gather | OwnMethod = setting(
+        "hierarchical", "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes; or "
+        "`module:Class`, a gather of your own",
         execution=True, alters=lambda policy, _: policy.gather == "flat",
     )  # fmt: skip
     # ``ring``: each of ``world - 1`` steps encodes the partial sum again (the paper's counter-example).
@@ -238,28 +241,60 @@ class Policy:
                     f"codec {codec!r} is a {kind}: expected a codec, such as codec.parse() returns"
                 )
         check_literals(self)
-        self._read_reduce()
+        self._read_method("reduce", get_args(Reduce))
+        self._read_method("gather", get_args(Gather))
         errors = (
-            *(self._method_errors(), self._contradictions(), self._copy_errors()),
+            *(self._method_errors(), self._gather_errors(), self._contradictions(), self._copy_errors()),
             *(self._budget_errors(), self._schedule_errors(), self._owned_errors(), self._local_errors()),
         )
         for reason in itertools.chain.from_iterable(errors):
             raise PolicyError(reason)
 
-    def _read_reduce(self) -> None:
-        """Make a method of a ``reduce`` that names a class."""
-        if isinstance(self.reduce, str) and is_name(self.reduce):
-            object.__setattr__(self, "reduce", method(self.reduce))
-        elif not isinstance(self.reduce, OwnMethod) and self.reduce not in get_args(Reduce):
-            known = ", ".join(get_args(Reduce))
+    def _read_method(self, name: Role, known: Sequence[str]) -> None:
+        """Make a method of field ``name``, if its value is the name of a class and not one of the ``known`` words."""
+        value = getattr(self, name)
+        if isinstance(value, str) and is_name(value):
+            value = method(value)
+            object.__setattr__(self, name, value)
+        elif not isinstance(value, OwnMethod) and value not in known:
+            listed = ", ".join(known)
             raise PolicyError(
-                f"reduce = {self.reduce!r}: expected one of {known}, 'module:Class' or method(Class, ...)"
+                f"{name} = {value!r}: expected one of {listed}, 'module:Class' or method(Class, ...)"
             )
+        if isinstance(value, OwnMethod) and value.kind is not None:
+            try:
+                value.check_role(name)
+            except MethodError as error:
+                raise PolicyError(str(error)) from None
 
     @property
     def own_reduce(self) -> OwnMethod | None:
         """The reduction of a user's own; None if gradients are reduced in hops."""
         return self.reduce if isinstance(self.reduce, OwnMethod) else None
+
+    @property
+    def own_gather(self) -> OwnMethod | None:
+        """The gather of a user's own; None if weights are gathered in hops."""
+        return self.gather if isinstance(self.gather, OwnMethod) else None
+
+    def _gather_errors(self) -> Iterator[str]:
+        """Yield an error for each field that a gather of a user's own does not allow."""
+        if (own := self.own_gather) is None:
+            return
+        way_out = "or set gather='hierarchical'"
+        if self.stage == 0:
+            yield f"gather='{own}' needs stage 1 to 3: in stage 0 every rank has all weights; set stage=3, {way_out}"
+        if self.secondary != 0:
+            keeps = "since hpZ keeps a copy of what hops bring"
+            yield f"gather='{own}' does not allow secondary={self.secondary!r}, {keeps}: set secondary=0, {way_out}"
+        if self.planes != 1:
+            yield f"gather='{own}' does not allow planes={self.planes!r}, which codecs send: set planes=1, {way_out}"
+        if self.offload != Offload():
+            keeps = "which keeps masters or encoded weights on the host"
+            yield f"gather='{own}' does not allow offload, {keeps}: remove offload, {way_out}"
+        if self.budget is not None and self.budget.weights is not None:
+            chooses = "which chooses codecs of weights, and a method has none"
+            yield f"gather='{own}' does not allow budget '{self.budget}', {chooses}: remove weights from it"
 
     def _method_errors(self) -> Iterator[str]:
         """Yield an error for each field that a reduction of a user's own does not allow."""
@@ -417,6 +452,8 @@ class Policy:
             yield "schedule changes reduce, and with it the memory of feedback's errors: remove one of the two"
         if any(phase.own_reduce != phases[0].own_reduce for phase in phases):
             yield "schedule changes reduce to or from a class of your own, which keeps a state: use it in all spans"
+        if any(phase.own_gather != phases[0].own_gather for phase in phases):
+            yield "schedule changes gather to or from a class of your own, which keeps a state: use it in all spans"
         if self.offload != Offload() and len({phase.gathering for phase in phases}) > 1:
             keeps = "offload keeps encoded weights in host memory"
             yield f"schedule changes how weights are sent, and {keeps}: let spans change gradients only"
@@ -562,6 +599,8 @@ class Policy:
 
         At a step whose policy has other values here than the one before, weights themselves are gathered anew.
         """
+        if self.own_gather is not None:
+            return (self.gather,)
         copy = self.secondary, self.secondary_format, self.inside, self.differences, self.refresh
         return (self.weights, self.gather, *copy)
 
@@ -632,6 +671,8 @@ class Policy:
             changes["stage"], changes["weights"] = min(self.stage, 2), self._unquantised(self.weights)
             changes["gradients"] = tuple(map(self._unquantised, self.gradients))
             changes |= {} if self.own_reduce is None else {"reduce": "two_hop"}
+        if self.own_gather is not None and (persistent or not trainable):
+            changes["gather"] = "hierarchical"
         if not trainable:  # frozen weights do not change, so there are no differences to send
             changes |= {"differences": None, "refresh": 0, "budget": None}
             changes |= {} if self.frozen is None else {"planes": 1, "weights": self.frozen}
@@ -740,7 +781,12 @@ class Policy:
         return topology.world if self.local_steps is None else self.group_ranks(topology)
 
     def gather_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], int]:
-        """Returns the hops of a weight gather, first hop first, and how many of them hpZ's copy saves."""
+        """Returns the hops of a weight gather, first hop first, and how many of them hpZ's copy saves.
+
+        There are none for a user's own gather, whose messages are not known here.
+        """
+        if self.own_gather is not None:
+            return (), 0
         group = self.group_ranks(topology)
         if self.stage == 0 or group < topology.world:
             axes, outside = topology.gather_axes(group)

@@ -392,6 +392,8 @@ class _Seconds:
         # A policy with differences sends the weights themselves only in the first step; any other step is modelled.
         sends = in_phase(policy, phase, "copy" if again else "differences")
         hops = gather_hops(policy, self._topology, unit.shard, sends)
+        if not hops:  # a user's own gather
+            return Collective()
         previous, timed, before = hops[0], list[TimedHop](), 0.0
         if previous.source != "copy":
             before = len(previous.planes) * self._coding(previous.codec, unit.shard, "encode")

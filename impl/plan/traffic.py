@@ -12,14 +12,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
 from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, in_phase, outer_hops, reduction_hops
 from impl.plan.local_steps import fragments_of, meets
-from impl.plan.own_method import Declared, MethodMessage, axis_of
+from impl.plan.own_method import Change, Declared, DeclaredGathers, GatherInfo, MethodMessage, axis_of
 from impl.plan.owners import Owners
 from impl.plan.policy import Budgeted, Offload, Policy
 from impl.plan.prefetch_schedule import kept_units
@@ -146,17 +146,17 @@ class Book:
             self.sent[key] = Sent(nbytes + count * size, messages + count)
             self.trained[link] += count * size if tag.phase != "evaluate" else 0
 
-    def method_message(self, unit: str, message: MethodMessage) -> None:
-        """Count a message of a user's own reduction."""
+    def method_message(self, tag: Tag, message: MethodMessage) -> None:
+        """Count a message of a user's own reduction or gather."""
         axis, shift = axis_of(self.topology, message.axis), message.kind == "shift"
         for link, others in destinations(self.topology, axis, self.rank, ring=shift).items():
             count = (
                 1 if shift else others
             )  # a shift is one step of a ring, and destinations() counts all steps
-            key = LedgerKey("backward", "gradients", unit, axis.name, link)
+            key = LedgerKey(*tag, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * message.nbytes, messages + count)
-            self.trained[link] += count * message.nbytes
+            self.trained[link] += count * message.nbytes if tag.phase != "evaluate" else 0
 
     def control(self, size: int, purpose: Purpose = "control") -> None:
         """Count one message of ``size`` to every other rank."""
@@ -207,6 +207,7 @@ def predict(
     buffer_bytes: int = 0,
     decisions: Collection[Decision] = (),
     methods: Declared | None = None,
+    gathers: DeclaredGathers | None = None,
     begun: int = 0,
     owners: Owners | None = None,
 ) -> Book:
@@ -234,6 +235,7 @@ def predict(
         decisions: the choices of the policy's budget.
         methods: by unit, the messages that a user's own reduction declares; the messages of a reduction that declares
             none are not counted.
+        gathers: by unit, a function that returns the messages that a user's own gather declares.
         begun: optimizer steps before the first event, which decide where in its schedule the policy begins.
         owners: the owners of matrices, if Muon steps them.
 
@@ -244,7 +246,7 @@ def predict(
     book = Book(topology, rank)
     phases = [[phase.for_unit(unit) for phase in policy.phases] for unit in units]
     senders = [
-        _Sender(book, rules[policy.phase_at(begun)], unit, placement)
+        _Sender(book, rules[policy.phase_at(begun)], unit, placement, (gathers or {}).get(unit.name))
         for rules, unit, placement in zip(phases, units, placements_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)
@@ -279,7 +281,7 @@ def predict(
                         sender.follow(rules[policy.phase_at(steps)])
             case "dropped":
                 for sender in senders:
-                    sender.steps = None
+                    sender.steps, sender.change = None, "loaded"
             case "forward" | "evaluate":
                 if buffers_differ:
                     book.control(buffer_bytes, "buffers")
@@ -292,7 +294,7 @@ def predict(
                     if event == "backward" and sender.unit.trainable:
                         sender.reduce()
                         for message in (methods or {}).get(sender.unit.name) or ():
-                            book.method_message(sender.unit.name, message)
+                            book.method_message(Tag("backward", "gradients", sender.unit.name), message)
                 passes += 1
                 if policy.order_every and passes % policy.order_every == 0:
                     book.control(ORDER_BYTES)
@@ -334,11 +336,14 @@ class _Sender:
     policy: Policy
     unit: UnitGeometry
     placement: Placement
+    # Returns the messages that a user's own gather declares; None without one.
+    own_gather: Callable[[GatherInfo], Sequence[MethodMessage] | None] | None = None
     gathered: bool = False  # whether the weights are still gathered from the pass before
     current: bool = False  # whether hpZ's copy holds the current weights
     uploaded: bool = False  # whether the device holds the current frame of an offloaded master
     # Optimizer steps since the weights themselves were sent; None: they are sent next, not differences.
     steps: int | None = None
+    change: Change = "loaded"  # how the weights have changed since the last gather of a user's own
 
     def weights_changed(self, event: Event) -> None:
         """Mark all copies of the weights as stale.
@@ -347,9 +352,10 @@ class _Sender:
         """
         self.gathered = self.current = self.uploaded = False
         if event == "changed":
-            self.steps = None
+            self.steps, self.change = None, "loaded"
         elif event == "step" and self.steps is not None:
             self.steps += 1
+            self.change = "stepped" if self.change == "unchanged" else self.change
 
     def follow(self, policy: Policy) -> None:
         """Send by ``policy`` from here on; if it gathers weights differently, they are gathered anew."""
@@ -364,7 +370,9 @@ class _Sender:
         Afterwards they stay gathered with ``keep`` or below stage 3; otherwise they are resharded.
         """
         policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
-        if not self.gathered:
+        if not self.gathered and policy.own_gather is not None:
+            self._gather_by_method(phase)
+        elif not self.gathered:
             sends = in_phase(policy, phase, self._sends())
             hops = gather_hops(policy, book.topology, unit.shard, sends)
             if placement.shard and not self.current and (placement.frames or not self.uploaded):
@@ -376,6 +384,15 @@ class _Sender:
             book.send(Tag(phase, "persistent" if unit.persistent else "weights", unit.name), hops)
             self.current = policy.secondary != 0 and (self.current or sends != "rows")
         self.gathered = keep or policy.stage < 3
+
+    def _gather_by_method(self, phase: Phase) -> None:
+        """Count the messages that a user's own gather declares."""
+        if self.change == "loaded" or self.steps is None:
+            self.steps = 0
+        assert phase != "step"  # noqa: S101  # gathers are of passes
+        info, self.change = GatherInfo(phase, self.change, self.steps), "unchanged"
+        for message in (self.own_gather and self.own_gather(info)) or ():
+            self.book.method_message(Tag(phase, "weights", self.unit.name), message)
 
     def _sends(self) -> Sends:
         """Returns what the next gather sends."""

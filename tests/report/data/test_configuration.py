@@ -17,6 +17,7 @@ from impl.plan.policy import (
     parse_feedback,
     parse_loss_scale,
 )
+from impl.plan.spans import Span
 from report.data.configuration import NAMES, fields_of, label_of
 
 LAYOUT = {"align"}  # it changes the layout alone
@@ -44,12 +45,13 @@ def test_every_field_of_a_policy_tells_configurations_apart() -> None:
         "reduce_every": "step",
         "order_every": 7,
         "owned": (BF16, PRESETS["zeropp"].weights),
+        "schedule": (Span(until=2, chunks=2), Span()),
         "memory": replace(PRESETS["zero3"].memory, prefetch=1),
         "offload": Offload(optimizer=1.0),
     }
     of_copy = {"secondary_format": "bf16", "inside": BF16, "differences": BF16, "refresh": 3}
     of_groups = {"local_steps": 3, "local_fragments": 2, "outer_rate": 1.0, "outer_momentum": 0.0}
-    told = others.keys() | LAYOUT | of_copy.keys() | of_groups.keys() | {"planes", "schedule"}
+    told = others.keys() | LAYOUT | of_copy.keys() | of_groups.keys() | {"planes"}
     assert told == {field.name for field in fields(Policy)}
     usual = fields_of(PRESETS["zero3"], trial.topology())
     for name, value in others.items():
