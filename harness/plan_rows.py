@@ -80,6 +80,7 @@ _MISSING: Final = {  # by role of a suite's own object, the numbers that are unk
     "corpus": "whether the data fit",
     "tokenizer": "whether the data fit",
     "method": "bytes and time",
+    "gather_method": "bytes and time",
     "strategy": "bytes and time",
     "codec": "padding, bytes, memory, time and trial ids",
 }

@@ -70,6 +70,10 @@ def quantized_all_gather(
     flat, numel, world = _flat(x, mesh), x.numel(), mesh.topology.world
     (codec,) = _checked([codec], key)
     hops = gather_hops(Policy(weights=codec, gather=gather), mesh.topology, numel)
+    if not hops:
+        raise ValueError(
+            f"gather={gather!r}: a method of your own needs shard(); pass 'hierarchical' or 'flat'"
+        )
     wire = wire_of(mesh, wire)
     if out is None:
         out = flat.new_empty((world, *x.shape))

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from impl.quantized_collectives import quantized_reduce_scatter as quantized_reduce_scatter
     from impl.simulate import simulate as simulate
     from impl.transport.group import MeshError as MeshError
+    from impl.unit.own_gather import GatherMethod as GatherMethod
     from impl.unit.own_reduction import ReductionMethod as ReductionMethod
     from impl.zero import GatheredParameters as GatheredParameters
     from impl.zero import Init as Init
@@ -123,6 +124,7 @@ _HOME: Final = {  # for each name, where it is defined: "module", or "module:nam
     "quantized_reduce_scatter": "impl.quantized_collectives:quantized_reduce_scatter",
     # methods and strategies of a user's own
     "ReductionMethod": "impl.unit.own_reduction:ReductionMethod",
+    "GatherMethod": "impl.unit.own_gather:GatherMethod",
     "method": "impl.plan.own_method:method",
     "Strategy": "harness.strategies:Strategy",
     # records, and what a program sends

@@ -59,6 +59,7 @@ _VALUES: Final = {
     "peer.group": "`all`, `node`: ranks that share one copy of FSDP2's states; with `node`, nodes are replicas (HSDP)",
     "peer.bucket_mb": "number: largest bucket of DDP's gradients, in MB",
     "deepspeed_config": "for strategy `recipe` or `deepspeed`: a file next to the suite, or a table",
+    "gather_method": "table: arguments of [a gather of your own](own_method.md#a-gather-of-your-own)",
     "method": "table: arguments of [a method or strategy of your own](own_method.md); `none` gives no argument",
     "margin": "steps of training by which a loss may be worse; 0: 1 % of the baseline's loss instead",
     "seconds": "name of the suite whose records have the seconds of a step, "
@@ -101,9 +102,9 @@ _VALUES: Final = {
     "used; `unordered`, gradients are not reordered before the two hops; `late_schedule`, each span of "
     "`policy.schedule` begins one step late, which the trial's checks find",
     **{
-        f"policy.{name}": each.says.replace(
-            "a method of your own", "[a method of your own](own_method.md)"
-        ).replace("with Muon", "with [Muon](muon.md)")
+        f"policy.{name}": each.says.replace("a method of your own", "[a method of your own](own_method.md)")
+        .replace("a gather of your own", "[a gather of your own](own_method.md#a-gather-of-your-own)")
+        .replace("with Muon", "with [Muon](muon.md)")
         for name, each in KEYS.items()
     },
 }

@@ -1,4 +1,4 @@
-"""``zeropp check``: tests the laws that codecs (``codecs``) and a user's own reductions (``method``) declare.
+"""``zeropp check``: tests the laws that codecs (``codecs``) and a user's own methods (``method``) declare.
 
 The exit status is 0 if all laws hold, 1 if one does not, and 2 if something cannot be tried.  ``zeropp run`` calls
 :func:`check_laws` for the user codecs and methods of a suite.  torch and Hypothesis are imported only when a check
@@ -118,8 +118,8 @@ def method(
         int, typer.Option(min=0, help="Seed of the random cases; an equal seed gives equal cases.")
     ] = 0,
 ) -> None:
-    """Try every law that a reduction of your own declares, on ranks that are threads, and print the smallest case
-    that breaks one.
+    """Try every law that a reduction or gather of your own declares, on ranks that are threads, and print the smallest
+    case that breaks one.
     """
     from harness.laws.method_laws import claims_of, falsify
 
@@ -179,7 +179,8 @@ def check_laws(trials: Sequence[Trial]) -> list[str]:
 
 
 def _check_methods(trials: Sequence[Trial]) -> list[str]:
-    methods = {str(own): own for trial in trials if (own := trial.own_method) is not None}
+    owns = (own for trial in trials for own in (trial.own_method, trial.own_gather))
+    methods = {str(own): own for own in owns if own is not None}
     if not methods:
         return []
     from harness.laws.method_laws import claims_of, falsify

@@ -1,7 +1,8 @@
 """The laws of a user's own reduction, tried on ranks that are threads, with topologies and gradients drawn at random.
 
 Every method has the duties of :class:`MethodDuty`; a class promises laws of :class:`~impl.plan.own_method.MethodLaw`
-besides.  Each is tried by real reductions: real units, the engine's own wire, and its ledger.
+besides.  Each is tried by real reductions: real units, the engine's own wire, and its ledger.  The claims of a gather
+of weights are tried by :mod:`harness.laws.gather_laws`.
 """
 
 from __future__ import annotations
@@ -9,26 +10,25 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 import hypothesis
 import torch
-from hypothesis import strategies as st
 from hypothesis.errors import Flaky, NoSuchExample
 from torch import Tensor
 
+from harness.laws import gather_laws
+from harness.laws.gather_laws import GatherDuty, GatherLaw
+from harness.laws.method_cases import Case, Row, Violation, cases, check_booked, check_same, on_ranks
 from harness.laws.searching import search_settings
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.errors import raised
-from impl.plan.own_method import MethodLaw, MethodUnit, OwnMethod
-from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
-from impl.plan.topology import Topology
-from impl.plan.traffic import Book, LedgerKey, Sent
-from impl.simulate import simulate
+from impl.plan.own_method import MethodLaw, MethodUnit, OwnMethod, role_of
+from impl.plan.traffic import Book, Tag
 from impl.transport.threads import TurnError
 from impl.unit.own_reduction import OwnReduction
 
@@ -37,10 +37,6 @@ _SIGMAS: Final = 6.0  # a mean further away than so many standard errors is a bi
 _ROUNDING: Final = (
     1e-4  # differences of a mean in fp32 that rounding explains, relative to the largest magnitude
 )
-_SECONDS: Final = 30.0  # that a rank may compute without waiting for a message
-
-Gradients = Literal["normal", "equal", "sparse", "one_rank", "small", "large", "zero"]
-Shared = Literal["all", "node", "none"]
 
 
 class MethodDuty(enum.Enum):
@@ -55,73 +51,7 @@ class MethodDuty(enum.Enum):
     BYTES = "the ledger has the messages that bytes() declares"
 
 
-Claim = MethodDuty | MethodLaw
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Ranks, a unit and gradients on which a claim is tried."""
-
-    topology: Topology
-    shapes: tuple[tuple[int, ...], ...]  # of the unit's parameters
-    shared: Shared  # the ranks that share one copy: all, those of a node, or none, so that every rank has the whole
-    grain: int  # parameters and shards start on multiples of so many elements
-    gradients: Gradients
-    seed: int
-    advances: int  # calls of advance() in a reduction
-
-    def __str__(self) -> str:
-        shapes = ", ".join("x".join(map(str, shape)) or "scalar" for shape in self.shapes)
-        copies = {"all": "one copy", "node": "a copy in each node", "none": "a copy on each rank"}[
-            self.shared
-        ]
-        return (
-            f"{self.topology} ranks with {copies}, parameters {shapes} on multiples of {self.grain}, {self.gradients} "
-            f"gradients of seed {self.seed}, {self.advances} calls of advance()"
-        )
-
-    def geometry(self, name: str = "unit") -> UnitGeometry:
-        """Return the layout of the unit."""
-        specs = [ParameterSpec(f"{name}.{i}", shape) for i, shape in enumerate(self.shapes)]
-        group = {"all": 0, "node": self.topology.ranks_per_node, "none": 1}[self.shared]
-        world = self.topology.world
-        return lay_out(name, specs, grain=self.grain, world=world, max_padding=math.inf, group=group)
-
-    def gradient(self, geometry: UnitGeometry, step: int, rank: int) -> Tensor:
-        """Return the gradient (P,) of one rank in one step, with zeros in padding."""
-        whole = torch.zeros(geometry.padded)
-        source = 0 if self.gradients == "equal" else rank
-        draw = torch.Generator().manual_seed(hash((self.seed, step, source, len(geometry.name))) % 2**31)
-        for slot in geometry.slots:
-            values = torch.randn(slot.spec.numel, generator=draw)
-            if self.gradients == "sparse":
-                values *= torch.rand(slot.spec.numel, generator=draw) < 0.1
-            whole[slot.offset : slot.end] = values
-        factor = {"small": 1e-8, "large": 1e6, "zero": 0.0}.get(self.gradients, 1.0)
-        return whole * (factor if self.gradients != "one_rank" or rank == 0 else 0.0)
-
-    def mean(self, geometry: UnitGeometry, step: int) -> Tensor:
-        """Return the exact mean (P,) fp64 of all ranks' gradients."""
-        world = range(self.topology.world)
-        return torch.stack([self.gradient(geometry, step, rank) for rank in world]).double().mean(0)
-
-
-topologies = st.builds(Topology, st.integers(1, 3), st.integers(1, 3))
-_shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
-cases = st.builds(
-    Case,
-    topology=topologies,
-    shapes=st.lists(_shapes, min_size=1, max_size=3).map(tuple),
-    shared=st.sampled_from(get_args(Shared)),
-    grain=st.sampled_from([1, 4, 16]),
-    gradients=st.sampled_from(get_args(Gradients)),
-    seed=st.integers(0, 999),
-    advances=st.integers(0, 3),
-)
-
-
-class Violation(Exception):  # noqa: N818  # what it is; raised where a claim does not hold
-    """A claim does not hold; the message says where and by how much."""
+Claim = MethodDuty | MethodLaw | GatherDuty | GatherLaw
 
 
 class Outcome(NamedTuple):
@@ -135,9 +65,12 @@ class Outcome(NamedTuple):
 
 def claims_of(own: OwnMethod) -> list[Claim]:
     """Return the duties and promised laws of a method."""
+    if role_of(own.definition) == "gather":
+        return [*gather_laws.claims_of(own)]
     counts = callable(getattr(own.definition, "bytes", None))
     duties = [duty for duty in MethodDuty if duty is not MethodDuty.BYTES or counts]
-    return [*duties, *(law for law in MethodLaw if law in own.laws)]
+    promised = own.laws - {MethodLaw.SETTLES}
+    return [*duties, *(law for law in MethodLaw if law in promised)]
 
 
 def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcome:
@@ -149,7 +82,8 @@ def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcom
         examples: Number of drawn cases; ``UNBIASED`` gets a tenth.
         seed: Decides which cases are drawn.
 
-    A case on which a rank does not come back ends the search, because each such case takes :data:`_SECONDS`.
+    A case on which a rank does not come back ends the search, because each such case takes
+    :data:`harness.laws.method_cases.SECONDS`.
     """
     tried, broken, hung = 0, list[tuple[Case, str]](), list[Case]()
 
@@ -170,10 +104,11 @@ def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcom
             broken.append((case, violated))
         return violated is not None
 
-    costly = claim is MethodLaw.UNBIASED
+    costly = claim.name == MethodLaw.UNBIASED.name
+    drawn = cases(["fp32", "bf16"]) if isinstance(claim, GatherDuty | GatherLaw) else cases()
     settings = search_settings(examples, costly=costly)
     with contextlib.suppress(NoSuchExample, Flaky):
-        hypothesis.find(cases, breaks, settings=settings, random=Random(seed))
+        hypothesis.find(drawn, breaks, settings=settings, random=Random(seed))
     return Outcome(tried, *broken[-1], hung=bool(hung)) if broken else Outcome(tried, None)
 
 
@@ -184,7 +119,10 @@ def violation_of(own: OwnMethod, claim: Claim, case: Case) -> str | None:
         TurnError: if a rank does not come back from the method.
     """
     try:
-        _TRIALS[claim](own, case)
+        if isinstance(claim, MethodDuty | MethodLaw):
+            _TRIALS[claim](own, case)
+        else:
+            gather_laws.TRIALS[claim](own, case)
     except Violation as violation:
         return str(violation)
     except (KeyboardInterrupt, TurnError):
@@ -195,22 +133,6 @@ def violation_of(own: OwnMethod, claim: Claim, case: Case) -> str | None:
 
 
 # Reductions on all ranks
-
-Body = Callable[[Mesh, Wire], Any]
-
-
-def _on_ranks(case: Case, body: Body) -> list[Any]:
-    """Return what ``body(mesh, wire)`` returns on each rank."""
-
-    def rank_main(mesh: Mesh) -> Any:
-        wire = Wire(mesh)
-        try:
-            return body(mesh, wire)
-        finally:
-            wire.close()
-
-    topology = case.topology
-    return simulate(topology.nodes, topology.ranks_per_node, timeout=_SECONDS)(rank_main)
 
 
 def _reduce(reduction: OwnReduction, gradient: Tensor, advances: int) -> Tensor:
@@ -242,18 +164,7 @@ def _means(
         reduction.drain()
         return means
 
-    return _on_ranks(case, body)
-
-
-def _same(found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]], what: str) -> None:
-    for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        for step, (mean, other) in enumerate(zip(mine, theirs, strict=True)):
-            if not torch.equal(mean, other):
-                at = int((mean != other).nonzero()[0])
-                raise Violation(
-                    f"on rank {rank} element {at} of the mean of step {step} is {mean[at]:.9g} {what}, and "
-                    f"{other[at]:.9g} otherwise"
-                )
+    return on_ranks(case, body)
 
 
 # Claims
@@ -266,12 +177,12 @@ def _mean(own: OwnMethod, case: Case) -> None:
 def _advance(own: OwnMethod, case: Case) -> None:
     others = (case.advances + 1) % 4
     what = f"after {others} calls of advance() in each step"
-    _same(_means(own, case, 3, advances=others), _means(own, case, 3), what)
+    check_same(_means(own, case, 3, advances=others), _means(own, case, 3), what)
 
 
 def _resume(own: OwnMethod, case: Case) -> None:
     resumed = 1 + case.seed % 2
-    _same(
+    check_same(
         _means(own, case, 4, resumed=resumed),
         _means(own, case, 4),
         f"if step {resumed} is resumed from a state",
@@ -300,7 +211,7 @@ def _apart(own: OwnMethod, case: Case) -> None:
         second.drain()
         return means
 
-    _same(_on_ranks(case, body), _means(own, case, 3, advances=2), "beside another unit")
+    check_same(on_ranks(case, body), _means(own, case, 3, advances=2), "beside another unit")
 
 
 def _keep(own: OwnMethod, case: Case) -> None:
@@ -317,8 +228,8 @@ def _keep(own: OwnMethod, case: Case) -> None:
         reduction.drain()
         return kept, copies
 
-    pairs = _on_ranks(case, body)
-    _same([kept for kept, _ in pairs], [copies for _, copies in pairs], "after later reductions")
+    pairs = on_ranks(case, body)
+    check_same([kept for kept, _ in pairs], [copies for _, copies in pairs], "after later reductions")
 
 
 def _unstarted(own: OwnMethod, case: Case) -> None:
@@ -332,30 +243,23 @@ def _unstarted(own: OwnMethod, case: Case) -> None:
             return True
         return False
 
-    if not all(_on_ranks(case, body)):
+    if not all(on_ranks(case, body)):
         raise Violation("finish() of a new object returned a mean, although nothing was started")
 
 
 def _bytes(own: OwnMethod, case: Case) -> None:
     geometry = case.geometry()
 
-    def body(mesh: Mesh, wire: Wire) -> tuple[dict[LedgerKey, Sent], dict[LedgerKey, Sent]]:
+    def body(mesh: Mesh, wire: Wire) -> Row:
         reduction, book = OwnReduction(own, geometry, wire), Book(case.topology, mesh.rank)
         for step in range(2):
             _reduce(reduction, case.gradient(geometry, step, mesh.rank), case.advances)
             for message in reduction.messages(case.topology) or ():
-                book.method_message(geometry.name, message)
+                book.method_message(Tag("backward", "gradients", geometry.name), message)
         reduction.drain()
         return wire.ledger.rows(), book.sent
 
-    for rank, (sent, declared) in enumerate(_on_ranks(case, body)):
-        for key in sent.keys() | declared.keys():
-            found, expected = sent.get(key, Sent(0, 0)), declared.get(key, Sent(0, 0))
-            if key.purpose == "gradients" and found != expected:
-                raise Violation(
-                    f"in 2 reductions rank {rank} sent {found.bytes} bytes in {found.messages} messages along "
-                    f"{key.hop!r}, and bytes() declares {expected.bytes} in {expected.messages}"
-                )
+    check_booked(on_ranks(case, body), "gradients", "2 reductions")
 
 
 def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
@@ -433,7 +337,7 @@ def _unbiased(own: OwnMethod, case: Case) -> None:
         reduction.drain()
         return torch.stack(means).double()
 
-    for rank, means in enumerate(_on_ranks(case, body)):
+    for rank, means in enumerate(on_ranks(case, body)):
         start, end = geometry.bounds(rank)
         deviation = means.std(0) / math.sqrt(_REPEATED)
         largest = float(exact.abs().max())
@@ -450,7 +354,7 @@ def _unbiased(own: OwnMethod, case: Case) -> None:
             )
 
 
-_TRIALS: Final[dict[Claim, Callable[[OwnMethod, Case], None]]] = {
+_TRIALS: Final[dict[MethodDuty | MethodLaw, Callable[[OwnMethod, Case], None]]] = {
     MethodDuty.MEAN: _mean,
     MethodDuty.ADVANCE: _advance,
     MethodDuty.RESUME: _resume,

@@ -24,6 +24,7 @@ from impl import ops
 from impl.codecs.codec import OwnCodec, Raw
 from impl.codecs.reference import REFERENCE
 from impl.comm.wire import EncodedHop, Observer
+from impl.plan.own_method import MethodUnit
 from impl.plan.policy import Policy
 from impl.unit.unit import Unit
 from impl.zero import Zero
@@ -124,7 +125,9 @@ def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
     return np.array([float((decoded.double() - exact).square().sum()), float(exact.square().sum())])
 
 
-def gradient_errors(step: int, observer: ReductionObserver, *, repeated: int = 1) -> SumsByPlace:
+def gradient_errors(
+    step: int, observer: ReductionObserver, *, repeated: int = 1, group: slice = slice(None)
+) -> SumsByPlace:
     """Return the errors of each hop and of the whole reduction; all ranks must call this.
 
     Args:
@@ -132,13 +135,15 @@ def gradient_errors(step: int, observer: ReductionObserver, *, repeated: int = 1
         observer: The observer of the reductions.
         repeated: How often the same gradients were reduced.  If more than once, the error of the mean over these
             reductions is returned, and errors of hops are left out.
+        group: The ranks over which gradients are averaged, this rank's group with local steps; all by default.
     """
     errors: SumsByPlace = {}
     if repeated == 1:
         for (unit, hop), sums in observer.hops.items():
             errors[Place(step, "gradients", unit, hop.number, hop.axis, str(hop.codec))] = sums
     for unit, (start, mean) in observer.means.items():
-        rows = exchange_gradients(observer.gradients[unit], start, mean.numel()).double()  # (world, n)
+        every = exchange_gradients(observer.gradients[unit], start, mean.numel())  # (world, n)
+        rows = every[group].double()
         products = (rows @ rows.T).flatten().cpu().numpy()
         place = Place(step, "gradients", unit, repeated=repeated)
         errors[place] = np.concatenate([squared_sums(mean, rows.mean(0)), products])
@@ -174,10 +179,51 @@ def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace
         masters = all_ranks.gather(master)
         for purpose in ("weights", "secondary") if unit.policy.secondary else ("weights",):
             unit.all_gather("forward" if purpose == "weights" else "backward")
-            place = Place(step, purpose, unit.geometry.name, codec=str(unit.policy.weights))
+            codec = str(unit.policy.weights) if unit.policy.own_gather is None else ""
+            place = Place(step, purpose, unit.geometry.name, codec=codec)
             errors[place] = squared_sums(*_next_rank_weights(unit, masters))
             unit.reshard()
     return errors
+
+
+def gathered_weights(zero: Zero) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gather all weights for a forward pass and for a backward pass, by parameter; all ranks must call this.
+
+    Call it in a rehearsal, since a user's own gather may have a state.
+    """
+    by_phase: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
+    for unit in zero.units:
+        for phase, values in zip(("forward", "backward"), by_phase, strict=True):
+            unit.all_gather("forward" if phase == "forward" else "backward")
+            for member, slot in zip(unit.members, unit.geometry.slots, strict=True):
+                values[slot.spec.name] = member.parameter.detach().float().clone()
+            unit.reshard()
+    return by_phase
+
+
+def beyond_bound(zero: Zero, gathered: Mapping[str, Tensor]) -> str | None:
+    """Return an error if weights that a user's own gather has ``gathered`` first differ from the masters by more than
+    its class promises; else None.  All ranks must call this; each checks the shard of the next rank.
+    """
+    own, rank = zero.policy.own_gather, (zero.wire.mesh.rank + 1) % zero.wire.mesh.topology.world
+    found = None
+    for unit in zero.units if own is not None else ():
+        masters, geometry = all_ranks.gather(unit.master_shard.master.detach().contiguous()), unit.geometry
+        if unit.policy.own_gather is None or found is not None:
+            continue
+        exact, method_unit = masters[rank], MethodUnit.of(geometry, rank)
+        rounding = torch.finfo(unit.flat.dtype).eps + 1e-4
+        allowed = (unit.policy.own_gather.error_bound(method_unit) + rounding) * float(exact.abs().max())
+        for slot in geometry.slots:
+            begin, end = geometry.overlap(slot, rank)
+            mine = gathered[slot.spec.name].reshape(-1)[begin - slot.offset : end - slot.offset]
+            error = (mine - exact[slice(*geometry.part(slot, rank))]).abs()
+            if error.numel() and float(error.max()) > allowed:
+                found = (
+                    f"before training the weights of unit {geometry.name!r} that {own} has gathered differ from the "
+                    f"masters of rank {rank} by {float(error.max()):.3g}: more than the class promises, {allowed:.3g}"
+                )
+    return found
 
 
 def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
@@ -195,6 +241,7 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
     codec = unit.policy.weights
     policy = zero.current_policy
     other = policy.differences is not None or policy.budget is not None or unit.policy.planes != 1
+    other = other or unit.policy.own_gather is not None
     if isinstance(codec, Raw | OwnCodec) or codec.stochastic or other:
         return None  # the masters were not sent in exactly this codec
     master = unit.master_shard.master.detach().contiguous().cpu()
@@ -221,6 +268,9 @@ def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, T
     """
     geometry, mesh = unit.geometry, unit.wire.mesh
     rank = (mesh.rank + 1) % mesh.topology.world
+    if unit.policy.local_steps is not None:  # other groups have other weights
+        first = mesh.rank - mesh.rank % geometry.shards
+        rank = first + (mesh.rank + 1 - first) % geometry.shards
     gathered, exact = [], []
     for member, slot in zip(unit.members, geometry.slots, strict=True):
         begin, end = geometry.overlap(slot, rank)
@@ -248,10 +298,10 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
 
     Two rules are checked on whole reductions and gathers.  First, an error grows at most :data:`GROWTH` times after the
     first measured step.  Second, the error of hpZ's copy is at most the error of the copied weights, plus the copy's
-    own rounding.  The first rule does not apply to gradients with error feedback or a user's own reduction, to codecs
-    that a budget changes, and to the first step of differences, since these errors may grow.  With a schedule, it
-    applies to the steps of one policy, and to no differences.  The second does not apply to a copy that holds another
-    plane than the forward pass computes with.
+    own rounding.  The first rule does not apply to gradients with error feedback or a user's own reduction, to weights
+    with a user's own gather, to codecs that a budget changes, and to the first step of differences, since these errors
+    may grow.  With a schedule, it applies to the steps of one policy, and to no differences.  The second does not apply
+    to a copy that holds another plane than the forward pass computes with.
     """
     ends = [
         (error, error.squared_error / error.squared_value)
@@ -273,6 +323,7 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy) -> str | None:
         gradients = error.purpose == "gradients"
         budgeted = ("gradients" if gradients else "weights") in now.candidates
         differs = now.differences is not None and (error.step == 0 or bool(policy.schedule))
+        differs = differs or now.own_gather is not None
         carries = now.feedback is not None or now.own_reduce is not None
         if budgeted or (carries if gradients else differs):
             continue

@@ -46,7 +46,14 @@ from impl.deepspeed.config_to_policy import Finding, laid_out
 from impl.errors import ZeroError
 from impl.plan import memory as held
 from impl.plan import unit_plan
-from impl.plan.own_method import Declared, MethodError, planned_messages
+from impl.plan.own_method import (
+    Declared,
+    DeclaredGathers,
+    MethodError,
+    declares,
+    planned_gathers,
+    planned_messages,
+)
 from impl.plan.owners import MOMENTUM_BYTES, owners_of
 from impl.plan.policy import Policy, PolicyError
 from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
@@ -130,14 +137,15 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     optimizer = None if "optimizer" in unread else _check_optimizer(trial)
     codecs = () if policy is None or not policy.readable else policy.own_codecs
     model = None if "model" in unread else model_to_plan(trial, models)
-    own = None if "method" in unread else trial.own_method
+    methods = {"method": trial.own_method, "gather_method": trial.own_gather}
+    owns = [own for role, own in methods.items() if own is not None and role not in unread]
     problems = [
         next(_rank_problems(trial, host), None),
         None if {"corpus", "tokenizer"} & unread.keys() else _refusal(lambda: trial_dataset.check(trial)),
         next(_link_problems(trial, host), None),
         _refusal(partial(_check_own_codecs, trial.cluster.device, codecs)) if codecs else None,
         optimizer if isinstance(optimizer, str) else None,
-        None if own is None else _refusal(lambda: own.definition),
+        *(_refusal(partial(getattr, own, "definition")) for own in owns),
         _refusal(partial(_check_strategy, trial.strategy)) if trial.own_strategy and not unread else None,
     ]
     if isinstance(model, Refusal):
@@ -198,6 +206,7 @@ def _unread(trial: Trial) -> dict[str, str]:
     codecs = () if policy is None else (codec for codec in policy.own_codecs if not codec.readable)
     names = {"model": trial.model.name, "optimizer": trial.optimizer.name, "tokenizer": trial.tokenizer or ""}
     names |= {} if trial.own_method is None else {"method": trial.own_method.name}
+    names |= {} if trial.own_gather is None else {"gather_method": trial.own_gather.name}
     names |= {"strategy": trial.strategy} if trial.own_strategy else {}
     names |= {f"codec {number}": str(codec) for number, codec in enumerate(codecs)}
     if named_object.is_name(trial.corpus) and not suite_folder.path_of(trial.corpus).exists():
@@ -272,15 +281,22 @@ def _plan(
         prediction.step = step_of_trial(trial, planned, prediction.parameters or 0)
         if trial.strategy == RECIPE:
             prediction.findings = laid_out(replace(trial.recipe(), policy=policy), planned).findings
+    zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]
     methods: Declared | None = None
+    gathers: DeclaredGathers | None = None
+    known = not trial.own_strategy
     if (own := trial.own_method) is not None:
-        zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]
         methods = None if "method" in prediction.unread else planned_messages(own, topology, zero_units)
-    known = methods is not None and None not in methods.values() if own is not None else True
-    if trial.own_strategy or not known:  # measured, not predicted
+        known = known and methods is not None and declares(own)
+    if (own := trial.own_gather) is not None:
+        gathers = None if "gather_method" in prediction.unread else planned_gathers(own, topology, zero_units)
+        known = known and gathers is not None and declares(own)
+    if not known:  # measured, not predicted
         prediction.padded, prediction.step = sum(unit.padded for unit in units), None
         return memory
-    inter, intra = per_node_bytes(policy, topology, units, trial, methods=methods, owners=owners)
+    inter, intra = per_node_bytes(
+        policy, topology, units, trial, methods=methods, gathers=gathers, owners=owners
+    )
     if judges:
         judged = per_node_bytes(policy, topology, judges, trial, judges=True)
         inter, intra = inter + judged[0], intra + judged[1]

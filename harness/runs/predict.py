@@ -22,7 +22,8 @@ from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.errors import raised
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
-from impl.plan.own_method import Declared
+from impl.plan.local_steps import meeting_steps
+from impl.plan.own_method import Declared, DeclaredGathers
 from impl.plan.owners import Owners
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import FROZEN, UnitGeometry
@@ -85,6 +86,7 @@ def per_node_bytes(
     *,
     judges: bool = False,
     methods: Declared | None = None,
+    gathers: DeclaredGathers | None = None,
     owners: Owners | None = None,
 ) -> tuple[int, int]:
     """Return the mean bytes that the ranks of one node send in a timed step, to other nodes and inside the node.
@@ -98,6 +100,7 @@ def per_node_bytes(
         trial: The trial.
         judges: Whether ``units`` are those of the frozen models that score in workload ``rlhf``.
         methods: By unit, the messages of each reduction that a user's own method declares.
+        gathers: By unit, a function that returns the messages that a user's own gather declares.
         owners: The owners of matrices, if Muon steps them.  The nodes do not send them equally many bytes.
 
     Returns:
@@ -108,11 +111,19 @@ def per_node_bytes(
     if judges:  # their weights never change, so that copies kept from earlier steps are still current
         timed: list[Event] = ["evaluate"] * trial.steps
         loads, later, beginnings = (timed, timed), 0, [(1, policy, ["evaluate"] * trial.warmup)]
+    elif (
+        policy.own_gather is not None and trial.workload == "train"
+    ):  # each of its steps may send something else
+        norms = 0 if trial.clip is None else 1
+        passes = traffic.passes(policy, micro_batches=trial.accumulation, norms=norms)
+        loads, later = (passes * trial.steps,) * 2, 0
+        beginnings = [(1, policy, passes * trial.warmup)]
     zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # without FSDP2's groups
 
     def nbytes(rank: int, phase: Policy, events: list[Event]) -> dict[LedgerKey, int]:
         if trial.host is None:
-            ledger = traffic.predict(phase, topology, zero_units, rank, events, methods=methods).sent
+            own = {"methods": methods, "gathers": gathers}
+            ledger = traffic.predict(phase, topology, zero_units, rank, events, **own).sent  # type: ignore[arg-type]
         else:
             ledger = predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
         return {key: sent.bytes for key, sent in ledger.items()}
@@ -171,8 +182,12 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
     """Return for each kind of step the number of timed steps, their policy, and the passes that precede such a step.
 
     A policy with differences sends whole weights in some steps and differences in the others.  A step that sends
-    differences is counted after a step that sent whole weights.  With a schedule, each of its policies is a kind.
+    differences is counted after a step that sent whole weights.  With local steps, fragments are exchanged after some
+    steps, and nothing after the others.  With a schedule, each of its policies is a kind.
     """
+    if (local := policy.local_steps) is not None:
+        kinds_apart = _local_beginnings(local, meeting_steps(policy), trial)
+        return [(count, policy, before) for count, before in kinds_apart]
     if not policy.schedule and policy.differences is None:
         return [(trial.steps, policy, [])]
     kinds, phases = Counter[tuple[int, bool]](), policy.phases
@@ -189,6 +204,22 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
         for (number, anew), count in kinds.items()
         if count
     ]
+
+
+def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[tuple[int, list[Event]]]:
+    """Return (number of timed steps, events before) for steps that groups exchange something after, and for the others.
+
+    Args:
+        local: Steps of a round.
+        meeting: The steps of a round, from 1 to ``local``, after which something is exchanged.
+        trial: The trial.
+    """
+    timed = Counter(index % local + 1 for index in range(trial.warmup, trial.warmup + trial.steps))
+    kinds: list[tuple[int, list[Event]]] = [(timed[step], ["step"] * (step - 1)) for step in meeting]
+    others = [step for step in range(1, local + 1) if step not in meeting]
+    if others:
+        kinds.append((sum(timed[step] for step in others), ["step"] * (others[0] - 1)))
+    return [(count, before) for count, before in kinds if count]
 
 
 def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:

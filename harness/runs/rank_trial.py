@@ -171,7 +171,8 @@ class TrialRun:
         # The sharded actor is compared on batches that a single process has generated.
         if judges is not None:
             batches = collect(trial, self.data, model, judges, rank=rank.rank, index=0, clock=StepClock())
-        if trial.own_method is not None and rank.fail is not None and rank.mesh is None:
+        own = trial.own_method is not None or trial.own_gather is not None
+        if own and rank.fail is not None and rank.mesh is None:
             method_calls.watch(min(TIMEOUT_SECONDS, trial.timeout_seconds / 4), rank.fail)
         with rank.open_link():
             self.comparison = Comparison(trial, model, batches, rank)
@@ -193,7 +194,8 @@ class TrialRun:
         self.loop = TrainingLoop(trial, self.strategy, self.data, self.device)
         self.loop.collect = None if judges is None else partial(self._collect, judges)
         self.judge_events: list[Event] = []  # the judges' passes, for ``impl.plan.traffic``
-        self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer, read)
+        optimizer, engine = self.loop.optimizer, self.strategy.zero
+        self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, optimizer, read, zero=engine)
         self.checks, self.checked, self.witness = checks, checks.checked, self.loop.clock.witness
         self.checked.trainable, self._read = trained, read
         if (zero := self.strategy.zero) is not None:

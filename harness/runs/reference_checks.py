@@ -87,6 +87,11 @@ _MUON_ERROR: Final = 2.0**-5
 same_loss: Final = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
+_Gathered = tuple[
+    Mapping[str, Tensor], Mapping[str, Tensor]
+]  # weights by name: of forward, of backward passes
+
+
 class TrialError(RuntimeError):
     """A trial ran, but a check of its results failed; the message names the numbers.
 
@@ -155,6 +160,12 @@ class Comparison:
 
     def before_training(self, strategy: Strategy) -> None:
         """Compare the sharded model's loss and reduced gradients with a single process's."""
+        if strategy.zero is not None and strategy.zero.policy.own_gather is not None:
+            with _rehearsal(strategy):  # the single process computes with the weights that the class gathers
+                model, gathered = self._same_masters(strategy, strategy.zero)
+                assert gathered is not None  # noqa: S101  # a user's class gathers
+                self.compared.wrong = communication_error.beyond_bound(strategy.zero, gathered[0])
+                self.expected, self.gradient = self._single_process(model, gathered=gathered)
         if self.gradient is None:
             loss = mean_loss(strategy.model, batches_of(self.data))
             strategy.weights_changed()  # the first step must gather weights anew, and not use those of this check
@@ -178,7 +189,9 @@ class Comparison:
                     errors |= communication_error.weight_errors(index, strategy.zero)
                 for _ in range(repeated):
                     run_passes(self.trial, strategy, self.data, index)
-            errors |= communication_error.gradient_errors(index, observed, repeated=repeated)
+            errors |= communication_error.gradient_errors(
+                index, observed, repeated=repeated, group=self._group()
+            )
         self.compared.communicated += [(place, sums.tolist()) for place, sums in errors.items()]
         if index and strategy.zero is not None:
             self._compare_later_step(index, strategy, strategy.zero, checks)
@@ -214,7 +227,7 @@ class Comparison:
                 for (name, hop), sums in observed.hops.items()
             }
         self.compared.drawn += [(place, sums.tolist()) for place, sums in errors.items()]
-        self.compared.wrong = wrong or observed.unlike
+        self.compared.wrong = self.compared.wrong or wrong or observed.unlike
 
     def watched_matrix(self, zero: Zero, optimizer: torch.optim.Optimizer) -> MatrixWitness | None:
         """Return a witness of one drawn matrix; None if no step of it is taken again, or this rank holds no part."""
@@ -284,11 +297,9 @@ class Comparison:
             unit: The only unit whose gradient is compared; None for all.  With a unit, the result's ``trained`` is the
                 loss of the step's whole batches in evaluation mode, and None for a user's model.
         """
-        with next(strategy.model.parameters()).device:
-            model = models.of_trial(self.trial)
-        model.load_state_dict(zero.full_state_dict())
+        model, gathered = self._same_masters(strategy, zero)
         clock = Clock(self.trial.seed, zero.clock.step)
-        expected, gradient = self._single_process(model, index, clock, data, unit)
+        expected, gradient = self._single_process(model, index, clock, data, unit, gathered=gathered)
         with evaluating(strategy.model):
             passes = run_passes(self.trial, strategy, data, index)
         # Errors that were carried from earlier steps are in the reduced gradient, and not in the single process's.
@@ -299,6 +310,17 @@ class Comparison:
             self.compared.gradient_errors += _gradient_errors(gradient, strategy)
         self.compared.losses.append(replace(expected, sharded=passes.mean))
         return expected
+
+    def _same_masters(self, strategy: Strategy, zero: Zero) -> tuple[nn.Module, _Gathered | None]:
+        """Return an unsharded model with the engine's masters and, with a user's own gather, what it gathers of them.
+
+        The passes that follow gather the same weights again, since these do not change.
+        """
+        with next(strategy.model.parameters()).device:
+            model = models.of_trial(self.trial)
+        model.load_state_dict(zero.full_state_dict())
+        own = zero.policy.own_gather is not None
+        return model, communication_error.gathered_weights(zero) if own else None
 
     def after_steps(self, strategy: Strategy) -> None:
         """Try codecs on this rank's weights, and on the gradients of one further backward pass."""
@@ -316,6 +338,8 @@ class Comparison:
         clock: Clock | None = None,
         data: Batches | None = None,
         unit: str | None = None,
+        *,
+        gathered: _Gathered | None = None,
     ) -> tuple[ComparedLoss, FirstGradient | None]:
         """Compute losses and gradients of the unsharded model; all ranks must call it.
 
@@ -326,6 +350,7 @@ class Comparison:
             data: Where batches come from; by default the trial's.
             unit: The only unit whose gradient is returned; None for all.  With a unit, only the loss that the
                 sharded model should have is computed, and it is returned as the reference too.
+            gathered: With a user's own gather, the weights that it has gathered for forward and backward passes.
 
         Returns:
             The losses on this rank's batches; and the mean gradient of all ranks, or None if the trial only decodes
@@ -344,7 +369,7 @@ class Comparison:
         # Layouts stay None for DeepSpeed, which does not show its reduced gradients.
         layouts: Sequence[Layout] | None = None
         family, columns = trial.host or family_of(trial.strategy), dict[str, Tensor]()
-        with contextlib.ExitStack() as gathered:
+        with contextlib.ExitStack() as entered:
             units: Sequence[UnitGeometry | GroupGeometry] = ()
             if family == "fsdp2":
                 # With peer.group = "node", each node is one copy of the states, sharded among its own ranks.
@@ -356,9 +381,12 @@ class Comparison:
                 layouts = model_layouts(model)
             if units:
                 layouts = layouts_of(units, policy, topology)
-            if policy is not None and family != "ddp":  # DDP has whole weights on every rank
+            if gathered is not None:
+                entered.enter_context(computing_with(model, gathered[0]))
+                columns = dict(gathered[1])
+            elif policy is not None and family != "ddp":  # DDP has whole weights on every rank
                 columns = by_columns(model, policy, units)
-                gathered.enter_context(as_gathered(model, policy, units, clock or Clock(trial.seed)))
+                entered.enter_context(as_gathered(model, policy, units, clock or Clock(trial.seed)))
             computed = as_computed(trial, model)
             if trial.workload == "generate" or layouts is None:
                 loss = mean_loss(computed, batches_of(data, step))
@@ -379,6 +407,12 @@ class Comparison:
                     losses = [float(computed(*batch)) for batch in batches_of(data, step)]
                 trained = loss if same_loss(math.fsum(losses) / len(losses), loss) else None
         return ComparedLoss(reference, loss, trained, step), gradient
+
+    def _group(self) -> slice:
+        """Return the ranks over which gradients are averaged: with local steps those of this rank's group."""
+        policy, topology, rank = self.trial.resolved_policy(), self.rank.topology, self.rank.rank
+        ranks = topology.world if policy is None else policy.averaged_ranks(topology)
+        return slice(rank - rank % ranks, rank - rank % ranks + ranks)
 
     def _gradient(
         self,
@@ -407,7 +441,8 @@ class Comparison:
         # If the secondary shard is not held as frames, backward passes compute with a rounded copy of the weights.
         if policy is not None and policy.secondary_format != "frames":
             rounding = max(rounding, ROUNDING[policy.secondary_format])
-        first = FirstGradient(layouts, trial.seed, trial.accumulation, rounding, step)
+        apart = 0 if policy is None or policy.local_steps is None else policy.group_ranks(self.rank.topology)
+        first = FirstGradient(layouts, trial.seed, trial.accumulation, rounding, step, apart)
         times = 1.0 if scale is None else scale.initial
         parameters = dict(model.named_parameters())
         losses: list[float] = []

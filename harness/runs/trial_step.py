@@ -20,11 +20,11 @@ BYTES_PER_MBIT: Final = 1e6 / 8
 def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
     """Return the work of a trial's step; None if it is not known.
 
-    It is known if our own engine trains the trial's model, and reduces its gradients in hops.  With Muon, ``units`` of
+    It is known if our own engine trains the trial's model, and gathers and reduces in hops.  With Muon, ``units`` of
     a record, which have no parameters, are planned anew; this is possible for presets.
     """
     policy = trial.resolved_policy()
-    own = policy is not None and policy.phases[0].own_reduce is not None
+    own = policy is not None and (policy.phases[0].own_reduce is not None or policy.own_gather is not None)
     if policy is None or own or trial.host is not None or trial.workload != "train":
         return None
     owners = None

@@ -12,6 +12,7 @@ from torch import Tensor
 from impl.comm.reduce_scatter import Reduction
 from impl.unit.master_shard import Version
 from impl.unit.secondary_shard import SecondaryShard
+from impl.unit.weight_gather import WeightGather
 from impl.zero import Zero
 
 
@@ -39,7 +40,8 @@ def spoil(zero: Zero, control: str | None) -> None:
         zero.follow_schedule = follow_late  # type: ignore[method-assign]
     for unit in zero.units:
         if control in ("stale_secondary", "late_secondary"):
-            _keep_old(unit.weight_gather.secondary, forever=control == "stale_secondary")
+            if isinstance(gather := unit.weight_gather, WeightGather):  # hpZ allows no gather of a user's own
+                _keep_old(gather.secondary, forever=control == "stale_secondary")
         elif control == "unordered":
             right = unit.reduction.collective
             if not isinstance(right, Reduction):  # a suite refuses this control of a user's own reduction

@@ -40,11 +40,12 @@ from impl.engine.engine import describe
 from impl.engine.masters import Stepped
 from impl.named_object import NamedObjectError, import_object
 from impl.plan.memory import memory, with_muon, with_state
-from impl.plan.own_method import Declared
+from impl.plan.own_method import Declared, DeclaredGathers, OwnMethod, declares
 from impl.plan.owners import Owners, owners_of
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Book, CopyKey, Decision, Event, LedgerKey, Purpose, Sent, predict
+from impl.unit.own_gather import OwnWeightGather
 from impl.zero import Zero, shard
 
 # What one rank sent through our wire (None if it sends outside), and the bytes it copied between host and device.
@@ -320,10 +321,12 @@ class Sharded(Strategy):
         return unit.geometry.bounds(self.zero.wire.mesh.rank)[0] // layout.row, mean.view(-1, layout.row)
 
     def forget_gradients(self) -> None:
-        """See :meth:`Strategy.forget_gradients`; also resets error feedback and the noise of stochastic codecs."""
+        """See :meth:`Strategy.forget_gradients`; also resets error feedback, users' methods and the noise of codecs."""
         self.zero.model.zero_grad()
         for unit in self.zero.units:
             unit.reduction.clear_feedback()
+            if isinstance(unit.weight_gather, OwnWeightGather):
+                unit.weight_gather.reset()
         self.zero.clock.micro_batch = 0
         self.weights_changed()
 
@@ -355,7 +358,7 @@ class Sharded(Strategy):
         """Predict the messages and copies of all ``events``."""
         policy, mesh = self.zero.policy, self.zero.wire.mesh
         kept: dict[str, Any] = {"buffer_bytes": self.zero.buffers.nbytes, "decisions": self.decisions}
-        kept["methods"] = self._declared()
+        kept["methods"], kept["gathers"] = self._declared(), self._declared_gathers()
         kept["owners"] = self.owners
         return predict(policy, mesh.topology, self.units, mesh.rank, events, **kept)
 
@@ -370,16 +373,30 @@ class Sharded(Strategy):
         owns = {unit.geometry.name: unit.reduction.own for unit in self.zero.units}
         return {name: own.messages(topology) for name, own in owns.items() if own is not None}
 
+    def _declared_gathers(self) -> DeclaredGathers:
+        """Return functions for the messages of a gather that users' own methods declare, by unit."""
+        topology = self.zero.wire.mesh.topology
+        gathers = {unit.geometry.name: unit.weight_gather for unit in self.zero.units}
+        return {
+            name: partial(gather.own.messages, topology)
+            for name, gather in gathers.items()
+            if isinstance(gather, OwnWeightGather)
+        }
+
     @property
     def unpredicted(self) -> Sequence[Purpose]:
         """See :attr:`Strategy.unpredicted`."""
-        return ("gradients",) if None in self._declared().values() else ()
+        policy = self.zero.policy
+        owns: dict[Purpose, OwnMethod | None] = {"weights": policy.own_gather, "gradients": policy.own_reduce}
+        return [purpose for purpose, own in owns.items() if own is not None and not declares(own)]
 
     def close(self) -> None:
         """Receive what users' own methods have sent, and free shared memory."""
         for unit in self.zero.units:
             if unit.reduction.own is not None:
                 unit.reduction.own.drain()
+            if isinstance(unit.weight_gather, OwnWeightGather):
+                unit.weight_gather.own.drain()
         self.zero.wire.close()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:

@@ -281,8 +281,8 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
     Policies with a codec whose block may not be read (:attr:`impl.plan.policy.Policy.readable`) do not count.
 
     Fields that a trial does not use are reset, so that they do not change its id: the policy of a peer and the
-    ``peer`` fields of other libraries, the ``peer`` fields of all other trials, and ``method`` without a class of one's
-    own.
+    ``peer`` fields of other libraries, the ``peer`` fields of all other trials, and ``method`` and ``gather_method``
+    without a class of one's own.
     """
     try:
         policies = [trial.resolved_policy() for trial in trials if _readable(trial)]
@@ -294,12 +294,14 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
             update={
                 "policy": PolicyChanges(),
                 "method": {},
+                "gather_method": {},
                 "peer": trial.peer.read_by(PEERS[trial.strategy].family),
             }
             if trial.strategy in PEERS
             else {
                 "policy": trial.policy.model_copy(update={"align": grain}),
                 "method": {} if trial.own_method is None and not trial.own_strategy else trial.method,
+                "gather_method": {} if trial.own_gather is None else trial.gather_method,
                 "peer": PeerSettings(),
             }
         )

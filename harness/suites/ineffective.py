@@ -97,6 +97,19 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
             else f"policy.reduce = {trial.policy.reduce!r}, which sends no codecs"
         )
     ),
+    "policy.weights": lambda trial: (
+        _with_policy(trial)
+        or (
+            None
+            if trial.own_gather is None
+            else f"policy.gather = {trial.policy.gather!r}, which sends no codecs"
+        )
+    ),
+    "gather_method": lambda trial: (
+        None
+        if trial.own_gather is not None
+        else "no class of your own that gathers: name one in policy.gather, such as 'mine:Class'"
+    ),
     "policy.owned": lambda trial: (
         _with_policy(trial)
         or _trains(trial)

@@ -27,6 +27,7 @@ CONFIGURATION: Final = (
     "strategy",
     "policy",
     "method",
+    "gather_method",
     "peer",
     "deepspeed_config",
     "control",

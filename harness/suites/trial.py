@@ -340,14 +340,21 @@ class PolicyChanges(_Keys):
         """Turn the default ``frames`` into None, so that a trial that sets it has the id of one that does not."""
         return None if value == "frames" else value
 
-    def applied(self, base: Policy, arguments: Mapping[str, Any] | None = None) -> Policy:
+    def applied(
+        self,
+        base: Policy,
+        arguments: Mapping[str, Any] | None = None,
+        gather_arguments: Mapping[str, Any] | None = None,
+    ) -> Policy:
         """Return ``base`` with these fields in place of its own; raises a PolicyError if no topology could run it.
 
-        A class that ``reduce`` names gets the ``arguments``.
+        A class that ``reduce`` names gets the ``arguments``, one that ``gather`` names the ``gather_arguments``.
         """
         values = _as_fields({name: value for name, value in self if value is not None and name != "schedule"})
         if ":" in (self.reduce or ""):
             values["reduce"] = method(str(self.reduce), **(arguments or {}))
+        if ":" in (self.gather or ""):
+            values["gather"] = method(str(self.gather), **(gather_arguments or {}))
         if self.schedule:
             try:
                 values["schedule"] = tuple(span.span() for span in self.schedule)
@@ -425,6 +432,7 @@ class Trial(_Frozen):
     strategy: str = "zeropp"
     policy: PolicyChanges = PolicyChanges()
     method: dict[str, bool | int | float | str | list[bool | int | float | str]] = {}
+    gather_method: dict[str, bool | int | float | str | list[bool | int | float | str]] = {}
     peer: PeerSettings = PeerSettings()
     deepspeed_config: Annotated[str | None, BeforeValidator(configuration_text)] = None
     cluster: Cluster = Cluster()
@@ -465,7 +473,7 @@ class Trial(_Frozen):
         """Turn ``"none"``, which a suite writes in an axis, into None."""
         return None if value == "none" else value
 
-    @field_validator("method")
+    @field_validator("method", "gather_method")
     @classmethod
     def _given(cls, value: dict[str, Any]) -> dict[str, Any]:
         """Leave out arguments that are ``"none"``, which a suite writes for classes that do not take them."""
@@ -567,6 +575,12 @@ class Trial(_Frozen):
         return method(named, **arguments) if named is not None and ":" in named else None
 
     @property
+    def own_gather(self) -> OwnMethod | None:
+        """The class of a user's own that gathers weights, with its arguments; None without one."""
+        named = self.policy.gather if self.strategy not in PEERS else None
+        return method(named, **self.gather_method) if named is not None and ":" in named else None
+
+    @property
     def own_strategy(self) -> bool:
         """Whether the strategy is a class of a user's own, ``module:Class``."""
         return ":" in self.strategy
@@ -587,5 +601,6 @@ class Trial(_Frozen):
         base = self.base_policy()
         if base is None:
             return None
-        policy = self.policy.applied(base, {} if self.own_strategy else self.method)
+        arguments = {} if self.own_strategy else self.method
+        policy = self.policy.applied(base, arguments, self.gather_method)
         return policy.for_steps(self.warmup + self.steps) if policy.schedule else policy

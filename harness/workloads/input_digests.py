@@ -29,7 +29,8 @@ def digests(trial: Trial) -> dict[str, str]:
     Names are:
 
     - ``corpus``, of all its tokens;
-    - ``model``, ``optimizer``, ``tokenizer``, ``method``, ``strategy``, ``transport`` or ``codec <text>``: the file
+    - ``model``, ``optimizer``, ``tokenizer``, ``method``, ``gather_method``, ``strategy``, ``transport`` or
+      ``codec <text>``: the file
       of a user's module;
     - ``module helper``: a module ``helper`` that these modules import.  For a package of several files it is the
       digest of the list of their digests;
@@ -71,6 +72,7 @@ def own_objects(trial: Trial) -> dict[str, str]:
     named = {"model": trial.model.name, "optimizer": trial.optimizer.name, "tokenizer": trial.tokenizer or ""}
     policy = trial.resolved_policy()
     named |= {} if trial.own_method is None else {"method": trial.own_method.name}
+    named |= {} if trial.own_gather is None else {"gather_method": trial.own_gather.name}
     named |= {"strategy": trial.strategy} if trial.own_strategy else {}
     named |= {f"codec {codec}": str(codec) for codec in (() if policy is None else policy.own_codecs)}
     return {name: text for name, text in named.items() if ":" in text}

@@ -65,11 +65,15 @@ def check_host(host: Host, policy: Policy) -> None:
             raise PolicyError(
                 f"{name} = {value} inside {host}: {why}; expected {expected}, or a strategy of this project's engine"
             )
-    if policy.own_reduce is not None:
-        raise PolicyError(
-            f"reduce = {policy.own_reduce} inside {host}: a method of your own needs units of this project's engine; "
-            "expected one of ring, one_hop, two_hop, or a strategy of this project's engine"
-        )
+    for name, own, known in (
+        ("reduce", policy.own_reduce, "ring, one_hop, two_hop"),
+        ("gather", policy.own_gather, "flat, hierarchical"),
+    ):
+        if own is not None:
+            raise PolicyError(
+                f"{name} = {own} inside {host}: a method of your own needs units of this project's engine; expected "
+                f"one of {known}, or a strategy of this project's engine"
+            )
     for codec in (policy.weights, *policy.gradients):
         if (not isinstance(codec, OwnCodec) or codec.readable) and codec.stochastic:
             raise PolicyError(

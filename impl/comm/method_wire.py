@@ -1,8 +1,9 @@
-"""Sends the tensors of a user's own reduction along the axes of the mesh.
+"""Sends the tensors of a user's own reduction or gather along the axes of the mesh.
 
-A :class:`MethodWire` is what a method (:mod:`impl.unit.own_reduction`) gets in place of the engine's wire: it takes and
-returns tensors instead of bytes.  Its messages go through the engine's wire, so that the ledger counts every byte, the
-link is shaped, and a rank that does not take part is reported within the wire's time-out.
+A :class:`MethodWire` is what a method (:mod:`impl.unit.own_reduction`, :mod:`impl.unit.own_gather`) gets in place of
+the engine's wire: it takes and returns tensors instead of bytes.  Its messages go through the engine's wire, so that
+the ledger counts every byte, the link is shaped, and a rank that does not take part is reported within the wire's
+time-out.
 
 All ranks must send the same messages in the same order: tensors of equal shapes and types along equal axes.  Each
 message is padded with zeros to a multiple of 16 bytes.
@@ -67,8 +68,10 @@ class MethodWire:
     At most 16 messages of all units may be under way at once along an axis inside a node (transport ``shm``).
     """
 
-    def __init__(self, wire: Wire, tag: Tag) -> None:
-        self._wire, self._tag = wire, tag
+    def __init__(self, wire: Wire, tag: Tag, dtype: torch.dtype = torch.float32) -> None:
+        self._wire = wire
+        self.tag = tag  # the purpose under which messages are booked; the engine sets it
+        self.dtype = dtype  # of gathered weights; means of gradients are fp32
         self.topology: Topology = wire.mesh.topology
         self.rank: int = wire.mesh.rank
         self.device: torch.device = wire.mesh.device
@@ -127,7 +130,7 @@ class MethodWire:
             "all_to_all": self._wire.all_to_all,
             "shift": self._wire.shift,
         }
-        exchange = operation[kind](along, padded, self._tag)
+        exchange = operation[kind](along, padded, self.tag)
         send = exchange.send.view(len(rows), padded)
         send[:, :nbytes].copy_(flat)
         send[:, nbytes:].zero_()

@@ -19,9 +19,11 @@ from impl import ops
 from impl.engine import state_dict
 from impl.engine.bit_renewal import Renewal
 from impl.engine.hooks import Hooks
+from impl.engine.local_steps import LocalSteps
 from impl.engine.masters import Stepped, clip_factor, joint_norm
 from impl.engine.optimizer_watch import engines, engines_of, watch_optimizers
 from impl.errors import ZeroError
+from impl.plan.own_method import declares
 from impl.plan.policy import Offload, Policy
 from impl.plan.topology import ranks_in_words
 from impl.plan.traffic import CopyKey
@@ -45,6 +47,8 @@ class Zero:
         self._meter, self._host, self._passes = context.meter, context.host, context.passes
         budget = context.policy.budget
         self.renewal = None if budget is None else Renewal(budget, self.units, context)
+        apart = context.policy.local_steps is not None
+        self._local_steps = LocalSteps(context.policy, self.units, self.masters) if apart else None
         self._phase = 0  # the number of the policy of this step among those of the schedule
         # These bound methods also keep the engine alive as long as the model, even if the user drops the engine.
         model.zero_grad = self._zero_grad  # type: ignore[method-assign]  # torch has no hook for it
@@ -154,7 +158,7 @@ class Zero:
         differences.  If a pass was interrupted, for example by KeyboardInterrupt, the engine leaves it.
         """
         for unit in self.units:
-            unit.weight_gather.secondary.distrust()
+            unit.weight_gather.distrust()
         self.hooks.drop()
         self.scaler.forget()
         self._forget_measured()
@@ -257,7 +261,8 @@ class Zero:
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Compute the global norm () fp64 of the mean gradient; the norm may be NaN or infinite.
 
-        All ranks must call this, and all get the same bits.
+        All ranks must call this, and all get the same bits.  With local steps each group of ranks has its own mean
+        gradient, and the norm is the same inside a group only.
 
         Args:
             norm_type: the p of the p-norm, above 0 and at most 8, or ``inf``.
@@ -268,7 +273,7 @@ class Zero:
         """
         self.hooks.check_finished("grad_norm()")
         with self.wire.calling("grad_norm()"):
-            return self.masters.norm(self.wire, norm_type)
+            return self.masters.norm(self.wire, self.policy, norm_type)
 
     def clip_grad_norm_(
         self,
@@ -312,6 +317,8 @@ class Zero:
         """Drop carried and measured errors, since the gradients of an overflow are not used."""
         for unit in self.units:
             unit.reduction.clear_feedback()
+            if unit.outer is not None:
+                unit.outer.clear_feedback()
         self._forget_measured()
 
     def _forget_measured(self) -> None:
@@ -360,6 +367,9 @@ class Zero:
                 unit.weights_changed("stepped")
         if first and self.renewal is not None:
             self.renewal.stepped()
+        if self._local_steps is not None:
+            with self.wire.calling("optimizer.step()"):
+                self._local_steps.stepped(self.clock.step, first=first)
         if first and self.policy.schedule:
             self.follow_schedule(self.clock.step)
 
@@ -557,7 +567,7 @@ def describe(zero: Zero) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "stage": policy.stage,
         "group": policy.group_ranks(zero.wire.mesh.topology),
-        "gather": "/".join(dict.fromkeys(phase.gather for phase in policy.phases)),
+        "gather": "/".join(dict.fromkeys(str(phase.gather) for phase in policy.phases)),
         "reduce": "/".join(dict.fromkeys(str(phase.reduce) for phase in policy.phases)),
         "transports": zero.wire.describe(),
         "kernels": ops.backend_of(device),
@@ -568,14 +578,16 @@ def describe(zero: Zero) -> dict[str, Any]:
         facts["offload"] = {"memory": units[0].host.nature}
     if policy.loss_scale is not None:
         facts["loss_scale"] = zero.scaler.state_dict()
-    if (own := policy.own_reduce) is not None:
-        topology = zero.wire.mesh.topology
-        known = [unit.reduction.own.messages(topology) for unit in units if unit.reduction.own is not None]
-        facts["method"] = {
-            "class": str(own),
-            "laws": sorted(law.name.lower() for law in own.laws),
-            "bytes": "measured, not predicted" if None in known else "declared",
-        }
+    if policy.local_steps is not None:
+        names = ("local_steps", "local_fragments", "outer_rate", "outer_momentum")
+        facts |= {name: getattr(policy, name) for name in names}
+    for key, own in (("method", policy.own_reduce), ("gather_method", policy.own_gather)):
+        if own is not None:
+            facts[key] = {
+                "class": str(own),
+                "laws": sorted(law.name.lower() for law in own.laws),
+                "bytes": "declared" if declares(own) else "measured, not predicted",
+            }
     return facts
 
 

@@ -1,8 +1,9 @@
-"""Names a user's own reduction of gradients in a policy, and describes what such a class gets and declares.
+"""Names a user's own reduction of gradients or gather of weights, and describes what such a class gets and declares.
 
 A *method* reduces a unit's gradient in a way of its own: in low rank, with an exchange of indices, by a vote of signs,
 or a step late.  ``Policy(reduce=method(PowerSGD, rank=4))`` uses it, and so does ``policy.reduce = "mine:PowerSGD"`` in
-a suite.  :mod:`impl.unit.own_reduction` runs it, and documents the class that a user writes.
+a suite.  :mod:`impl.unit.own_reduction` runs it, and documents the class that a user writes.  Or it gathers a unit's
+weights (``Policy(gather=method(Differences))``); :mod:`impl.unit.own_gather` runs and documents such a class.
 
 Pure: no torch.  The module of a user's class is imported on first use, so that records and plans that name the class
 can be read where its module is missing.
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -27,6 +29,22 @@ Argument = bool | int | float | str | tuple[Any, ...]
 MessageKind = Literal["all_gather", "all_to_all", "shift"]
 """How the ranks of an axis exchange tensors: each sends all others the same tensor, each sends every other rank a row
 of its own, or each sends the next rank a tensor."""
+
+Role = Literal["reduce", "gather"]
+"""What a method does, which is the field of the policy that names it."""
+
+Change = Literal["stepped", "loaded", "unchanged"]
+"""Why weights are gathered anew: an optimizer stepped them, something else wrote them, or nothing changed."""
+
+
+class GatherInfo(NamedTuple):
+    """What a method that gathers weights is told of a gather; it is the same on all ranks."""
+
+    phase: Literal["forward", "backward", "evaluate"]  # the pass that needs the weights
+    # How the weights have changed since the unit's last gather.  ``loaded`` is also the first gather, and the one after
+    # a failed pass was dropped: ranks may then not rely on what earlier gathers have sent.
+    change: Change
+    steps: int  # optimizer steps since the last gather whose change was ``loaded``
 
 
 class MethodError(ValueError):
@@ -44,10 +62,15 @@ class MethodLaw(enum.Enum):
     )
     BOUND = "the error of each element of a new method's result is within error_bound"
     UNBIASED = "the mean of repeated results for the same gradients is their mean"
+    SETTLES = "weights that no longer change are found after settles_after() gathers"
 
 
 LAWS: Final = {law.name.lower(): law for law in MethodLaw}
-_NEEDS: Final = {MethodLaw.EXACT_AT_FULL_RANK: "full_rank", MethodLaw.BOUND: "error_bound"}
+_NEEDS: Final = {
+    MethodLaw.EXACT_AT_FULL_RANK: "full_rank",
+    MethodLaw.BOUND: "error_bound",
+    MethodLaw.SETTLES: "settles_after",
+}
 
 
 class MethodSlot(NamedTuple):
@@ -76,7 +99,7 @@ class MethodSlot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MethodUnit:
-    """The unit that a method reduces, as one rank sees it: P elements, of which this rank keeps S."""
+    """The unit that a method reduces or gathers, as one rank sees it: P elements, of which this rank keeps S."""
 
     name: str
     slots: tuple[MethodSlot, ...]  # the parameters; elements outside of all slots are padding
@@ -105,14 +128,18 @@ class MethodUnit:
         shards = self.numel // self.shard
         return whole.view(shards, -1).repeat(ranks // shards, 1)
 
+    def whole(self, rows: Any) -> Any:
+        """Returns (P,) from ``rows`` (ranks, S), the shards of all ranks in rank order; undoes :meth:`rows`."""
+        return rows[: self.numel // self.shard].reshape(-1)
+
     @property
     def own(self) -> slice:
-        """This rank's shard in the gradient: ``whole[unit.own]``."""
+        """This rank's shard in the gradient or the weights: ``whole[unit.own]``."""
         return slice(self.start, self.end)
 
 
 class MethodMessage(NamedTuple):
-    """A message that every rank sends in each reduction, as a method's ``bytes()`` declares it."""
+    """A message that every rank sends in each reduction or gather, as a method's ``bytes()`` declares it."""
 
     kind: MessageKind
     axis: str  # ``world``, ``node`` or ``local``
@@ -121,7 +148,7 @@ class MethodMessage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OwnMethod:
-    """A user's class, which reduces gradients, and the arguments that it gets.
+    """A user's class, which reduces gradients or gathers weights, and the arguments that it gets.
 
     ``name`` is ``module:Class``.  If ``kind`` is given, nothing is imported, and ``name`` is only a label.
     """
@@ -155,6 +182,17 @@ class OwnMethod:
         """The laws that the class promises."""
         return frozenset(LAWS[name] for name in getattr(self.definition, "laws", ()))
 
+    def check_role(self, role: Role) -> None:
+        """Raises a MethodError if the class cannot be what the policy's field ``role`` names."""
+        other = role_of(self.definition)
+        if other not in (None, role):
+            expected = {"reduce": "start(gradient)", "gather": "start(weights, gather)"}
+            does = {"reduce": "reduces gradients", "gather": "gathers weights"}
+            raise MethodError(
+                f"{self}: has {expected[other]}, so it {does[other]}, but {role} needs a class with {expected[role]}: "
+                f"name it in {other}"
+            )
+
     def make(self, unit: MethodUnit, wire: Any) -> Any:
         """Returns a new object of the class, for one unit on one rank."""
         return self.definition(unit, wire, **dict(self.arguments))
@@ -162,7 +200,8 @@ class OwnMethod:
     def error_bound(self, unit: MethodUnit) -> float:
         """Returns the largest error of an element that the class promises; infinity if it promises none.
 
-        The error is relative to the mean over ranks of the largest magnitude that a rank's gradient has in the shard.
+        The error of a reduction is relative to the mean over ranks of the largest magnitude that a rank's gradient has
+        in the shard, that of a gather to the largest magnitude in the shard.
         """
         laws = self.laws
         if MethodLaw.EXACT in laws:
@@ -175,7 +214,7 @@ class OwnMethod:
 
 
 def method(source: type[Any] | str, **arguments: Any) -> OwnMethod:
-    """Makes a policy's ``reduce`` of a user's class or its name, and of the class's arguments.
+    """Makes a policy's ``reduce`` or ``gather`` of a user's class or its name, and of the class's arguments.
 
     Raises MethodError: if a class lacks what a method must have, or an argument is neither a number nor a text.
     """
@@ -225,7 +264,25 @@ def checked(name: str, kind: Any) -> type[Any]:
             raise MethodError(f"{name}: unknown law {law!r}: expected some of {', '.join(LAWS)}")
         if (needed := _NEEDS.get(LAWS[law])) is not None and not callable(getattr(kind, needed, None)):
             raise MethodError(f"{name}: has no method {needed!r}, which the law {law!r} needs")
+        if LAWS[law] is MethodLaw.SETTLES and role_of(kind) == "reduce":
+            raise MethodError(f"{name}: the law {law!r} is one of gathers, and the class reduces gradients")
     return kind
+
+
+def role_of(kind: type[Any]) -> Role | None:
+    """Returns what a class is for: with ``start(gradient)`` it reduces, with ``start(weights, gather)`` it gathers.
+
+    Returns None for a ``start()`` that takes any number of arguments.
+    """
+    try:
+        parameters = list(inspect.signature(kind.start).parameters.values())
+    except ValueError:  # it has no signature
+        return None
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        return None
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.kind in positional and p.default is inspect.Parameter.empty]
+    return "gather" if len(needed) > 2 else "reduce"  # the first one is self
 
 
 def _axes(topology: Topology) -> tuple[Axis, ...]:
@@ -248,6 +305,7 @@ class PlannedWire:
 
     def __init__(self, topology: Topology, rank: int = 0) -> None:
         self.topology, self.rank, self.device = topology, rank, "cpu"
+        self.dtype = None  # torch's default
 
     def size(self, axis: str = "world") -> int:
         """Returns the number of ranks along ``axis``."""
@@ -264,9 +322,9 @@ class PlannedWire:
 
 
 def declared(
-    own: OwnMethod, instance: Any, unit: MethodUnit, topology: Topology
+    own: OwnMethod, instance: Any, unit: MethodUnit, topology: Topology, *gather: GatherInfo
 ) -> tuple[MethodMessage, ...] | None:
-    """Returns the messages that a method's ``bytes()`` declares for each reduction; None if it declares none.
+    """Returns the messages that ``bytes()`` declares for a reduction or a ``gather``; None if it declares none.
 
     Raises MethodError: if ``bytes()`` raises, or returns anything but tuples of kind, axis and bytes.
     """
@@ -274,7 +332,7 @@ def declared(
     if count is None:
         return None
     with raising(MethodError, f"{own}: bytes() raised"):
-        listed = list(count(unit, topology))
+        listed = list(count(unit, topology, *gather))
     axes = tuple(axis.name for axis in _axes(topology))
     rows = list[MethodMessage]()
     for row in listed:
@@ -293,23 +351,54 @@ Declared = Mapping[str, tuple[MethodMessage, ...] | None]
 """By unit, the messages of each reduction as a method declares them; None if it declares none."""
 
 
+DeclaredGathers = Mapping[str, Callable[[GatherInfo], tuple[MethodMessage, ...] | None]]
+"""By unit, a function that returns the messages of a gather as a method declares them; None if it declares none."""
+
+
 def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> Declared:
     """Returns the declared messages of the trained units that ``own`` reduces, before anything runs.
 
     Raises MethodError: if the class cannot be imported or constructed, or its ``bytes()`` is wrong.
     """
-    messages: dict[str, tuple[MethodMessage, ...] | None] = {}
+    return {
+        name: None if instance is None else declared(own, instance, unit, topology)
+        for name, unit, instance in _planned(own, topology, units, "reduce")
+    }
+
+
+def planned_gathers(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> DeclaredGathers:
+    """Returns functions for the declared messages of the trained units that ``own`` gathers, before anything runs.
+
+    Raises MethodError: as :func:`planned_messages`; the functions raise it if ``bytes()`` is wrong.
+    """
+
+    def messages(unit: MethodUnit, instance: Any, gather: GatherInfo) -> tuple[MethodMessage, ...] | None:
+        return None if instance is None else declared(own, instance, unit, topology, gather)
+
+    return {
+        name: functools.partial(messages, unit, instance)
+        for name, unit, instance in _planned(own, topology, units, "gather")
+    }
+
+
+def declares(own: OwnMethod) -> bool:
+    """Returns whether the class declares its messages."""
+    return callable(getattr(own.definition, "bytes", None))
+
+
+def _planned(
+    own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry], role: Role
+) -> Iterator[tuple[str, MethodUnit, Any]]:
+    """Yield the name of each trained unit, the unit, and an object of the class; None if that declares no bytes."""
+    own.check_role(role)
     for geometry in units:
         if geometry.trainable and not geometry.persistent:
-            unit = MethodUnit.of(geometry, 0)
-            if not callable(getattr(own.definition, "bytes", None)):
-                messages[geometry.name] = None
-                continue
-            try:
-                instance = own.make(unit, PlannedWire(topology))
-            except Exception as error:
-                raise MethodError(
-                    f"{own}, unit {geometry.name!r}: {type(error).__name__}: {error}"
-                ) from error
-            messages[geometry.name] = declared(own, instance, unit, topology)
-    return messages
+            unit, instance = MethodUnit.of(geometry, 0), None
+            if declares(own):
+                try:
+                    instance = own.make(unit, PlannedWire(topology))
+                except Exception as error:
+                    raise MethodError(
+                        f"{own}, unit {geometry.name!r}: {type(error).__name__}: {error}"
+                    ) from error
+            yield geometry.name, unit, instance

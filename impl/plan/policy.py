@@ -37,7 +37,7 @@ from impl.codecs.codec import (
     parse,
 )
 from impl.named_object import is_name
-from impl.plan.own_method import OwnMethod, method
+from impl.plan.own_method import MethodError, OwnMethod, Role, method
 from impl.plan.policy_parts import FEEDBACKS, check_literals, parse_codec
 from impl.plan.policy_parts import LARGEST_SCALE as LARGEST_SCALE
 from impl.plan.policy_parts import MOST_LIVE as MOST_LIVE
@@ -97,8 +97,11 @@ class Policy:
         in_words=lambda codecs: "/".join(dict.fromkeys(map(str, codecs))), scope="training",
         alters=lambda policy, codecs: _raw(policy.gradients) and not _raw(codecs),
     )  # fmt: skip
-    gather: Gather = setting(  # between nodes first, so that a shard crosses each link between nodes once
-        "hierarchical", "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes",
+    # ``hierarchical``: between nodes first, so that a shard crosses each link between nodes once.
+    # A gather of your own is ``method(Differences)`` or ``mine:Differences`` (:mod:`impl.plan.own_method`).
+    gather: Gather | OwnMethod = setting(
+        "hierarchical", "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes; or "
+        "`module:Class`, a gather of your own",
         execution=True, alters=lambda policy, _: policy.gather == "flat",
     )  # fmt: skip
     # ``ring``: each of ``world - 1`` steps encodes the partial sum again (the paper's counter-example).
@@ -192,6 +195,27 @@ class Policy:
         None, "`none`, or `weights <bits>`, `gradients <bits>` or both, `every <steps> of <codecs>`", read=parse_budget,
         alters=lambda policy, _: _raw(policy.weights, policy.gradients),
     )  # fmt: skip
+    # Optimizer steps of each group between two exchanges with the other groups (DiLoCo, 2311.08105).  Gradients are
+    # then averaged inside a group only.  None: over all ranks, in every step.
+    local_steps: int | None = setting(
+        None, "whole number: optimizer steps that each group takes between exchanges with the others; or "
+        "`none`",
+        or_none=True, scope="training", alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
+    # The parts are exchanged one after the other, evenly spread over ``local_steps`` (Streaming DiLoCo, 2501.18512).
+    local_fragments: int = setting(
+        1, "whole number: parts into which units are dealt, each exchanged after another step; or `none`",
+        or_none=True, scope="training", alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
+    # The outer SGD's gradient is the mean over groups of how far their masters have moved.
+    outer_rate: float = setting(
+        0.7, "number: learning rate of the outer step that follows an exchange (0.7); or `none`",
+        or_none=True, scope="training", alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
+    outer_momentum: float = setting(
+        0.9, "number: Nesterov momentum of the outer step, below 1 (0.9); or `none`",
+        or_none=True, scope="training", alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
     order_every: int = setting(
         32, "backward passes between checks of the order of messages; 0: never", least=0, execution=True,
         label="order checked every",
@@ -217,28 +241,60 @@ class Policy:
                     f"codec {codec!r} is a {kind}: expected a codec, such as codec.parse() returns"
                 )
         check_literals(self)
-        self._read_reduce()
+        self._read_method("reduce", get_args(Reduce))
+        self._read_method("gather", get_args(Gather))
         errors = (
-            *(self._method_errors(), self._contradictions(), self._copy_errors()),
-            *(self._budget_errors(), self._schedule_errors(), self._owned_errors()),
+            *(self._method_errors(), self._gather_errors(), self._contradictions(), self._copy_errors()),
+            *(self._budget_errors(), self._schedule_errors(), self._owned_errors(), self._local_errors()),
         )
         for reason in itertools.chain.from_iterable(errors):
             raise PolicyError(reason)
 
-    def _read_reduce(self) -> None:
-        """Make a method of a ``reduce`` that names a class."""
-        if isinstance(self.reduce, str) and is_name(self.reduce):
-            object.__setattr__(self, "reduce", method(self.reduce))
-        elif not isinstance(self.reduce, OwnMethod) and self.reduce not in get_args(Reduce):
-            known = ", ".join(get_args(Reduce))
+    def _read_method(self, name: Role, known: Sequence[str]) -> None:
+        """Make a method of field ``name``, if its value is the name of a class and not one of the ``known`` words."""
+        value = getattr(self, name)
+        if isinstance(value, str) and is_name(value):
+            value = method(value)
+            object.__setattr__(self, name, value)
+        elif not isinstance(value, OwnMethod) and value not in known:
+            listed = ", ".join(known)
             raise PolicyError(
-                f"reduce = {self.reduce!r}: expected one of {known}, 'module:Class' or method(Class, ...)"
+                f"{name} = {value!r}: expected one of {listed}, 'module:Class' or method(Class, ...)"
             )
+        if isinstance(value, OwnMethod) and value.kind is not None:
+            try:
+                value.check_role(name)
+            except MethodError as error:
+                raise PolicyError(str(error)) from None
 
     @property
     def own_reduce(self) -> OwnMethod | None:
         """The reduction of a user's own; None if gradients are reduced in hops."""
         return self.reduce if isinstance(self.reduce, OwnMethod) else None
+
+    @property
+    def own_gather(self) -> OwnMethod | None:
+        """The gather of a user's own; None if weights are gathered in hops."""
+        return self.gather if isinstance(self.gather, OwnMethod) else None
+
+    def _gather_errors(self) -> Iterator[str]:
+        """Yield an error for each field that a gather of a user's own does not allow."""
+        if (own := self.own_gather) is None:
+            return
+        way_out = "or set gather='hierarchical'"
+        if self.stage == 0:
+            yield f"gather='{own}' needs stage 1 to 3: in stage 0 every rank has all weights; set stage=3, {way_out}"
+        if self.secondary != 0:
+            keeps = "since hpZ keeps a copy of what hops bring"
+            yield f"gather='{own}' does not allow secondary={self.secondary!r}, {keeps}: set secondary=0, {way_out}"
+        if self.planes != 1:
+            yield f"gather='{own}' does not allow planes={self.planes!r}, which codecs send: set planes=1, {way_out}"
+        if self.offload != Offload():
+            keeps = "which keeps masters or encoded weights on the host"
+            yield f"gather='{own}' does not allow offload, {keeps}: remove offload, {way_out}"
+        if self.budget is not None and self.budget.weights is not None:
+            chooses = "which chooses codecs of weights, and a method has none"
+            yield f"gather='{own}' does not allow budget '{self.budget}', {chooses}: remove weights from it"
 
     def _method_errors(self) -> Iterator[str]:
         """Yield an error for each field that a reduction of a user's own does not allow."""
@@ -396,6 +452,8 @@ class Policy:
             yield "schedule changes reduce, and with it the memory of feedback's errors: remove one of the two"
         if any(phase.own_reduce != phases[0].own_reduce for phase in phases):
             yield "schedule changes reduce to or from a class of your own, which keeps a state: use it in all spans"
+        if any(phase.own_gather != phases[0].own_gather for phase in phases):
+            yield "schedule changes gather to or from a class of your own, which keeps a state: use it in all spans"
         if self.offload != Offload() and len({phase.gathering for phase in phases}) > 1:
             keeps = "offload keeps encoded weights in host memory"
             yield f"schedule changes how weights are sent, and {keeps}: let spans change gradients only"
@@ -410,6 +468,57 @@ class Policy:
             if not isinstance(codec, BuiltIn) or codec.stochastic:
                 needs = "needs built-in codecs that round to nearest"
                 yield f"owned={', '.join(map(str, codecs))} {needs}: use bf16 or, for example, int8:256"
+
+    def _local_errors(self) -> Iterator[str]:
+        """Yield an error for each field with which groups could not take steps of their own."""
+        steps, fragments = self.local_steps, self.local_fragments
+        outer = {
+            "local_fragments": fragments,
+            "outer_rate": self.outer_rate,
+            "outer_momentum": self.outer_momentum,
+        }
+        usual = Policy.__dataclass_fields__
+        if steps is None:
+            for name in (name for name, value in outer.items() if value != usual[name].default):
+                yield f"{name}={outer[name]:g} has no effect without local_steps: set local_steps, or remove {name}"
+            return
+        if steps < 1:
+            yield (
+                f"local_steps={steps}: expected 1 or more; remove local_steps to average gradients over all ranks in "
+                "every step"
+            )
+        if self.group == 0 or self.stage == 0:
+            here = f"here group={self.group!r}, stage {self.stage}"
+            yield (
+                f"local_steps={steps} needs groups of ranks with a copy of all states each; {here}: set group='node' "
+                "and stage 1 to 3, or remove local_steps"
+            )
+        if not 1 <= fragments <= max(steps, 1):
+            yield (
+                f"local_fragments={fragments}: expected 1 to local_steps={steps}, so that at most one fragment is "
+                "exchanged after a step"
+            )
+        if not (0 < self.outer_rate < math.inf and 0 <= self.outer_momentum < 1):
+            values = f"outer_rate={self.outer_rate:g}, outer_momentum={self.outer_momentum:g}"
+            yield f"{values}: expected a rate above 0, and a momentum of 0 or more and below 1"
+        conflicts = {
+            "reduce": (self.own_reduce is not None, f"reduce='{self.reduce}' averages over all ranks"),
+            "loss_scale": (
+                self.loss_scale is not None,
+                f"after an overflow, loss_scale={self.loss_scale} makes one group skip a step that others take",
+            ),
+            "schedule": (
+                bool(self.schedule),
+                "outer steps keep the codecs and carried errors of the whole run",
+            ),
+            "offload": (
+                self.offload != Offload(),
+                "offload keeps on the host the masters that the outer step moves",
+            ),
+        }
+        for name, (conflict, why) in conflicts.items():
+            if conflict:
+                yield f"local_steps={steps} does not allow {name}: {why}; remove {name}, or local_steps"
 
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec whose messages cannot be cut into chunks.
@@ -490,6 +599,8 @@ class Policy:
 
         At a step whose policy has other values here than the one before, weights themselves are gathered anew.
         """
+        if self.own_gather is not None:
+            return (self.gather,)
         copy = self.secondary, self.secondary_format, self.inside, self.differences, self.refresh
         return (self.weights, self.gather, *copy)
 
@@ -560,6 +671,8 @@ class Policy:
             changes["stage"], changes["weights"] = min(self.stage, 2), self._unquantised(self.weights)
             changes["gradients"] = tuple(map(self._unquantised, self.gradients))
             changes |= {} if self.own_reduce is None else {"reduce": "two_hop"}
+        if self.own_gather is not None and (persistent or not trainable):
+            changes["gather"] = "hierarchical"
         if not trainable:  # frozen weights do not change, so there are no differences to send
             changes |= {"differences": None, "refresh": 0, "budget": None}
             changes |= {} if self.frozen is None else {"planes": 1, "weights": self.frozen}
@@ -625,6 +738,12 @@ class Policy:
         try:
             topology.check_group("an hpZ group", self.secondary_ranks(topology))
             topology.check_group("a group", self.group_ranks(topology))
+            if self.local_steps is not None and self.group_ranks(topology) == topology.world:
+                groups = f"group={self.group!r} on {topology} makes one group of all ranks"
+                raise PolicyError(
+                    f"local_steps={self.local_steps} needs two groups or more, and {groups}: choose smaller groups, or "
+                    "remove local_steps"
+                )
             for reason in self._user_codec_errors() if self.readable else ():
                 raise PolicyError(reason)
         except ValueError as error:
@@ -657,8 +776,17 @@ class Policy:
             return 1
         return topology.ranks_per_node if self.group == "node" else self.group or topology.world
 
+    def averaged_ranks(self, topology: Topology) -> int:
+        """Returns over how many ranks the gradients of a step are averaged: all, or with local steps a group's."""
+        return topology.world if self.local_steps is None else self.group_ranks(topology)
+
     def gather_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], int]:
-        """Returns the hops of a weight gather, first hop first, and how many of them hpZ's copy saves."""
+        """Returns the hops of a weight gather, first hop first, and how many of them hpZ's copy saves.
+
+        There are none for a user's own gather, whose messages are not known here.
+        """
+        if self.own_gather is not None:
+            return (), 0
         group = self.group_ranks(topology)
         if self.stage == 0 or group < topology.world:
             axes, outside = topology.gather_axes(group)

@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
-from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, in_phase, reduction_hops
-from impl.plan.own_method import Declared, MethodMessage, axis_of
+from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, in_phase, outer_hops, reduction_hops
+from impl.plan.local_steps import fragments_of, meets
+from impl.plan.own_method import Change, Declared, DeclaredGathers, GatherInfo, MethodMessage, axis_of
 from impl.plan.owners import Owners
 from impl.plan.policy import Budgeted, Offload, Policy
 from impl.plan.prefetch_schedule import kept_units
@@ -145,21 +146,28 @@ class Book:
             self.sent[key] = Sent(nbytes + count * size, messages + count)
             self.trained[link] += count * size if tag.phase != "evaluate" else 0
 
-    def method_message(self, unit: str, message: MethodMessage) -> None:
-        """Count a message of a user's own reduction."""
+    def method_message(self, tag: Tag, message: MethodMessage) -> None:
+        """Count a message of a user's own reduction or gather."""
         axis, shift = axis_of(self.topology, message.axis), message.kind == "shift"
         for link, others in destinations(self.topology, axis, self.rank, ring=shift).items():
             count = (
                 1 if shift else others
             )  # a shift is one step of a ring, and destinations() counts all steps
-            key = LedgerKey("backward", "gradients", unit, axis.name, link)
+            key = LedgerKey(*tag, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * message.nbytes, messages + count)
-            self.trained[link] += count * message.nbytes
+            self.trained[link] += count * message.nbytes if tag.phase != "evaluate" else 0
 
     def control(self, size: int, purpose: Purpose = "control") -> None:
         """Count one message of ``size`` to every other rank."""
         self.exchange(Tag("step", purpose), self.topology.world_axis, size)
+
+    def norm(self, axes: Iterable[Axis]) -> None:
+        """Count the messages of a gradient norm, which ranks sum up along one axis after the other."""
+        size = NORM_BYTES
+        for axis in axes:
+            self.exchange(Tag("step", "control"), axis, size)
+            size *= axis.size
 
     def uneven(self, tag: Tag, axis: Axis, sizes: Sequence[int]) -> None:
         """Count a message of ``sizes[i]`` bytes to the i-th rank along ``axis``, where that is not this rank or 0."""
@@ -182,6 +190,13 @@ class Book:
                 self.exchange(tag, hop.axis, size, ring=hop.ring)
 
 
+def norm_axes(policy: Policy, topology: Topology) -> tuple[Axis, ...]:
+    """Returns the axes along which ranks exchange parts of a gradient norm: those inside a group with local steps."""
+    if policy.local_steps is None:
+        return (topology.world_axis,)
+    return tuple(axis for axis in policy.gather_axes(topology)[0] if axis.size > 1)
+
+
 def predict(
     policy: Policy,
     topology: Topology,
@@ -192,6 +207,7 @@ def predict(
     buffer_bytes: int = 0,
     decisions: Collection[Decision] = (),
     methods: Declared | None = None,
+    gathers: DeclaredGathers | None = None,
     begun: int = 0,
     owners: Owners | None = None,
 ) -> Book:
@@ -199,7 +215,7 @@ def predict(
 
     Some events change what later events send:
 
-    - ``step`` changes the trained weights;
+    - ``step`` changes the trained weights; with local steps, groups exchange the fragment that is due after it;
     - ``changed`` (``Zero.weights_changed``) changes all weights;
     - ``forgotten`` (``Zero.forget_gathered``): all weights are gathered anew;
     - ``dropped`` (``Zero.drop_gradients``): the next gather sends weights, not differences.
@@ -219,6 +235,7 @@ def predict(
         decisions: the choices of the policy's budget.
         methods: by unit, the messages that a user's own reduction declares; the messages of a reduction that declares
             none are not counted.
+        gathers: by unit, a function that returns the messages that a user's own gather declares.
         begun: optimizer steps before the first event, which decide where in its schedule the policy begins.
         owners: the owners of matrices, if Muon steps them.
 
@@ -229,16 +246,20 @@ def predict(
     book = Book(topology, rank)
     phases = [[phase.for_unit(unit) for phase in policy.phases] for unit in units]
     senders = [
-        _Sender(book, rules[policy.phase_at(begun)], unit, placement)
+        _Sender(book, rules[policy.phase_at(begun)], unit, placement, (gathers or {}).get(unit.name))
         for rules, unit, placement in zip(phases, units, placements_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)
+    fragments, norms = fragments_of(policy, units), norm_axes(policy, topology)
     buffers_differ, passes, steps = bool(buffer_bytes), 0, begun
     for event in events:
         match event:
             case "norm":
-                book.control(NORM_BYTES)
+                book.norm(norms)
             case "step" | "changed" | "forgotten":
+                for sender, fragment in zip(senders, fragments, strict=True):
+                    if event == "step" and meets(policy, steps + 1, fragment):
+                        sender.meet()
                 for sender in senders:
                     if event != "step" or sender.unit.trainable:
                         sender.weights_changed(event)
@@ -260,7 +281,7 @@ def predict(
                         sender.follow(rules[policy.phase_at(steps)])
             case "dropped":
                 for sender in senders:
-                    sender.steps = None
+                    sender.steps, sender.change = None, "loaded"
             case "forward" | "evaluate":
                 if buffers_differ:
                     book.control(buffer_bytes, "buffers")
@@ -273,7 +294,7 @@ def predict(
                     if event == "backward" and sender.unit.trainable:
                         sender.reduce()
                         for message in (methods or {}).get(sender.unit.name) or ():
-                            book.method_message(sender.unit.name, message)
+                            book.method_message(Tag("backward", "gradients", sender.unit.name), message)
                 passes += 1
                 if policy.order_every and passes % policy.order_every == 0:
                     book.control(ORDER_BYTES)
@@ -315,11 +336,14 @@ class _Sender:
     policy: Policy
     unit: UnitGeometry
     placement: Placement
+    # Returns the messages that a user's own gather declares; None without one.
+    own_gather: Callable[[GatherInfo], Sequence[MethodMessage] | None] | None = None
     gathered: bool = False  # whether the weights are still gathered from the pass before
     current: bool = False  # whether hpZ's copy holds the current weights
     uploaded: bool = False  # whether the device holds the current frame of an offloaded master
     # Optimizer steps since the weights themselves were sent; None: they are sent next, not differences.
     steps: int | None = None
+    change: Change = "loaded"  # how the weights have changed since the last gather of a user's own
 
     def weights_changed(self, event: Event) -> None:
         """Mark all copies of the weights as stale.
@@ -328,9 +352,10 @@ class _Sender:
         """
         self.gathered = self.current = self.uploaded = False
         if event == "changed":
-            self.steps = None
+            self.steps, self.change = None, "loaded"
         elif event == "step" and self.steps is not None:
             self.steps += 1
+            self.change = "stepped" if self.change == "unchanged" else self.change
 
     def follow(self, policy: Policy) -> None:
         """Send by ``policy`` from here on; if it gathers weights differently, they are gathered anew."""
@@ -345,7 +370,9 @@ class _Sender:
         Afterwards they stay gathered with ``keep`` or below stage 3; otherwise they are resharded.
         """
         policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
-        if not self.gathered:
+        if not self.gathered and policy.own_gather is not None:
+            self._gather_by_method(phase)
+        elif not self.gathered:
             sends = in_phase(policy, phase, self._sends())
             hops = gather_hops(policy, book.topology, unit.shard, sends)
             if placement.shard and not self.current and (placement.frames or not self.uploaded):
@@ -358,6 +385,15 @@ class _Sender:
             self.current = policy.secondary != 0 and (self.current or sends != "rows")
         self.gathered = keep or policy.stage < 3
 
+    def _gather_by_method(self, phase: Phase) -> None:
+        """Count the messages that a user's own gather declares."""
+        if self.change == "loaded" or self.steps is None:
+            self.steps = 0
+        assert phase != "step"  # noqa: S101  # gathers are of passes
+        info, self.change = GatherInfo(phase, self.change, self.steps), "unchanged"
+        for message in (self.own_gather and self.own_gather(info)) or ():
+            self.book.method_message(Tag(phase, "weights", self.unit.name), message)
+
     def _sends(self) -> Sends:
         """Returns what the next gather sends."""
         if self.current:
@@ -368,6 +404,11 @@ class _Sender:
                 return "differences"
             self.steps = 0
         return "weights"
+
+    def meet(self) -> None:
+        """Count the exchange between groups of how far their masters of the unit have moved."""
+        hops = outer_hops(self.policy, self.book.topology, self.unit.piece, self.policy.grain)
+        self.book.send(Tag("step", "gradients", self.unit.name), hops)
 
     def reduce(self) -> None:
         """Count the reduction of a trained unit's gradient."""

@@ -173,6 +173,8 @@ class Passes:
     in_backward: bool = False  # whether a backward pass is running, or has failed and was not finished
     accumulating: bool = False  # whether backward passes only add to local gradients and reduce nothing
     gathering: set[int] = field(default_factory=set)  # units whose all-gather is under way
+    # whether a user's own gather has failed; gathers under way are then given up until the next one starts
+    failed: bool = False
     # units whose weights were used outside of their own module, and stay gathered to the end of the forward pass
     escaped: set[int] = field(default_factory=set)
     # maps the address of a flat buffer to the unit whose weights were last gathered there

@@ -20,7 +20,6 @@ difference of zero, so an evaluation does not change later training.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,12 +28,10 @@ from impl import ops
 from impl.codecs.codec import Raw
 from impl.codecs.reference import DTYPES
 from impl.plan.hops import Hop, Sends
+from impl.plan.own_method import Change
 from impl.plan.shard_layout import UnitGeometry
 from impl.unit.context import UnitContext
 from impl.unit.master_shard import Version
-
-Change = Literal["stepped", "loaded", "unchanged"]
-"""Why weights are gathered anew: an optimizer stepped them, something else wrote them, or nothing changed."""
 
 
 class SecondaryShard:

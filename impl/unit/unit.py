@@ -8,7 +8,8 @@ A :class:`Unit` has the parts that do the work:
 * :mod:`~impl.unit.weight_gather`: the all-gather of the weights;
 * :mod:`~impl.unit.secondary_shard`: hpZ's copy of the weights inside a node;
 * :mod:`~impl.unit.flat_buffer`: the memory of the gathered weights, and the parameters in it;
-* :mod:`~impl.unit.gradient_reduction`: the reduce-scatter of the gradients.
+* :mod:`~impl.unit.gradient_reduction`: the reduce-scatter of the gradients;
+* :mod:`~impl.unit.outer_step`: with local steps, the exchange with other groups after the optimizer's steps.
 
 Outside of passes, :mod:`~impl.unit.whole_values` shows and writes the values of whole parameters.
 """
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.errors import WrittenError, ZeroError
+from impl.plan.own_method import Change
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import MOST_AHEAD
 from impl.plan.shard_layout import UnitGeometry
@@ -31,7 +33,8 @@ from impl.unit.context import MEMORY, UnitContext, recomputing
 from impl.unit.flat_buffer import FlatBuffer, Holder, Member, check_hooks
 from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.master_shard import MasterShard, shard_of
-from impl.unit.secondary_shard import Change
+from impl.unit.outer_step import OuterStep
+from impl.unit.own_gather import OwnWeightGather
 from impl.unit.weight_gather import WeightGather
 
 
@@ -82,9 +85,13 @@ class Unit:
         self.flat = FlatBuffer(geometry, context, originals, holders)
         self.flat.used_outside = self._used_outside
         self.members: Sequence[Member] = self.flat.members  # the unit's parameters, in slot order
-        self.weight_gather = WeightGather(geometry, context, self.master_shard, self.flat)
+        parts, own = (geometry, context, self.master_shard, self.flat), self.policy.own_gather
+        self._own_gather = own is not None
+        self.weight_gather = WeightGather(*parts) if own is None else OwnWeightGather(own, *parts)
         self.reduction = GradientReduction(geometry, context, self.master_shard, self.members)
-        self._gathers: list[WeightGather] = []  # one for each policy of a schedule
+        steps_apart = self.policy.local_steps is not None and geometry.trainable
+        self.outer = OuterStep(geometry, context, self.master_shard) if steps_apart else None
+        self._gathers: list[WeightGather | OwnWeightGather] = []  # one for each policy of a schedule
         if len(self._phases) > 1:
             self._prepare_phases()
         self.state = State.SHARDED
@@ -160,7 +167,15 @@ class Unit:
             if unit.state is State.SHARDED and len(self._passes.gathering) <= MOST_AHEAD:
                 unit.start_gather(phase)
         if not current:
+            if self._own_gather:
+                self._advance_others()
             self.wait()
+
+    def _advance_others(self) -> None:
+        """Have the users' own gathers of other units post their next messages, in the same order on all ranks."""
+        for index in sorted(self._passes.gathering - {self.index}):
+            if isinstance(gather := self._siblings[index].weight_gather, OwnWeightGather):
+                gather.advance()
 
     def start_gather(self, phase: Phase) -> None:
         """Start the all-gather, unless the weights are gathered or an all-gather is under way.
@@ -293,7 +308,7 @@ class Unit:
         """Make all copies of the weights stale, because the masters have new values."""
         self.master_shard.changes += 1
         if self.weight_gather.keeps_copy:
-            self.weight_gather.secondary.end(change)
+            self.weight_gather.end(change)
         if self.state is State.GATHERING:
             self.wait()
         if self.state is not State.SHARDED:
@@ -308,7 +323,7 @@ class Unit:
 
     def follow(self, policy: Policy) -> None:
         """Send with the codecs of another ``policy`` from here on; no reduction may be under way."""
-        if policy.weights != self.policy.weights:
+        if policy.weights != self.policy.weights and isinstance(self.weight_gather, WeightGather):
             self.weights_changed("unchanged")
             self.weight_gather.secondary.let_go()
             self.master_shard.encode_as(policy.weights)
@@ -331,7 +346,8 @@ class Unit:
                 known[policy.gathering] = WeightGather(self.geometry, context, self.master_shard, self.flat)
             self._gathers.append(known[policy.gathering])
         copies = sorted(
-            (gather.secondary for gather in known.values() if gather.keeps_copy), key=lambda copy: copy.nbytes
+            (each.secondary for each in known.values() if isinstance(each, WeightGather) and each.keeps_copy),
+            key=lambda copy: copy.nbytes,
         )
         if copies:
             copies[-1].share_memory(copies[:-1])
@@ -343,7 +359,7 @@ class Unit:
         If it gathers weights in another way, the next use of the unit gathers the weights themselves anew.
         """
         policy, gather = self._phases[number], self._gathers[number]
-        if gather is not self.weight_gather:
+        if gather is not self.weight_gather and isinstance(gather, WeightGather):
             self.weights_changed("unchanged")
             gather.secondary.forget()
             self.master_shard.encode_as(policy.weights)
@@ -369,9 +385,11 @@ class Unit:
             self.master_shard.adopt()
             self.master_shard.check_unwritten()
         errors = self.reduction.kept_errors()
-        copies = self.weight_gather.secondary.state(self.master_shard.version)
+        copies = self.weight_gather.state()
         if self.reduction.own is not None:
             copies = copies | self.reduction.own.state()
+        if self.outer is not None:
+            copies = copies | self.outer.state()
         return copies if errors is None else copies | errors.state()
 
     def check_communication_state(self, state: Mapping[str, Tensor]) -> None:
@@ -392,7 +410,9 @@ class Unit:
             errors.load(state)
         if self.reduction.own is not None:
             self.reduction.own.load(state)
-        self.weight_gather.secondary.load(state, self.master_shard.version)
+        if self.outer is not None:
+            self.outer.load(state)
+        self.weight_gather.load(state)
 
     # Refusals
 

@@ -37,6 +37,7 @@ of differences, and from the secondary shard.  :class:`~impl.comm.all_gather.Fra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import get_args
 
 import torch
@@ -83,7 +84,8 @@ class WeightGather:
         self.keeps_copy = policy.secondary != 0
         between = hops[: len(hops) - len(self._gathers["copy"].hops)]
         offloaded = master_shard.placement.frames
-        self.secondary = SecondaryShard(geometry, context, between, offloaded=offloaded)
+        self.secondary = secondary = SecondaryShard(geometry, context, between, offloaded=offloaded)
+        self.end, self.distrust = secondary.end, secondary.distrust
         self.version: Version = (-1, -1)  # the version of the weights that are gathered
         purpose: Purpose = "persistent" if geometry.persistent else "weights"
         self._tags = {phase: Tag(phase, purpose, geometry.name) for phase in get_args(Phase)}
@@ -136,6 +138,14 @@ class WeightGather:
                 self._decode(gather.hops[-1], frames)
             gather.close()
             self._under_way = None
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the copies that differences are taken from; empty without differences."""
+        return self.secondary.state(self.master_shard.version)
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the :meth:`state` of the same rank."""
+        self.secondary.load(state, self.master_shard.version)
 
     def _write(self, hop: Hop, message: Tensor, received: Tensor | None = None) -> None:
         """Write the ``message`` (bytes,) uint8 of a hop; ``received`` is what the hop before has received."""

@@ -143,6 +143,19 @@ def warnings(derived: Derived) -> list[str]:
             sentences.append(
                 f"The bytes of {name}'s gradients were measured, not predicted: the class declares none."
             )
+    for (name, bounded), group in groups(
+        trials[trials["gather_method"] != ""], ["gather_method", "gather_bounded"]
+    ):
+        if not bounded:
+            sentences.append(
+                f"The weights that {name} gathered were not compared with the masters, since the class promises no "
+                "bound of its error; losses and gradients were compared with a single process that has the gathered "
+                "weights."
+            )
+        if group["weights_measured"].any():
+            sentences.append(
+                f"The bytes of the weights that {name} gathered were measured, not predicted: the class declares none."
+            )
     if (pools := len(frames.pools)) > 1:
         sentences.append(f"The records are sweeps of {pools} machines (see Environment).")
     if frames.left_out:

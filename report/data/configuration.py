@@ -160,7 +160,7 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
         for name, value in next(iter(of_policies), {}).items()
         if name in _OF_EXECUTION
         and all(changes.get(name) == value for changes in of_policies)
-        and not (name == "reduce" and _MODULE.match(value))  # a method is no matter of execution
+        and not (name in ("reduce", "gather") and _MODULE.match(value))  # a method is no matter of execution
     }
 
 

@@ -412,15 +412,24 @@ def _as_predicted(record: Record) -> bool | None:
 
 
 def _method(record: Record) -> dict[str, Any]:
-    """Return the user's own class that reduced gradients, whether its messages were predicted, and what it promises."""
-    facts = record.ran.get("method")
-    facts = facts if isinstance(facts, dict) else {}
-    laws = facts.get("laws")
+    """Return the user's own classes, what they promise, and whether their messages were predicted."""
+
+    def facts_of(key: str) -> tuple[str, set[str]]:
+        facts = record.ran.get(key)
+        facts = facts if isinstance(facts, dict) else {}
+        laws = facts.get("laws")
+        return plain(facts.get("class", ""), 100), set(map(str, laws if isinstance(laws, list) else ()))
+
+    unpredicted = record.predicted.unpredicted if record.predicted else []
+    (reduces, promised), (gathers, of_gather) = facts_of("method"), facts_of("gather_method")
     return {
-        "method": plain(facts.get("class", ""), 100),
-        "measured_only": bool(record.predicted and record.predicted.unpredicted),
-        "bounded": isinstance(laws, list) and not {"bound", "exact"}.isdisjoint(map(str, laws)),
-        "unbiased": isinstance(laws, list) and "unbiased" in laws,
+        "method": reduces,
+        "measured_only": bool(unpredicted),
+        "bounded": not {"bound", "exact"}.isdisjoint(promised),
+        "unbiased": "unbiased" in promised,
+        "gather_method": gathers,
+        "gather_bounded": not {"bound", "exact"}.isdisjoint(of_gather),
+        "weights_measured": "weights" in unpredicted,
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from docs.tables import DOCS
 from harness import cli
+from harness.laws.gather_laws import GatherDuty
 from harness.laws.method_laws import MethodDuty
 from harness.suites.suite_file import load
 from harness.suites.trial import Trial
@@ -17,8 +18,8 @@ from impl.plan.own_method import LAWS
 
 PAGE = (DOCS / "guide" / "own_method.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(python|toml)\n(.*?)```", PAGE, re.DOTALL)
-METHOD, RANDOM, PROGRAM, STRATEGY = (text for language, text in BLOCKS if language == "python")
-SUITE, LOCAL = (text for language, text in BLOCKS if language == "toml")
+METHOD, RANDOM, PROGRAM, GATHER, STRATEGY = (text for language, text in BLOCKS if language == "python")
+SUITE, GATHERS, LOCAL = (text for language, text in BLOCKS if language == "toml")
 
 
 @pytest.fixture
@@ -47,6 +48,17 @@ def test_the_guides_random_method_keeps_what_it_promises(
     (folder / "random_k.py").write_text(RANDOM, encoding="utf-8")
     assert cli.main(["check", "method", "random_k:RandomK", "--examples", "10"]) == cli.OK
     assert "FAILS" not in capsys.readouterr().out
+
+
+def test_the_guides_gather_keeps_what_it_promises(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All duties and laws of the guide's gather hold, and its suite names the class and its argument."""
+    (folder / "half_weights.py").write_text(GATHER, encoding="utf-8")
+    assert cli.main(["check", "method", "half_weights:HalfWeights", "--examples", "10"]) == cli.OK
+    assert "FAILS" not in capsys.readouterr().out
+    text = f'name = "gathers"\nquestion = "Why?"\n{GATHERS}'
+    (folder / "gathers.toml").write_text(text, encoding="utf-8")
+    (own,) = load(folder / "gathers.toml").combinations
+    assert str(own.own_gather) == "examples.differences:Differences(block=64)"
 
 
 def test_the_guides_program_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,4 +101,5 @@ def test_the_guides_strategy_trains(tmp_path: Path) -> None:
 def test_the_guide_names_every_duty_and_law() -> None:
     """Each has a row in one of the guide's tables."""
     rows = set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
-    assert {duty.name.lower() for duty in MethodDuty} | LAWS.keys() <= rows
+    duties = {duty.name.lower() for duty in (*MethodDuty, *GatherDuty)}
+    assert duties | LAWS.keys() <= rows

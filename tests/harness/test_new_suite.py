@@ -16,7 +16,7 @@ from tests.harness.conftest import Zeropp
 GIB = 2**30
 HERE = Host(memory=8 * GIB, gpus=(), namespaces=lambda: None)
 NO_AXIS = {  # keys that need other keys, limit a run, or are for the whole suite
-    "cluster.ranks", "method",
+    "cluster.ranks", "method", "gather_method",
     "workload", "generate.prompt", "generate.tokens", "rlhf.group", "rlhf.kl", "strategy", "peer.compute",
     "peer.reduce_dtype", "peer.group", "peer.bucket_mb", "deepspeed_config",
     "control", "policy.gather", "policy.largest_unit",

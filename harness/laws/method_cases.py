@@ -1,0 +1,151 @@
+"""Ranks, units and values on which the laws of users' own methods are tried, on ranks that are threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from impl.codecs.codec import Dtype
+from impl.comm.mesh import Mesh
+from impl.comm.wire import Wire
+from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
+from impl.plan.topology import Topology
+from impl.plan.traffic import LedgerKey, Sent
+from impl.simulate import simulate
+
+SECONDS: Final = 30.0  # that a rank may compute without waiting for a message
+
+Gradients = Literal["normal", "equal", "sparse", "one_rank", "small", "large", "zero"]
+Shared = Literal["all", "node", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Ranks, a unit and gradients, or weights, on which a claim is tried."""
+
+    topology: Topology
+    shapes: tuple[tuple[int, ...], ...]  # of the unit's parameters
+    shared: Shared  # the ranks that share one copy: all, those of a node, or none, so that every rank has the whole
+    grain: int  # parameters and shards start on multiples of so many elements
+    gradients: Gradients
+    seed: int
+    advances: int  # calls of advance() in a reduction or gather
+    compute: Dtype = "fp32"  # type of gathered weights
+
+    def __str__(self) -> str:
+        shapes = ", ".join("x".join(map(str, shape)) or "scalar" for shape in self.shapes)
+        copies = {"all": "one copy", "node": "a copy in each node", "none": "a copy on each rank"}[
+            self.shared
+        ]
+        computed = "" if self.compute == "fp32" else f", computed in {self.compute}"
+        return (
+            f"{self.topology} ranks with {copies}, parameters {shapes} on multiples of {self.grain}, {self.gradients} "
+            f"values of seed {self.seed}, {self.advances} calls of advance(){computed}"
+        )
+
+    def geometry(self, name: str = "unit") -> UnitGeometry:
+        """Return the layout of the unit."""
+        specs = [ParameterSpec(f"{name}.{i}", shape) for i, shape in enumerate(self.shapes)]
+        group = {"all": 0, "node": self.topology.ranks_per_node, "none": 1}[self.shared]
+        world = self.topology.world
+        return lay_out(name, specs, grain=self.grain, world=world, max_padding=math.inf, group=group)
+
+    def gradient(self, geometry: UnitGeometry, step: int, rank: int) -> Tensor:
+        """Return the gradient (P,) of one rank in one step, with zeros in padding."""
+        whole = torch.zeros(geometry.padded)
+        source = 0 if self.gradients == "equal" else rank
+        draw = torch.Generator().manual_seed(hash((self.seed, step, source, len(geometry.name))) % 2**31)
+        for slot in geometry.slots:
+            values = torch.randn(slot.spec.numel, generator=draw)
+            if self.gradients == "sparse":
+                values *= torch.rand(slot.spec.numel, generator=draw) < 0.1
+            whole[slot.offset : slot.end] = values
+        factor = {"small": 1e-8, "large": 1e6, "zero": 0.0}.get(self.gradients, 1.0)
+        return whole * (factor if self.gradients != "one_rank" or rank == 0 else 0.0)
+
+    def mean(self, geometry: UnitGeometry, step: int) -> Tensor:
+        """Return the exact mean (P,) fp64 of all ranks' gradients."""
+        world = range(self.topology.world)
+        return torch.stack([self.gradient(geometry, step, rank) for rank in world]).double().mean(0)
+
+    def weights(self, geometry: UnitGeometry, step: int) -> Tensor:
+        """Return the weights (P,) fp32 of the unit in one step, with zeros in padding."""
+        return self.gradient(geometry, step, 0)
+
+
+_topologies = st.builds(Topology, st.integers(1, 3), st.integers(1, 3))
+_shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
+
+
+def cases(computes: Sequence[Dtype] = ("fp32",)) -> st.SearchStrategy[Case]:
+    """Return a strategy that draws cases, whose weights are gathered in one of the types ``computes``."""
+    return st.builds(
+        Case,
+        topology=_topologies,
+        shapes=st.lists(_shapes, min_size=1, max_size=3).map(tuple),
+        shared=st.sampled_from(get_args(Shared)),
+        grain=st.sampled_from([1, 4, 16]),
+        gradients=st.sampled_from(get_args(Gradients)),
+        seed=st.integers(0, 999),
+        advances=st.integers(0, 3),
+        compute=st.sampled_from(computes),
+    )
+
+
+class Violation(Exception):  # noqa: N818  # what it is; raised where a claim does not hold
+    """A claim does not hold; the message says where and by how much."""
+
+
+def on_ranks(case: Case, body: Callable[[Mesh, Wire], Any]) -> list[Any]:
+    """Return what ``body(mesh, wire)`` returns on each rank."""
+
+    def rank_main(mesh: Mesh) -> Any:
+        wire = Wire(mesh)
+        try:
+            return body(mesh, wire)
+        finally:
+            wire.close()
+
+    topology = case.topology
+    return simulate(topology.nodes, topology.ranks_per_node, timeout=SECONDS)(rank_main)
+
+
+def check_same(
+    found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]], what: str, noun: str = "mean"
+) -> None:
+    """Raise a Violation if results differ; both have for each rank the results of all steps, and ``noun`` names one.
+
+    ``what`` says how those of ``found`` came about.
+    """
+    for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        for step, (result, other) in enumerate(zip(mine, theirs, strict=True)):
+            if not torch.equal(result, other):
+                at = int((result != other).nonzero()[0])
+                raise Violation(
+                    f"on rank {rank} element {at} of the {noun} of step {step} is {result[at]:.9g} {what}, and "
+                    f"{other[at]:.9g} otherwise"
+                )
+
+
+Row = tuple[Mapping[LedgerKey, Sent], Mapping[LedgerKey, Sent]]
+
+
+def check_booked(ranks: Sequence[Row], purpose: str, what: str) -> None:
+    """Raise a Violation if a rank's ledger differs from what ``bytes()`` declares; both are given for each rank.
+
+    ``what`` says in which calls the messages were sent.
+    """
+    for rank, (sent, declared) in enumerate(ranks):
+        for key in sent.keys() | declared.keys():
+            found, expected = sent.get(key, Sent(0, 0)), declared.get(key, Sent(0, 0))
+            if key.purpose == purpose and found != expected:
+                raise Violation(
+                    f"in {what} rank {rank} sent {found.bytes} bytes in {found.messages} messages along "
+                    f"{key.hop!r}, and bytes() declares {expected.bytes} in {expected.messages}"
+                )

@@ -1,0 +1,179 @@
+"""Runs a user's own gather of weights: a class that a policy names, such as ``gather = "mine:Differences"``.
+
+:class:`GatherMethod` documents what such a class has.  The engine makes one object of it for each trained unit on each
+rank, and drives it as it drives its own gathers: ``start()`` when the unit is to be gathered, which is usually while an
+earlier unit computes; ``advance()`` whenever another unit is about to be used; and ``finish()`` when the weights are
+needed.  Frozen units and the persistent unit are gathered in hops.
+
+:class:`OwnGather` stands between engine and class, and checks what the class returns.  :class:`OwnWeightGather` takes
+the place of :class:`~impl.unit.weight_gather.WeightGather` in a unit.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from impl.comm.wire import Wire
+from impl.plan.own_method import Change, GatherInfo, OwnMethod, Role
+from impl.plan.shard_layout import UnitGeometry
+from impl.plan.traffic import Phase, Tag
+from impl.unit.context import UnitContext
+from impl.unit.flat_buffer import FlatBuffer
+from impl.unit.master_shard import MasterShard, Version
+from impl.unit.method_driver import Method, MethodDriver
+
+_CHANGES: Final[tuple[Change, ...]] = ("unchanged", "stepped", "loaded")
+_RECORD: Final = "gather"  # the name of the engine's own entry in a unit's state
+
+
+class GatherMethod(Method):
+    """Gathers the weights of one unit on one rank; base class of gathers of one's own.
+
+    A class need not inherit from this one: it needs :meth:`start` and :meth:`finish`, and may have the rest.
+    Between two gathers of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never),
+    and ``finish()`` once.  All ranks call them in the same order, also across units.
+    """
+
+    @abc.abstractmethod
+    def start(self, weights: Tensor, gather: GatherInfo) -> None:
+        """Begin a gather, and post the first messages.
+
+        Args:
+            weights: (S,) fp32, this rank's shard.  The tensor belongs to the method, which may keep and change it.
+                Padding is zero.
+            gather: the pass that needs the weights, and how they have changed since the unit's last gather.
+        """
+
+    @abc.abstractmethod
+    def finish(self) -> Tensor:
+        """Finish the gather; returns (P,) in the type ``self.wire.dtype``, the weights of the whole unit.
+
+        The engine copies the tensor.  Padding may have any finite value.
+        """
+
+    # Classes may also have:
+    #
+    # def bytes(self, unit, topology, gather): the messages of a gather, as tuples (kind, axis, bytes to each other
+    #     rank).
+    # @staticmethod def error_bound(unit, **arguments): needed for the law ``bound``.
+    # @staticmethod def full_rank(unit, **arguments): arguments for the law ``exact_at_full_rank``.
+    # @staticmethod def settles_after(unit, **arguments): gathers for the law ``settles``.
+
+
+class OwnGather(MethodDriver):
+    """Calls the object of a class that gathers, and checks what it returns."""
+
+    role: ClassVar[Role] = "gather"
+    prefix: ClassVar[str] = "gather."
+
+    def __init__(self, method: OwnMethod, geometry: UnitGeometry, wire: Wire, dtype: torch.dtype) -> None:
+        self._finite = True
+        super().__init__(method, geometry, wire, Tag("forward", "weights", geometry.name), dtype)
+
+    def start(self, weights: Tensor, gather: GatherInfo) -> None:
+        """Give the method a copy of this rank's ``weights`` (S,) fp32."""
+        self.wire.tag = Tag(gather.phase, "weights", self.unit.name)
+        with torch.inference_mode(mode=False):  # the method may keep the copy beyond a pass in inference mode
+            own = weights.detach().clone()
+        self._finite = bool(own.isfinite().all())
+        self._call("start", own, gather)
+
+    def finish(self) -> Tensor:
+        """Return the method's tensor (P,) with the weights, after checking its type, shape and values."""
+        what = "the weights of the whole unit"
+        whole = self._checked(self._call("finish"), self.unit.numel, self.wire.dtype, what)
+        # If this rank's weights are not finite already, those of the unit may have any value.
+        if self._finite and not bool(whole.isfinite().all()):
+            raise self._error(
+                "finish() returned NaN or infinity, although this rank's weights are finite: correct the method, or "
+                "look for a rank whose weights are not finite"
+            )
+        return whole
+
+
+class OwnWeightGather:
+    """All-gathers one unit on one rank into its flat buffer with a class of a user's own.
+
+    The policy of ``context`` is the unit's own.
+    """
+
+    # A method may return weights that it has kept, so that a pass may compute with a copy of the weights.
+    keeps_copy: Final = True
+
+    def __init__(
+        self,
+        method: OwnMethod,
+        geometry: UnitGeometry,
+        context: UnitContext,
+        master_shard: MasterShard,
+        flat: FlatBuffer,
+    ) -> None:
+        self.own = OwnGather(method, geometry, context.wire, flat.dtype)
+        self._master_shard, self._flat = master_shard, flat
+        self._clock, self._passes = context.clock, context.passes
+        self.version: Version = (-1, -1)  # the version of the weights that are gathered
+        self._change: Change = "loaded"  # how the weights have changed since the last gather
+        self._seen = -1  # torch's version of the master at the last gather
+        self._begun = 0  # the optimizer step at the last gather whose change was ``loaded``
+
+    def start(self, phase: Phase) -> None:
+        """Start a gather of the weights for ``phase``."""
+        assert phase != "step"  # noqa: S101  # gathers are of passes
+        weights, step = self._master_shard.master, self._clock.step
+        self.version = self._master_shard.version
+        change, self._change = self._present(), "loaded"  # stays so if this method is interrupted
+        if change == "loaded":
+            self._begun = step
+        self._passes.failed = True
+        self.own.start(weights, GatherInfo(phase, change, step - self._begun))
+        self._passes.failed = False
+        self._change, self._seen = "unchanged", self.version[1]
+
+    def advance(self) -> None:
+        """Let the method post its next messages."""
+        self.own.advance()
+
+    def finish(self) -> None:
+        """Finish the gather, and copy the weights to the flat buffer.
+
+        After an error in the class, torch still runs the hooks after modules; these must not raise a second error.
+        """
+        flat = self._flat.attach()
+        if not self._passes.failed:
+            self._passes.failed = True
+            flat.copy_(self.own.finish())
+            self._passes.failed = False
+
+    def _present(self) -> Change:
+        """Return how the weights have changed by now; a user may have written the master without a report."""
+        written = self._change == "unchanged" and self._seen != self._master_shard.version[1]
+        return "stepped" if written else self._change
+
+    def end(self, change: Change) -> None:
+        """Note that the weights have changed."""
+        if change != "unchanged" and self._change != "loaded":
+            self._change = change
+
+    def distrust(self) -> None:
+        """Have the next gather begin anew, because ranks may differ in what they have received."""
+        self._change = "loaded"
+
+    def reset(self) -> None:
+        """Begin anew with a new object of the class; all ranks must do so."""
+        self.own.reset()
+        self.distrust()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return a copy of the method's state, and how the weights have changed since its last gather."""
+        return {_RECORD: torch.tensor([self._begun, _CHANGES.index(self._present())]), **self.own.state()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the :meth:`state` of the same rank."""
+        self.own.load(state)
+        self._begun, change = map(int, state[_RECORD])
+        self._change, self._seen = _CHANGES[change], self._master_shard.version[1]
