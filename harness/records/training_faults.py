@@ -133,7 +133,7 @@ class Checked:
     seconds: float = 0.0  # seconds of all checks, also in warm-up steps
     laps: float = 0.0  # seconds of all laps from the first timed step to the last
     passed: float = 0.0  # the same seconds as measured by another clock of the system
-    encodes: bool = False  # whether the trial's policy has codecs other than casts
+    encodes: bool = False  # whether the policy has codecs other than casts, or a reduction of the user's own
     random: str = ""  # digest of the state of torch's generator when training begins
     waited: float | None = None  # seconds of all steps spent waiting for messages; None for peers
     sleeps_counted: bool = False  # whether the thread's sleep is counted, and is only waits for messages

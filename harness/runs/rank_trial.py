@@ -205,7 +205,8 @@ class TrialRun:
         self.checked.random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
         if policy is not None:
             codecs = (*policy.codecs, *(policy.owned if trial.optimizer.orthogonalises else ()))
-            self.checked.encodes = any(not isinstance(codec, Raw) for codec in codecs)
+            coded = any(not isinstance(codec, Raw) for codec in codecs)
+            self.checked.encodes = coded or policy.own_reduce is not None  # whose computation is not known
             self.checked.kernel = wrong_kernel(codecs, self.device)
         self.events = self.loop.events
         self.events += self.comparison.events
