@@ -366,4 +366,5 @@ _TRIALS: Final[dict[Claim, Callable[[OwnMethod, Case], None]]] = {
     MethodLaw.BOUND: _bound,
     MethodLaw.UNBIASED: _unbiased,
 }
-_TRIALS.update(gather_laws.TRIALS)
+for _claim, _trial in gather_laws.TRIALS.items():
+    _TRIALS[_claim] = _trial

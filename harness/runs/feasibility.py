@@ -294,8 +294,8 @@ def _plan(
     if not known:  # measured, not predicted
         prediction.padded, prediction.step = sum(unit.padded for unit in units), None
         return memory
-    own = {"methods": methods, "gathers": gathers}
-    inter, intra = per_node_bytes(policy, topology, units, trial, **own, owners=owners)  # type: ignore[arg-type]
+    declared = {"methods": methods, "gathers": gathers}
+    inter, intra = per_node_bytes(policy, topology, units, trial, **declared, owners=owners)  # type: ignore[arg-type]
     if judges:
         judged = per_node_bytes(policy, topology, judges, trial, judges=True)
         inter, intra = inter + judged[0], intra + judged[1]

@@ -167,6 +167,7 @@ class Book:
             key = LedgerKey(*tag, axis.name, link)
             before = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(before[0] + nbytes, before[1] + messages)
+            self.trained[link] += nbytes
 
     def optimizer_step(self, owners: Owners) -> None:
         """Count what Muon sends to the owners of matrices, and what these send back."""

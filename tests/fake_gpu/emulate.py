@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -130,7 +131,7 @@ class Emulation(TorchDispatchMode):
         computes = not moves_nothing(func)
         if device is None:
             outputs = func(*args, **kwargs)
-            if self.noting and computes:
+            if EMULATION.noting and computes:
                 _note(func, args, kwargs, outputs, host=True)
             return outputs
         random = torch.Tag.nondeterministic_seeded in func.tags
@@ -139,7 +140,7 @@ class Emulation(TorchDispatchMode):
             if not computes:
                 return outputs
             with torch._C._DisableTorchDispatch():
-                if self.noting:
+                if EMULATION.noting:
                     _note(func, args, kwargs, outputs, host=False)
                 computed = self._compute(func, args, kwargs, outputs)
         return computed if isinstance(outputs, bool | int | float) else outputs
@@ -169,12 +170,19 @@ EMULATION: Final = Emulation()
 
 
 def start() -> None:
-    """Emulate from here on in this thread, and in the threads of its backward passes."""
+    """Emulate from here on in this thread, in the threads of its backward passes, and in threads that Python starts."""
     # Fused attention returns what the CPU's does not, such as the state of its random numbers.
     torch.backends.cuda.enable_flash_sdp(enabled=False)
     torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
     torch.backends.cuda.enable_cudnn_sdp(enabled=False)
     EMULATION.__enter__()
+    run = threading.Thread.run
+
+    def emulated(self: threading.Thread) -> None:
+        with Emulation():
+            run(self)
+
+    threading.Thread.run = emulated  # type: ignore[method-assign]
 
 
 def kernel_folder() -> Path:

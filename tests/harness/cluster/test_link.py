@@ -165,7 +165,7 @@ def test_what_is_called_shaped_has_the_rate(rates: list[float], kind: str) -> No
     joined = Link(cluster_with(kind, 2, 100.0), kind, "", (Port(None, ""),) * 2, calibrated_mbit=rates)
     median = statistics.median(rates)
     why = "carries no more" if median < 100 else "bypass the queue"
-    refusal = pytest.raises(LinkError, match=rf"set to 100 Mbit/s and carries {median:.4g}: .*{why}")
+    refusal = pytest.raises(LinkError, match=rf"set to 100 Mbit/s but carries {median:.4g}: .*{why}")
     with contextlib.nullcontext() if kind != "shaped" or 90 <= median <= 105 else refusal:
         joined.check()
 

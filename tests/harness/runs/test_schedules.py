@@ -145,3 +145,15 @@ def test_a_plan_counts_each_policy_as_often_as_it_has_steps(text: str) -> None:
     units = planned.step.units
     exact, quantised = (per_node_bytes(phase, own.topology(), units, own)[0] for phase in policy.phases)
     assert planned.egress == pytest.approx((2 * exact + 4 * quantised) / 6, abs=2)
+
+
+def test_what_muon_sends_belongs_to_its_step(text: str, tmp_path: Path) -> None:
+    """With a schedule and Muon, the exchanges with owners of matrices are in the bytes of each step."""
+    muon = {"name": "Muon", "arguments": {"lr": 0.02, "adamw": {"lr": 1e-3}}}
+    own = scheduled(text, WARM_UP, optimizer=muon)
+    plain = result(scheduled(text, WARM_UP), tmp_path / "log")
+    record = result(own, tmp_path / "muon")
+    assert record.predicted is not None
+    assert [rank.sent_by_step for rank in record.ranks] == record.predicted.sent_by_step
+    more = [run.inter - other.inter for run, other in zip(_steps(record), _steps(plain), strict=True)]
+    assert more[0] == more[1] > 0
