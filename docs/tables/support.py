@@ -35,6 +35,7 @@ def parts(weights: Codec, gradients: Codec, memory: MemoryLimits) -> dict[str, C
     return {
         **{f"stage {stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
         "groups (MiCS)": {"group": "node"},
+        "local steps": {"group": "node", "local_steps": 1},
         "qwZ": {"weights": weights},
         "two planes": {"weights": weights, "planes": 2},
         "plane of the phase": {"weights": weights, "planes": "phase"},

@@ -48,6 +48,13 @@ def gather(tensor: Tensor) -> list[Tensor]:
     return tensors
 
 
+def mean_of_group(tensor: Tensor, ranks: int) -> Tensor:
+    """Return the mean of ``tensor`` over this rank's group: consecutive ranks, ``ranks`` of them."""
+    thread = current()
+    number = (dist.get_rank() if thread is None else thread.rank) // ranks
+    return torch.stack(gather(tensor)[number * ranks : (number + 1) * ranks]).sum(0) / ranks
+
+
 def swap(rows: Tensor) -> Tensor:
     """Send each rank its row of ``rows`` (world, ...); returns the rows (world, ...) that this rank receives."""
     if (thread := current()) is not None:

@@ -119,7 +119,10 @@ def violation_of(own: OwnMethod, claim: Claim, case: Case) -> str | None:
         TurnError: if a rank does not come back from the method.
     """
     try:
-        _TRIALS[claim](own, case)
+        if isinstance(claim, MethodDuty | MethodLaw):
+            _TRIALS[claim](own, case)
+        else:
+            gather_laws.TRIALS[claim](own, case)
     except Violation as violation:
         return str(violation)
     except (KeyboardInterrupt, TurnError):
@@ -351,7 +354,7 @@ def _unbiased(own: OwnMethod, case: Case) -> None:
             )
 
 
-_TRIALS: Final[dict[Claim, Callable[[OwnMethod, Case], None]]] = {
+_TRIALS: Final[dict[MethodDuty | MethodLaw, Callable[[OwnMethod, Case], None]]] = {
     MethodDuty.MEAN: _mean,
     MethodDuty.ADVANCE: _advance,
     MethodDuty.RESUME: _resume,
@@ -366,5 +369,3 @@ _TRIALS: Final[dict[Claim, Callable[[OwnMethod, Case], None]]] = {
     MethodLaw.BOUND: _bound,
     MethodLaw.UNBIASED: _unbiased,
 }
-for _claim, _trial in gather_laws.TRIALS.items():
-    _TRIALS[_claim] = _trial

@@ -125,7 +125,9 @@ def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
     return np.array([float((decoded.double() - exact).square().sum()), float(exact.square().sum())])
 
 
-def gradient_errors(step: int, observer: ReductionObserver, *, repeated: int = 1) -> SumsByPlace:
+def gradient_errors(
+    step: int, observer: ReductionObserver, *, repeated: int = 1, group: slice = slice(None)
+) -> SumsByPlace:
     """Return the errors of each hop and of the whole reduction; all ranks must call this.
 
     Args:
@@ -133,13 +135,15 @@ def gradient_errors(step: int, observer: ReductionObserver, *, repeated: int = 1
         observer: The observer of the reductions.
         repeated: How often the same gradients were reduced.  If more than once, the error of the mean over these
             reductions is returned, and errors of hops are left out.
+        group: The ranks over which gradients are averaged, this rank's group with local steps; all by default.
     """
     errors: SumsByPlace = {}
     if repeated == 1:
         for (unit, hop), sums in observer.hops.items():
             errors[Place(step, "gradients", unit, hop.number, hop.axis, str(hop.codec))] = sums
     for unit, (start, mean) in observer.means.items():
-        rows = exchange_gradients(observer.gradients[unit], start, mean.numel()).double()  # (world, n)
+        every = exchange_gradients(observer.gradients[unit], start, mean.numel())  # (world, n)
+        rows = every[group].double()
         products = (rows @ rows.T).flatten().cpu().numpy()
         place = Place(step, "gradients", unit, repeated=repeated)
         errors[place] = np.concatenate([squared_sums(mean, rows.mean(0)), products])
@@ -264,6 +268,9 @@ def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, T
     """
     geometry, mesh = unit.geometry, unit.wire.mesh
     rank = (mesh.rank + 1) % mesh.topology.world
+    if unit.policy.local_steps is not None:  # other groups have other weights
+        first = mesh.rank - mesh.rank % geometry.shards
+        rank = first + (mesh.rank + 1 - first) % geometry.shards
     gathered, exact = [], []
     for member, slot in zip(unit.members, geometry.slots, strict=True):
         begin, end = geometry.overlap(slot, rank)

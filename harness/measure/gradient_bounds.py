@@ -127,16 +127,19 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topol
             policy.own_reduce.error_bound(MethodUnit.of(geometry, rank)) for rank in range(topology.world)
         )
         return Layout(geometry, max(bounds), geometry.piece)
-    codecs = [codec for _, codec in policy.reduce_axes(topology)]
+    sums = policy.reduce_axes(topology)
+    if policy.local_steps is not None:  # gradients are reduced inside groups
+        sums = tuple((axis, codec) for axis, codec in sums if axis.stride < policy.group_ranks(topology))
+    codecs = [codec for _, codec in sums]
     if policy.reduce == "ring":
         codecs *= topology.world - 1
     axes, last = policy.replica_axes(topology)
-    codecs += [last] * bool(axes)
+    codecs += [last] * bool(axes and policy.local_steps is None)
     shards = any(codec.block == "shard" for codec in codecs)
     window = geometry.piece if shards else min(geometry.piece, common_grain(*codecs))
     factor, floor = composed(codecs), 0.0
     if policy.sums == "fp16":  # each of the decoded terms is rounded, and each partial sum
-        sizes = [axis.size for axis, _ in policy.reduce_axes(topology)]
+        sizes = [axis.size for axis, _ in sums]
         factor = (1 + factor) * (1 + 2.0**-11) ** sum(sizes) - 1
         # A sum of n terms is rounded 2 n - 1 times, by at most half of fp16's smallest step.
         floor = len(sizes) * 2.0**-24 * (1 + factor)
@@ -160,6 +163,7 @@ class FirstGradient:
     micro_batches: int  # of a step
     rounding: float  # difference that rounding alone may cause, relative to ``m``: an entry of ROUNDING
     step: int = 0  # index of the step that the gradient is of
+    ranks: int = 0  # ranks of a group, over which gradients are averaged; 0 for all ranks
     # By layout: the (windows,) numbers of the drawn windows; and (windows, window + 1) fp32 with the mean
     # gradient of each window and, in the last column, the mean of its largest magnitudes.
     _drawn: dict[Layout, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -190,10 +194,13 @@ class FirstGradient:
             means.add_(torch.cat([drawn, drawn.abs().amax(dim=1, keepdim=True)], dim=1))
 
     def average(self) -> None:
-        """Average the added gradients over all ranks, which must all call this."""
+        """Average the added gradients over this rank's group, or all ranks; all ranks must call this."""
         for _, means in self._drawn.values():
-            all_ranks.add(means)
-            means.div_(all_ranks.world())
+            if self.ranks:
+                means.copy_(all_ranks.mean_of_group(means, self.ranks))
+            else:
+                all_ranks.add(means)
+                means.div_(all_ranks.world())
             self._finite = self._finite and bool(means.isfinite().all())
 
     def compare(self, layout: Layout, first: int, rows: Tensor, scale: float) -> GradientError | None:

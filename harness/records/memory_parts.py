@@ -9,7 +9,14 @@ from typing import Final
 
 HOST: Final = "host_"  # prefix of the names of parts in host memory
 _STEPPED: Final = ("gradients", "optimizer")
-TRAINING: Final = (*_STEPPED, *(HOST + part for part in _STEPPED), "local_gradients", "feedback", "staging")
+TRAINING: Final = (
+    *_STEPPED,
+    *(HOST + part for part in _STEPPED),
+    "local_gradients",
+    "feedback",
+    "staging",
+    "outer",
+)
 
 
 def without_training(memory: dict[str, int]) -> dict[str, int]:

@@ -37,6 +37,9 @@ _IDLE: Final = (0.05, 0.02)
 _WIRE: Final = 1.06  # bytes on the link, with the headers of packets, for each byte that a ledger has
 _STEPS: Final = 3  # fewest steps whose median is judged
 _SAME_NORM: Final = 1e-4  # relative difference that rounding of sums may leave between two norms
+# Outer steps are computed again if codecs explain less than this relative error of a mean.  A forgotten momentum of 0.9
+# makes an error of 0.43 or more.
+_TELLS: Final = 0.3
 
 
 @dataclass(slots=True)
@@ -78,6 +81,24 @@ class Norms(NamedTuple):
     scale: float  # loss scale in ``reduced``
 
 
+class OuterNote(NamedTuple):
+    """Watched masters of one unit on one rank around an outer step (``policy.local_steps``)."""
+
+    step: int  # index of the step after which the outer step was taken
+    unit: str
+    before: list[float]  # just before the outer step, after the optimizer's own step
+    after: list[float]
+
+
+class OuterRules(NamedTuple):
+    """What outer steps should do."""
+
+    group: int  # ranks of a group; ranks of equal index in their groups hold the same shards
+    rate: float
+    momentum: float
+    error: float  # largest error of a mean over groups, relative to what groups moved by, that the codecs explain
+
+
 @dataclass(slots=True)
 class Checked:
     """What one rank noted while it trained (:mod:`harness.witness.training_checks`), for :func:`training_fault`."""
@@ -100,6 +121,10 @@ class Checked:
     norms: dict[int, Norms] = field(default_factory=dict)  # by step, for the steps that the optimizer took
     elements: int = 0  # number of elements that this rank's optimizer steps, padding included; 0 if not known
     trainable: int = 0  # elements of the unsharded model that are trained
+    outer: OuterRules | None = None  # what outer steps should do, with local steps
+    # By unit: watched masters before training.
+    outer_start: dict[str, list[float]] = field(default_factory=dict)
+    outer_notes: list[OuterNote] = field(default_factory=list)  # by outer step and unit
     steps: list[Spent] = field(default_factory=list)  # of every step, by a second clock
     # Time between the first timed step and the last: ``between`` has what is neither step, check nor validation;
     # ``checks`` has the checks in and after steps, which send no messages.
@@ -140,7 +165,11 @@ def _faults(
     yield from _wrong_clock(checked)
     yield from _wrong_validations(checked, validations)
     yield from _wrong_batches(checked)
-    yield from _wrong_norms(checked, ranks)
+    size = len(checked) if checked[0].outer is None else checked[0].outer.group
+    for first in range(0, len(checked), size):  # each group with local steps has gradients of its own
+        yield from _wrong_norms(checked[first : first + size], ranks[first : first + size], first)
+    for first in range(size if checked[0].outer is not None else 0):
+        yield from _wrong_outer_steps(checked[first::size], [*range(len(checked))][first::size])
     for rank, check in enumerate(checked):
         if check.carried != check.booked:
             yield (
@@ -244,8 +273,51 @@ def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
             seen[digest] = (step, rank)
 
 
-def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Iterator[str]:
-    """Yield gradients that were scaled, or not clipped, between the backward passes and the optimizer."""
+def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iterator[str]:
+    """Yield outer steps after which groups differ, or that are not the trial's SGD with Nesterov momentum.
+
+    From the new masters and the momentum so far follows the mean that the engine had.  It is compared with the mean of
+    what groups moved by, so that a codec's errors do not add up over outer steps.
+
+    Args:
+        checked: What the ranks noted that hold the same shards, one of each group.
+        ranks: Their numbers.
+    """
+    rules, first = checked[0].outer, checked[0]
+    if rules is None or not first.outer_start:
+        return
+    rate, momentum = rules.rate, rules.momentum
+    anchors = dict(first.outer_start)
+    speeds = {unit: [0.0] * len(values) for unit, values in anchors.items()}
+    for notes in zip(*(check.outer_notes for check in checked), strict=True):
+        step, unit, _, after = notes[0]
+        where = f"after the outer step of unit {unit!r} in step {step}"
+        for rank, note in zip(ranks, notes, strict=True):
+            if note.after != after:
+                yield f"{where} ranks {ranks[0]} and {rank} hold different weights, but groups must agree"
+        anchor, speed = anchors[unit], speeds[unit]
+        moved = [[a - b for a, b in zip(anchor, note.before, strict=True)] for note in notes]
+        mean = [math.fsum(values) / len(values) for values in zip(*moved, strict=True)]
+        pulls = [(a - b) / rate for a, b in zip(anchor, after, strict=True)]
+        had = [(p - momentum**2 * v) / (1 + momentum) for p, v in zip(pulls, speed, strict=True)]
+        scale = math.sqrt(math.fsum(x * x for values in moved for x in values) / len(moved))
+        rounding = 2.0**-22 * math.sqrt(math.fsum(a * a for a in anchor)) / rate
+        off = math.sqrt(math.fsum((x - y) ** 2 for x, y in zip(had, mean, strict=True)))
+        if rules.error < _TELLS and not off <= (rules.error + _SAME_NORM) * scale + rounding:
+            yield (
+                f"{where} the masters of rank {ranks[0]} are not what outer_rate = {rate:g} and outer_momentum = "
+                f"{momentum:g} give: by them the groups' mean difference was wrong by {off / max(scale, 1e-30):.3f} of "
+                f"what groups moved by, where codecs explain {rules.error:.3f}; was the momentum forgotten?"
+            )
+        speeds[unit] = [momentum * v + x for v, x in zip(speed, had, strict=True)]
+        anchors[unit] = after
+
+
+def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start: int) -> Iterator[str]:
+    """Yield gradients that were scaled, or not clipped, between the backward passes and the optimizer.
+
+    ``start`` is the number of the first of these ranks, which average their gradients.
+    """
     for by_rank in zip(*(rank.steps for rank in ranks), strict=True):
         norms = [step.gradient_norm for step in by_rank if step.gradient_norm is not None]
         if norms and not max(norms) - min(norms) <= 1e-6 * abs(max(norms)) and math.isfinite(sum(norms)):
@@ -269,7 +341,7 @@ def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Ite
         scale, clip = found[0].scale, first.clip
         whole = math.sqrt(math.fsum(norm.reduced**2 for norm in found) / copies) / scale
         factor = 1.0 if clip is None else min(1.0, clip / max(whole, 1e-30))
-        for rank, norm in enumerate(found):
+        for rank, norm in enumerate(found, start):
             expected = norm.reduced / scale * factor
             if not abs(norm.stepped - expected) <= _SAME_NORM * expected and math.isfinite(expected):
                 asks = (
@@ -298,6 +370,8 @@ def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> 
                 )
         exposed = [step.exposed for step in ranks[rank].steps if step.exposed is not None]
         waited = math.fsum(exposed)
+        if check.outer is not None:  # waits for other groups are in the optimizer's seconds
+            waited += math.fsum(step.optimizer for step in ranks[rank].steps)
         enough = waited >= _AWAKE * slept - _SLEPT[0] - _SLEPT[1] * count
         if check.sleeps_counted and len(exposed) == count and not enough:
             wait = f"waited {waited:.3f} s for messages in {count} steps"

@@ -294,8 +294,9 @@ def _plan(
     if not known:  # measured, not predicted
         prediction.padded, prediction.step = sum(unit.padded for unit in units), None
         return memory
-    declared = {"methods": methods, "gathers": gathers}
-    inter, intra = per_node_bytes(policy, topology, units, trial, **declared, owners=owners)  # type: ignore[arg-type]
+    inter, intra = per_node_bytes(
+        policy, topology, units, trial, methods=methods, gathers=gathers, owners=owners
+    )
     if judges:
         judged = per_node_bytes(policy, topology, judges, trial, judges=True)
         inter, intra = inter + judged[0], intra + judged[1]

@@ -22,6 +22,7 @@ from impl.adapters.traffic import GroupGeometry, predict_hosted
 from impl.errors import raised
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
+from impl.plan.local_steps import meeting_steps
 from impl.plan.own_method import Declared, DeclaredGathers
 from impl.plan.owners import Owners
 from impl.plan.policy import Policy
@@ -181,8 +182,12 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
     """Return for each kind of step the number of timed steps, their policy, and the passes that precede such a step.
 
     A policy with differences sends whole weights in some steps and differences in the others.  A step that sends
-    differences is counted after a step that sent whole weights.  With a schedule, each of its policies is a kind.
+    differences is counted after a step that sent whole weights.  With local steps, fragments are exchanged after some
+    steps, and nothing after the others.  With a schedule, each of its policies is a kind.
     """
+    if (local := policy.local_steps) is not None:
+        kinds_apart = _local_beginnings(local, meeting_steps(policy), trial)
+        return [(count, policy, before) for count, before in kinds_apart]
     if not policy.schedule and policy.differences is None:
         return [(trial.steps, policy, [])]
     kinds, phases = Counter[tuple[int, bool]](), policy.phases
@@ -199,6 +204,22 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
         for (number, anew), count in kinds.items()
         if count
     ]
+
+
+def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[tuple[int, list[Event]]]:
+    """Return (number of timed steps, events before) for steps that groups exchange something after, and for the others.
+
+    Args:
+        local: Steps of a round.
+        meeting: The steps of a round, from 1 to ``local``, after which something is exchanged.
+        trial: The trial.
+    """
+    timed = Counter(index % local + 1 for index in range(trial.warmup, trial.warmup + trial.steps))
+    kinds: list[tuple[int, list[Event]]] = [(timed[step], ["step"] * (step - 1)) for step in meeting]
+    others = [step for step in range(1, local + 1) if step not in meeting]
+    if others:
+        kinds.append((sum(timed[step] for step in others), ["step"] * (others[0] - 1)))
+    return [(count, before) for count, before in kinds if count]
 
 
 def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:

@@ -194,7 +194,8 @@ class TrialRun:
         self.loop = TrainingLoop(trial, self.strategy, self.data, self.device)
         self.loop.collect = None if judges is None else partial(self._collect, judges)
         self.judge_events: list[Event] = []  # the judges' passes, for ``impl.plan.traffic``
-        self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, self.loop.optimizer, read)
+        optimizer, engine = self.loop.optimizer, self.strategy.zero
+        self.loop.checks = checks = TrainingChecks(trial, self.data, rank.rank, optimizer, read, zero=engine)
         self.checks, self.checked, self.witness = checks, checks.checked, self.loop.clock.witness
         self.checked.trainable, self._read = trained, read
         if (zero := self.strategy.zero) is not None:

@@ -189,7 +189,9 @@ class Comparison:
                     errors |= communication_error.weight_errors(index, strategy.zero)
                 for _ in range(repeated):
                     run_passes(self.trial, strategy, self.data, index)
-            errors |= communication_error.gradient_errors(index, observed, repeated=repeated)
+            errors |= communication_error.gradient_errors(
+                index, observed, repeated=repeated, group=self._group()
+            )
         self.compared.communicated += [(place, sums.tolist()) for place, sums in errors.items()]
         if index and strategy.zero is not None:
             self._compare_later_step(index, strategy, strategy.zero, checks)
@@ -406,6 +408,12 @@ class Comparison:
                 trained = loss if same_loss(math.fsum(losses) / len(losses), loss) else None
         return ComparedLoss(reference, loss, trained, step), gradient
 
+    def _group(self) -> slice:
+        """Return the ranks over which gradients are averaged: with local steps those of this rank's group."""
+        policy, topology, rank = self.trial.resolved_policy(), self.rank.topology, self.rank.rank
+        ranks = topology.world if policy is None else policy.averaged_ranks(topology)
+        return slice(rank - rank % ranks, rank - rank % ranks + ranks)
+
     def _gradient(
         self,
         model: nn.Module,
@@ -433,7 +441,8 @@ class Comparison:
         # If the secondary shard is not held as frames, backward passes compute with a rounded copy of the weights.
         if policy is not None and policy.secondary_format != "frames":
             rounding = max(rounding, ROUNDING[policy.secondary_format])
-        first = FirstGradient(layouts, trial.seed, trial.accumulation, rounding, step)
+        apart = 0 if policy is None or policy.local_steps is None else policy.group_ranks(self.rank.topology)
+        first = FirstGradient(layouts, trial.seed, trial.accumulation, rounding, step, apart)
         times = 1.0 if scale is None else scale.initial
         parameters = dict(model.named_parameters())
         losses: list[float] = []

@@ -55,7 +55,7 @@ def check(trial: Trial) -> None:
             f"{every}: the trial has {total} steps in all; choose at most {total}, or 0 to validate only after the last"
         )
     trial.schedule()  # raises if the warm-up is longer than the trial
-    for rules in (_configured, _threads, _cluster, _own_strategy, _workload, _muon, _control):
+    for rules in (_configured, _threads, _cluster, _own_strategy, _workload, _muon, _local_steps, _control):
         if (why := next(rules(trial), None)) is not None:
             raise ValueError(why)
     policy = trial.resolved_policy()
@@ -218,6 +218,31 @@ def _muon(trial: Trial) -> Iterator[str]:
     if policy is not None and (share := policy.offload.optimizer):
         conflict = "keeps masters on the host, where matrices are not orthogonalised"
         yield f"policy.offload_optimizer = {share:g}: {conflict}; remove it, or choose another optimizer than {MUON}"
+
+
+def _local_steps(trial: Trial) -> Iterator[str]:
+    """Yield why groups that take local steps would never meet, or cannot run the trial's workload."""
+    policy, total = trial.resolved_policy(), trial.warmup + trial.steps
+    if policy is None or (every := policy.local_steps) is None:
+        return
+    local_steps = f"policy.local_steps = {every}"
+    if trial.workload != "train":
+        yield f"{local_steps}: has no effect with workload = {trial.workload!r}; remove it, or set workload = 'train'"
+    if every > total:
+        yield (
+            f"{local_steps}: the trial has {total} steps in all, so that groups would never exchange anything; set at "
+            f"most {total}, or more steps"
+        )
+    if trial.optimizer.orthogonalises:
+        yield (
+            f"optimizer.name = {MUON!r}: not supported with {local_steps}; remove policy.local_steps, or choose "
+            "another optimizer"
+        )
+    if trial.control == "unordered":
+        yield (
+            f"control = 'unordered': {local_steps} averages gradients inside groups, in other hops; remove one of the "
+            "two"
+        )
 
 
 def _control(trial: Trial) -> Iterator[str]:

@@ -7,6 +7,9 @@ Two sets of elements are watched on each rank:
   stepped, or whose moments are lost, is found as soon as it is drawn.
 
 Between two steps nothing may change the elements that the next step draws.
+
+With local steps (``policy.local_steps``), an outer step changes masters at the end of some steps.  Masters are then
+read in a hook of the optimizer, after its own step and before the outer step.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from harness.suites.peers import family_of
 from harness.suites.trial import Trial
+from impl.plan.local_steps import meeting_steps
 
 _KEPT_TENSORS: Final = 16  # largest number of tensors with kept elements, which are spread over all tensors
 _KEPT: Final = 32  # kept elements of each of these tensors, spread evenly
@@ -76,6 +80,13 @@ class OptimizerWitness:
         self._reduced: Tensor | None = None
         self._rehearsed: dict[int, Tensor] = {}
         self._drawn = self._draw(0)
+        # What the optimizer's own step has made of kept and drawn elements, if an outer step follows it.
+        self._own_step: tuple[Tensor, _Drawn | None] | None = None
+        policy = trial.resolved_policy()
+        self._local_steps = 0 if policy is None else policy.local_steps or 0
+        if policy is not None and self._local_steps:
+            self._meeting = meeting_steps(policy)
+            optimizer.register_step_post_hook(self._note_own_step)
         # Numbers of steps that were computed again, and of steps that were compared with a rehearsal.
         self.replayed = self.linked = 0
 
@@ -109,11 +120,18 @@ class OptimizerWitness:
         """
         self._steps += done
         wrong = self._kept_elements(index, done=done) or self._drawn_elements(index, done=done)
-        self._drawn = self._draw(index + 1)
+        self._drawn, self._own_step = self._draw(index + 1), None
         return wrong
+
+    def _note_own_step(self, *_: Any) -> None:
+        """Read the watched elements after the optimizer's own step, if an outer step follows it."""
+        if self._steps % self._local_steps + 1 in self._meeting:
+            drawn = None if self._drawn is None else self._read(self._drawn.places)
+            self._own_step = self._samples(self._kept), drawn
 
     def _kept_elements(self, index: int, *, done: bool) -> str | None:
         gradient, after = self._gradients(), self._samples(self._kept)
+        stepped = after if self._own_step is None else self._own_step[0]
         reduced, self._reduced = self._reduced, None
         wrong = self._differs(index, gradient, reduced, "its backward passes left") if done else None
         rehearsed = self._rehearsed.pop(index, None)
@@ -127,7 +145,7 @@ class OptimizerWitness:
             if done:
                 self._first, self._second = self._moments(self._first, self._second, gradient)
                 expected = self._stepped(self._value, self._first, self._second, self._steps, index)
-            wrong = wrong or self._wrong(index, after, expected)
+            wrong = wrong or self._wrong(index, stepped, expected)
             self.replayed += 1
         self._value = after
         return wrong
@@ -140,7 +158,7 @@ class OptimizerWitness:
             self._taken[number] += done and gradient is not None
         if any(gradients[number] is None for number, _ in drawn.places):
             return None  # a master without a gradient is not stepped; other checks compare all gradients
-        now = self._read(drawn.places)
+        now = self._read(drawn.places) if self._own_step is None else self._own_step[1] or drawn
         gradient = _pick(((local(gradients[number]), places) for number, places in drawn.places))
         taken = torch.cat([torch.full((len(at),), float(self._taken[n])) for n, at in drawn.places]).double()
         expected, first, second = drawn.value, drawn.first, drawn.second

@@ -8,6 +8,8 @@ These checks run outside the timed parts of a step, and send no messages.  Each 
   (:mod:`harness.witness.matrix_witness`), and the optimizers of all ranks hold all trained elements;
 - gradients: the optimizer gets the gradients that the backward passes left, with the norm that clipping and loss scale
   give, and a rehearsal of the same step gives the same gradients;
+- outer steps (``policy.local_steps``): groups agree on the masters afterwards, which are those that SGD with Nesterov
+  momentum gives from what groups moved by (:mod:`harness.witness.outer_witness`);
 - losses: the recorded losses are the means of the losses that the passes returned;
 - batches: the model reads the batches that the seed gives its rank, no batch is read twice, and validation samples are
   held out (:mod:`harness.witness.batch_witness`);
@@ -30,11 +32,13 @@ from harness.suites.trial import Trial
 from harness.witness.batch_witness import BatchWitness, digest, same_inputs, shared_split
 from harness.witness.matrix_witness import MatrixWitness
 from harness.witness.optimizer_witness import OptimizerWitness, local
+from harness.witness.outer_witness import OuterWitness
 from harness.workloads.rank_batches import Batch, RankBatches
 from impl import ops
 from impl.codecs.codec import Codec, OwnCodec, Raw
 from impl.codecs.reference import REFERENCE
 from impl.codecs.rounding_noise import Noise
+from impl.zero import Zero
 
 _PROBE: Final = 2048  # elements on which a kernel is checked, at least
 
@@ -49,6 +53,7 @@ class TrainingChecks:
         optimizer: The optimizer of the training loop.
         read: List to which :func:`watch_inputs` appends the model's inputs in training mode; None if inputs are not
             watched.
+        zero: Our own engine, whose outer steps are watched with local steps; None for other engines.
     """
 
     def __init__(
@@ -58,12 +63,19 @@ class TrainingChecks:
         rank: int,
         optimizer: torch.optim.Optimizer,
         read: list[Tensor] | None = None,
+        *,
+        zero: Zero | None = None,
     ) -> None:
         self.checked = Checked(warmup=trial.warmup, timed=trial.steps, clip=trial.clip)
         self._trial, self._data, self._rank = trial, data, rank
         self._read, self._optimizer = read, OptimizerWitness(trial, rank, optimizer)
         self.matrix: MatrixWitness | None = None  # watches one matrix, if Muon steps a sharded model
         self._batches = BatchWitness(trial, data.dataset)
+        self._outer = None
+        if zero is not None and zero.policy.local_steps is not None and not trial.own_strategy:
+            self._outer = OuterWitness(zero, optimizer)
+            self.checked.outer, self.checked.outer_start = self._outer.rules, self._outer.start
+            self.checked.outer_notes = self._outer.notes
         self.checked.distinct = self._batches.distinct
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         # DeepSpeed shows neither its gradients nor all of its masters.
@@ -106,6 +118,8 @@ class TrainingChecks:
             self.checked.norms[index] = Norms(self._reduced, self._norm(), self._scale)
         self._note(self._optimizer.after(index, done=done))
         self._note(None if self.matrix is None else self.matrix.after(index, done=done))
+        if self._outer is not None:
+            self._outer.after(index, done=done)
         self.checked.replayed, self.checked.linked = self._optimizer.replayed, self._optimizer.linked
 
     def note_batches(self, step: int, drawn: Iterable[Batch], given: Iterable[Batch]) -> None:

@@ -33,18 +33,22 @@ class MasterRanges(NamedTuple):
 class SavedMasters:
     """The masters of one engine on one rank, with their optimizers.
 
+    ``copy`` is None, or with local steps how the names of what this rank saves begin: its group saves all elements.
+
     Raises CheckpointError: unless the optimizers hold only masters, and each master at most once.
     """
 
-    def __init__(self, units: Sequence[Unit], rank: int, optimizers: Sequence[Optimizer]) -> None:
-        self._optimizers = optimizers
+    def __init__(
+        self, units: Sequence[Unit], rank: int, optimizers: Sequence[Optimizer], copy: str | None = None
+    ) -> None:
+        self._optimizers, self._copy = optimizers, copy or ""
         self._ranges: dict[int, MasterRanges] = {}
         for unit in units:
             geometry = unit.geometry
             spans = geometry.spans(rank) if geometry.trainable else ()
             for (_, master), (group, *span) in zip(unit.master_shard.masters, spans, strict=True):
                 specs = [slot.spec for slot in geometry.slots if slot.spec.group == group and slot.spec.numel]
-                local, saved = ([*ranges(geometry, rank, span, saved=part)] for part in (False, True))
+                local, saved = ([*ranges(geometry, rank, span, saved=part)] for part in (False, copy is None))
                 self._ranges[id(master)] = MasterRanges([spec.name for spec in specs], local, saved)
         unclaimed = set(self._ranges)
         for number, optimizer in enumerate(optimizers):
@@ -86,7 +90,7 @@ class SavedMasters:
             for master in _masters(optimizer):
                 for key, value in optimizer.state.get(master, {}).items():
                     for part in self._ranges[id(master)].saved if _by_element(value) else ():
-                        yield part.key(f"optimizer{number}.{key}"), value[part.place]
+                        yield part.key(f"{self._copy}optimizer{number}.{key}"), value[part.place]
 
     def check(self, saved: Sequence[dict[str, Any]]) -> None:
         """Raise CheckpointError for a saved state that these optimizers cannot load; changes nothing."""
@@ -117,11 +121,11 @@ class SavedMasters:
                 )
         return from_json(parameters[names[0]][key]) if names else None
 
-    def load(self, saved: Sequence[dict[str, Any]], parts: Parts) -> None:
-        """Load a state that passed :meth:`check`."""
+    def load(self, saved: Sequence[dict[str, Any]], parts: Parts, copy: str) -> None:
+        """Load a state that passed :meth:`check`, from names that begin with ``copy``."""
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}
-            masters, prefix = _masters(optimizer), f"optimizer{number}."
+            masters, prefix = _masters(optimizer), f"{copy}optimizer{number}."
             for index, master in enumerate(masters):
                 if (numbers := self._shared(entry["parameters"], [master], "numbers")) is not None:
                     names, local, _ = self._ranges[id(master)]

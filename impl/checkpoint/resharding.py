@@ -2,7 +2,10 @@
 
 Files hold *ranges*: elements [start, end) of one flattened parameter, under the name ``KIND/NAME@START``.  These
 names do not depend on units, shards or ranks, so a rank of another layout can read the elements of its own shards
-from the files of all ranks.  Files have the safetensors format.
+from the files of all ranks.  With local steps each group of ranks saves all elements, since groups have other values;
+all but the first group put their number before the name, as ``group1:KIND/NAME@START``.
+
+Files have the safetensors format.
 """
 
 from __future__ import annotations
@@ -93,7 +96,10 @@ class Parts:
             for key in file.offset_keys():
                 kind, _, rest = key.partition("/")
                 name, at, start = rest.rpartition("@")
-                if at and (kind == "weight" or kind.startswith("optimizer")):
+                _, _, plain = kind.rpartition(
+                    ":"
+                )  # without the group of ranks that local steps put before it
+                if at and (plain == "weight" or plain.startswith("optimizer")):
                     self.ranges[name].setdefault(kind, []).append((int(start), number))
 
     def read(self, kind: str, name: str, start: int, end: int) -> Tensor:

@@ -133,7 +133,7 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
             )
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep = {keep}: expected 1 or more")
-        masters, setting = SavedMasters(zero.units, rank, optimizers), zero.policy.loss_scale
+        masters, setting = SavedMasters(zero.units, rank, optimizers, _group(zero)), zero.policy.loss_scale
         manifest = Manifest(
             writer=f"zeropp {__version__}, torch {torch.__version__}",
             step=zero.clock.step,
@@ -201,9 +201,31 @@ def _identity(zero: Zero) -> dict[str, str]:
         if policy.schedule
         else "none",
         "budget": str(policy.budget or "none"),
+        "local steps": _local_steps(policy),
         "seed": str(zero.clock.seed),
         "layout": hashlib.sha256(repr([unit.geometry for unit in zero.units]).encode()).hexdigest()[:16],
     }
+
+
+def _local_steps(policy: Policy) -> str:
+    """Returns the settings of local steps in words; ``none`` without them."""
+    if policy.local_steps is None:
+        return "none"
+    outer = f"outer rate {policy.outer_rate:g}, outer momentum {policy.outer_momentum:g}"
+    return f"{policy.local_steps} in {policy.local_fragments} fragments, {outer}"
+
+
+def _group(zero: Zero) -> str | None:
+    """Returns how the names of what this rank's group saves begin, with local steps; None without them.
+
+    The names of the first group begin as those of a run without local steps.  So a run of another topology or policy
+    loads the weights and optimizers of that group.
+    """
+    if zero.policy.local_steps is None:
+        return None
+    mesh = zero.wire.mesh
+    number = mesh.rank // zero.policy.group_ranks(mesh.topology)
+    return f"group{number}:" if number else ""
 
 
 def _of_phases(policy: Policy, text: Callable[[Policy], str]) -> str:
@@ -231,8 +253,9 @@ def _tensors(zero: Zero, masters: SavedMasters) -> Iterator[tuple[str, Tensor]]:
     mesh = zero.wire.mesh
     for unit in zero.units:
         master = unit.master_shard.master  # for weights that are kept as codes, a decoded copy
-        for part in ranges(unit.geometry, mesh.rank, saved=True):
-            yield part.key("weight"), master[part.place]
+        group = _group(zero) if unit.geometry.trainable else None  # frozen weights are equal in all groups
+        for part in ranges(unit.geometry, mesh.rank, saved=group is None):
+            yield part.key(f"{group or ''}weight"), master[part.place]
         codes = unit.master_shard.codes
         if codes is not None and mesh.rank < unit.geometry.shards:  # other state groups hold copies
             yield f"codes/{unit.geometry.name}", codes
@@ -282,7 +305,7 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
         manifest = read_manifest(path)
         manifest.verify(path, range(len(manifest.files))[rank::world])  # each rank verifies some of the files
         parts = Parts(path, manifest)
-        masters = SavedMasters(zero.units, rank, optimizers)
+        masters = SavedMasters(zero.units, rank, optimizers, _group(zero))
         try:
             _check_model(_entries(zero), manifest.state)
             if optimizers:
@@ -293,9 +316,10 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
 
     def take() -> tuple[list[str], None]:
         dropped = []
-        _take_weights(zero, parts)
+        group = "" if _unlike(zero, parts.manifest) else _group(zero) or ""
+        _take_weights(zero, parts, group)
         if optimizers:
-            masters.load(parts.manifest.optimizers, parts)
+            masters.load(parts.manifest.optimizers, parts, group)
         elif parts.manifest.optimizers:
             dropped = [
                 f"state of {len(parts.manifest.optimizers)} optimizers: load() was given no optimizers"
@@ -315,13 +339,26 @@ def _check_model(entries: dict[str, dict[str, Any]], saved: dict[str, dict[str, 
             raise CheckpointError(f"{name!r} is {saved[name]} in the checkpoint, but {entry} in the model")
 
 
-def _take_weights(zero: Zero, parts: Parts) -> None:
-    """Load this rank's weights, unit by unit, then buffers and modules' extra states."""
+def _unlike(zero: Zero, manifest: Manifest) -> list[str]:
+    """Returns a text for each setting in which a checkpoint differs from this run (:func:`_identity`)."""
+    return [
+        f"saved with {name} {manifest.of.get(name)}, here {value}"
+        for name, value in _identity(zero).items()
+        if manifest.of.get(name, "none") != value  # older checkpoints do not have all names
+    ]
+
+
+def _take_weights(zero: Zero, parts: Parts, group: str) -> None:
+    """Load this rank's weights, unit by unit, then buffers and modules' extra states.
+
+    The names of trained weights begin with ``group``.
+    """
     zero.model.zero_grad()  # gradients of the old weights are of no use
     for unit in zero.units:
         unit.reshard()
         wanted, shard = ranges(unit.geometry, zero.wire.mesh.rank), torch.zeros(unit.geometry.shard)
-        WholeValues(unit).load_shard(parts.fill(shard, "weight", wanted))
+        kind = f"{group if unit.geometry.trainable else ''}weight"
+        WholeValues(unit).load_shard(parts.fill(shard, kind, wanted))
     current, buffers = zero.model.state_dict(keep_vars=True), parts.tensors(0, "buffer")
     for name, entry in parts.manifest.state.items():
         if "parameter" not in entry:
@@ -342,15 +379,12 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
     zero.clock.step, zero.clock.micro_batch = manifest.step, manifest.micro_batch
     zero.follow_schedule(manifest.step)
     holding_codes = [unit for unit in zero.units if unit.master_shard.codes is not None]
-    differ = [
-        f"saved with {name} {manifest.of.get(name)}, here {value}"
-        for name, value in _identity(zero).items()
-        if manifest.of.get(name, "none") != value  # older checkpoints do not have all names
-    ]
-    if differ:
+    if differ := _unlike(zero, manifest):
         for feature in ("feedback", "differences", "budget"):
             if manifest.of.get(feature, "none") != "none":
                 yield f"state of {feature}: {differ[0]}"
+        if manifest.of.get("local steps", "none") != "none":
+            yield f"state of local steps, so that weights and optimizers are those of the first group: {differ[0]}"
         for name in ("reduction", "gather"):
             if ":" in (method := manifest.of.get(name, "")):
                 yield f"state of {method}: {differ[0]}"

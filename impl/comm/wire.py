@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -336,17 +336,23 @@ class Wire:
         """
         return self._exchange("shift", axis, nbytes, tag, in_line=in_line)
 
-    def all_gather_small(self, row: Tensor, purpose: Purpose = "control") -> Tensor:
+    def all_gather_small(
+        self, row: Tensor, purpose: Purpose = "control", axes: Sequence[Axis] | None = None
+    ) -> Tensor:
         """Gather the ``row`` (n,) of every rank, of any type and layout; all ranks must call it.
 
-        Returns (ranks, n) in rank order.
+        ``axes`` are those along which rows are gathered, one after the other; by default the one of all ranks.
+
+        Returns (ranks, n), with one axis in rank order; equal on all ranks.
         """
-        plain = row.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8)
-        exchange = self.all_gather(self.mesh.topology.world_axis, plain.numel(), Tag("step", purpose))
-        exchange.send.copy_(plain)
-        exchange.post()
-        rows = exchange.wait().clone(memory_format=torch.contiguous_format)  # (ranks, bytes)
-        exchange.close()
+        rows = row.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8).view(1, -1)
+        for axis in (self.mesh.topology.world_axis,) if axes is None else axes:
+            exchange = self.all_gather(axis, rows.numel(), Tag("step", purpose))
+            exchange.send.copy_(rows.view(-1))
+            exchange.post()
+            received = exchange.wait().clone(memory_format=torch.contiguous_format)
+            rows = received.view(axis.size * len(rows), rows.shape[1])  # (ranks so far, bytes)
+            exchange.close()
         return rows.view(row.dtype)
 
     def check_order(self) -> None:

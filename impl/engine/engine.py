@@ -19,6 +19,7 @@ from impl import ops
 from impl.engine import state_dict
 from impl.engine.bit_renewal import Renewal
 from impl.engine.hooks import Hooks
+from impl.engine.local_steps import LocalSteps
 from impl.engine.masters import Stepped, clip_factor, joint_norm
 from impl.engine.optimizer_watch import engines, engines_of, watch_optimizers
 from impl.errors import ZeroError
@@ -46,6 +47,8 @@ class Zero:
         self._meter, self._host, self._passes = context.meter, context.host, context.passes
         budget = context.policy.budget
         self.renewal = None if budget is None else Renewal(budget, self.units, context)
+        apart = context.policy.local_steps is not None
+        self._local_steps = LocalSteps(context.policy, self.units, self.masters) if apart else None
         self._phase = 0  # the number of the policy of this step among those of the schedule
         # These bound methods also keep the engine alive as long as the model, even if the user drops the engine.
         model.zero_grad = self._zero_grad  # type: ignore[method-assign]  # torch has no hook for it
@@ -258,7 +261,8 @@ class Zero:
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """Compute the global norm () fp64 of the mean gradient; the norm may be NaN or infinite.
 
-        All ranks must call this, and all get the same bits.
+        All ranks must call this, and all get the same bits.  With local steps each group of ranks has its own mean
+        gradient, and the norm is the same inside a group only.
 
         Args:
             norm_type: the p of the p-norm, above 0 and at most 8, or ``inf``.
@@ -269,7 +273,7 @@ class Zero:
         """
         self.hooks.check_finished("grad_norm()")
         with self.wire.calling("grad_norm()"):
-            return self.masters.norm(self.wire, norm_type)
+            return self.masters.norm(self.wire, self.policy, norm_type)
 
     def clip_grad_norm_(
         self,
@@ -313,6 +317,8 @@ class Zero:
         """Drop carried and measured errors, since the gradients of an overflow are not used."""
         for unit in self.units:
             unit.reduction.clear_feedback()
+            if unit.outer is not None:
+                unit.outer.clear_feedback()
         self._forget_measured()
 
     def _forget_measured(self) -> None:
@@ -361,6 +367,9 @@ class Zero:
                 unit.weights_changed("stepped")
         if first and self.renewal is not None:
             self.renewal.stepped()
+        if self._local_steps is not None:
+            with self.wire.calling("optimizer.step()"):
+                self._local_steps.stepped(self.clock.step, first=first)
         if first and self.policy.schedule:
             self.follow_schedule(self.clock.step)
 
@@ -569,6 +578,9 @@ def describe(zero: Zero) -> dict[str, Any]:
         facts["offload"] = {"memory": units[0].host.nature}
     if policy.loss_scale is not None:
         facts["loss_scale"] = zero.scaler.state_dict()
+    if policy.local_steps is not None:
+        names = ("local_steps", "local_fragments", "outer_rate", "outer_momentum")
+        facts |= {name: getattr(policy, name) for name in names}
     for key, own in (("method", policy.own_reduce), ("gather_method", policy.own_gather)):
         if own is not None:
             facts[key] = {

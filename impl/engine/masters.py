@@ -16,7 +16,8 @@ from torch import Tensor
 
 from impl.comm.wire import Wire
 from impl.errors import ZeroError
-from impl.plan.policy import LARGEST_SCALE, LossScale
+from impl.plan.policy import LARGEST_SCALE, LossScale, Policy
+from impl.plan.traffic import norm_axes
 from impl.unit.unit import Unit
 
 LARGEST_POWER: Final = 8  # the largest p of a p-norm: fp32 gradients to this power stay within fp64
@@ -66,7 +67,7 @@ class Masters:
                 factors[device] = factor.to(device) if isinstance(factor, Tensor) else factor
             gradient.mul_(factors[device])
 
-    def norm(self, wire: Wire, norm_type: float = 2.0) -> Tensor:
+    def norm(self, wire: Wire, policy: Policy, norm_type: float = 2.0) -> Tensor:
         """Compute the global norm () fp64 of the gradients; see :meth:`impl.engine.engine.Zero.grad_norm`."""
         power, largest = float(norm_type), norm_type == math.inf
         if not (largest or 0 < power <= LARGEST_POWER):
@@ -87,8 +88,9 @@ class Masters:
         total = torch.zeros((), dtype=torch.float64, device=wire.mesh.device)
         for part in sums.values():
             total = add(total, part.to(total.device))
-        norm = torch.zeros_like(total)
-        for part in wire.all_gather_small(total.view(1)).view(-1):  # traffic.NORM_BYTES bytes from each rank
+        norm, axes = torch.zeros_like(total), norm_axes(policy, wire.mesh.topology)
+        # traffic.NORM_BYTES bytes from each rank
+        for part in wire.all_gather_small(total.view(1), axes=axes).view(-1):
             norm = add(norm, part)
         if largest:
             return norm

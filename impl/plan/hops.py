@@ -221,12 +221,48 @@ def copy_bytes(policy: Policy, topology: Topology, shard: int, kept: Codec | Non
 
 
 def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
-    """Returns the hops of a reduction after which each rank has the mean of ``piece`` elements.
+    """Returns the hops of a reduction of gradients.
 
-    If several groups of ranks hold copies of a shard, further hops gather the pieces of the shard from these groups.
+    After it each rank has the mean of ``piece`` elements.  If several groups of ranks hold copies of a shard, further
+    hops gather the pieces of the shard from these groups.  With local steps the reduction stays inside a group, and
+    each rank has the group's mean of a whole shard, which has as many pieces as there are groups.
     Chunks start on multiples of ``grain`` elements.  One rank has no hops.
     """
     group, sums = policy.group_ranks(topology), policy.reduce_axes(topology)
+    if policy.local_steps is None:
+        return _reduction(policy, topology, piece, grain, sums=sums, ranks=topology.world)
+    inside = tuple((axis, codec) for axis, codec in sums if axis.stride < group)
+    return _reduction(policy, topology, piece * (topology.world // group), grain, sums=inside, ranks=group)
+
+
+def outer_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
+    """Returns the hops of an outer step: groups average how far their masters have moved, (shard,) elements.
+
+    These are the hops between groups that a reduction without local steps has: after the sums each rank has the mean of
+    ``piece`` elements, and the last hops gather the pieces of the shard.  Empty without local steps.
+    """
+    if policy.local_steps is None:
+        return ()
+    group = policy.group_ranks(topology)
+    between = tuple((axis, codec) for axis, codec in policy.reduce_axes(topology) if axis.stride >= group)
+    return _reduction(policy, topology, piece, grain, sums=between, ranks=topology.world // group, outer=True)
+
+
+def _reduction(
+    policy: Policy,
+    topology: Topology,
+    piece: int,
+    grain: int,
+    *,
+    sums: Sequence[tuple[Axis, Codec]],
+    ranks: int,
+    outer: bool = False,
+) -> tuple[Hop, ...]:
+    """Returns hops that average over ``ranks`` ranks along the axes of ``sums``, and those that gather the means.
+
+    ``outer`` says that what is averaged is a shard of each group, and not the whole of a unit.
+    """
+    group = policy.group_ranks(topology)
     kind: Kind = "shift" if policy.reduce == "ring" else "all_to_all"
     chunks = chunked(piece, policy.chunks, grain)
 
@@ -244,17 +280,19 @@ def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -
             crosses=topology.crosses(axis),
             keeps=keeps,
             ring=kind == "shift" and not gathers,
-            stride=axis.stride * (topology.world // group) if inside else axis.stride // group,
+            stride=axis.stride * (ranks // group) if inside else axis.stride // group,
         )
 
-    hops, frames = list[Hop](), topology.world
+    hops, frames = list[Hop](), ranks
+    # With local steps, the errors of the last hop are those of the outer step's.
+    last = len(sums) if outer or policy.local_steps is None else 0
     for number, (axis, codec) in enumerate(sums, 1):
         frames //= axis.size
-        carries = policy.feedback is not None and (policy.feedback.hops == "all" or number == len(sums))
+        carries = policy.feedback is not None and (policy.feedback.hops == "all" or number == last)
         source: Source = "gradient" if number == 1 else "sum"
         hops.append(hop(axis, codec, source, frames, "errors" if carries else "nothing"))
-    axes, codec = policy.replica_axes(topology)
-    for axis in axes:
+    gathers, codec = policy.replica_axes(topology)
+    for axis in gathers if outer or policy.local_steps is None else ():
         hops.append(hop(axis, codec, "mean" if frames == 1 else "received", frames))
         frames *= axis.size
     return tuple(hops)

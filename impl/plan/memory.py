@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from impl.codecs.codec import BF16, ITEM_BYTES
-from impl.plan.hops import copy_bytes, reduction_hops
+from impl.plan.hops import copy_bytes, outer_hops, reduction_hops
 from impl.plan.messages import message_bytes
 from impl.plan.owners import MOMENTUM_BYTES, Owners
 from impl.plan.policy import Policy
@@ -79,6 +79,8 @@ def memory(
     - ``optimizer``: 8 S, Adam's two moments of trainable units
     - ``secondary``: hpZ's copy; with a budget or a schedule, in the largest of its codecs
     - ``feedback``: the kept errors of gradient codecs; with a schedule, in all its spans
+    - ``outer``, with local steps only: 4 S for the masters at the last exchange between groups, and 4 S for the
+      outer momentum, if there is one
     - ``gathered``: unsharded weights in the compute type.  Below stage 3 all units; in stage 3 the outer units
       and either the largest block or, if they have more elements, the units kept for backward (without
       ``backward`` no units are kept)
@@ -124,8 +126,11 @@ def memory(
             carrying = next((phase for phase in phases if phase.feedback is not None), None)
             if carrying is not None and (feedback := carrying.feedback) is not None:
                 hops = reduction_hops(carrying, topology, unit.piece, carrying.grain)
+                hops += outer_hops(carrying, topology, unit.piece, carrying.grain)
                 kept = sum(hop.axis.size * hop.elements for hop in hops if hop.keeps == "errors")
                 parts["feedback"] += ITEM_BYTES[feedback.state] * kept
+            if policy.local_steps is not None:
+                parts["outer"] = parts.get("outer", 0) + outer_bytes(policy, unit.shard)
             if placement.shard:
                 parts["staging"] = max(parts["staging"], STAGED * fp32)
     parts["gathered"] = item * _gathered(policy, units, backward=backward)
@@ -138,6 +143,11 @@ def memory(
             policy, topology, units, micro_batches=micro_batches, backward=backward
         )
     return parts
+
+
+def outer_bytes(policy: Policy, shard: int) -> int:
+    """Returns the bytes that outer steps hold for a shard of so many elements: its anchor, and the momentum if any."""
+    return MASTER_BYTES * shard * (2 if policy.outer_momentum else 1)
 
 
 def _gathered(policy: Policy, units: Sequence[UnitGeometry], *, backward: bool) -> int:

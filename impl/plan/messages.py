@@ -23,6 +23,7 @@ from impl.plan.hops import (
     gather_hops,
     in_phase,
     in_turns,
+    outer_hops,
     reduction_hops,
 )
 from impl.plan.policy import Policy
@@ -68,8 +69,10 @@ def message_bytes(
         if not (backward and unit.trainable):
             continue
         for codec in rules.candidates.get("gradients", (rules.gradients[1],)):
-            for held in _reduction(rules.with_choice("gradients", codec), topology, unit):
-                most |= Counter(map(size_class, held))
+            chosen = rules.with_choice("gradients", codec)
+            for hops_of in (reduction_hops, outer_hops):
+                for held in _reduction(hops_of(chosen, topology, unit.piece, chosen.grain)):
+                    most |= Counter(map(size_class, held))
     return sum(nbytes * (count + SPARE) for nbytes, count in most.items())
 
 
@@ -87,9 +90,8 @@ def _gathers(
             yield from _forwarded(hops)
 
 
-def _reduction(policy: Policy, topology: Topology, unit: UnitGeometry) -> Iterator[Sequence[int]]:
-    """Yield the bytes of the buffers in use at each moment of the reduction of a unit's gradient."""
-    every = reduction_hops(policy, topology, unit.piece, policy.grain)
+def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
+    """Yield the bytes of the buffers in use at each moment of a reduction with the hops ``every``."""
     hops = [hop for hop in every if hop.kind == "all_to_all"]
     yield from (
         [hop.nbytes] * 2 for hop in every if hop.kind == "shift"

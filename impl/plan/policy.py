@@ -195,6 +195,27 @@ class Policy:
         None, "`none`, or `weights <bits>`, `gradients <bits>` or both, `every <steps> of <codecs>`", read=parse_budget,
         alters=lambda policy, _: _raw(policy.weights, policy.gradients),
     )  # fmt: skip
+    # Optimizer steps of each group between two exchanges with the other groups (DiLoCo, 2311.08105).  Gradients are
+    # then averaged inside a group only.  None: over all ranks, in every step.
+    local_steps: int | None = setting(
+        None, "whole number: optimizer steps that each group takes between exchanges with the others; or "
+        "`none`",
+        or_none=True, scope="training", alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
+    # The parts are exchanged one after the other, evenly spread over ``local_steps`` (Streaming DiLoCo, 2501.18512).
+    local_fragments: int = setting(
+        1, "whole number: parts into which units are dealt, each exchanged after another step; or `none`",
+        or_none=True, scope="training", alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
+    # The outer SGD's gradient is the mean over groups of how far their masters have moved.
+    outer_rate: float = setting(
+        0.7, "number: learning rate of the outer step that follows an exchange (0.7); or `none`",
+        or_none=True, scope="training", alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
+    outer_momentum: float = setting(
+        0.9, "number: Nesterov momentum of the outer step, below 1 (0.9); or `none`",
+        or_none=True, scope="training", alters=lambda policy, _: not policy.group,
+    )  # fmt: skip
     order_every: int = setting(
         32, "backward passes between checks of the order of messages; 0: never", least=0, execution=True,
         label="order checked every",
@@ -224,7 +245,7 @@ class Policy:
         self._read_method("gather", get_args(Gather))
         errors = (
             *(self._method_errors(), self._gather_errors(), self._contradictions(), self._copy_errors()),
-            *(self._budget_errors(), self._schedule_errors(), self._owned_errors()),
+            *(self._budget_errors(), self._schedule_errors(), self._owned_errors(), self._local_errors()),
         )
         for reason in itertools.chain.from_iterable(errors):
             raise PolicyError(reason)
@@ -448,6 +469,57 @@ class Policy:
                 needs = "needs built-in codecs that round to nearest"
                 yield f"owned={', '.join(map(str, codecs))} {needs}: use bf16 or, for example, int8:256"
 
+    def _local_errors(self) -> Iterator[str]:
+        """Yield an error for each field with which groups could not take steps of their own."""
+        steps, fragments = self.local_steps, self.local_fragments
+        outer = {
+            "local_fragments": fragments,
+            "outer_rate": self.outer_rate,
+            "outer_momentum": self.outer_momentum,
+        }
+        usual = Policy.__dataclass_fields__
+        if steps is None:
+            for name in (name for name, value in outer.items() if value != usual[name].default):
+                yield f"{name}={outer[name]:g} has no effect without local_steps: set local_steps, or remove {name}"
+            return
+        if steps < 1:
+            yield (
+                f"local_steps={steps}: expected 1 or more; remove local_steps to average gradients over all ranks in "
+                "every step"
+            )
+        if self.group == 0 or self.stage == 0:
+            here = f"here group={self.group!r}, stage {self.stage}"
+            yield (
+                f"local_steps={steps} needs groups of ranks with a copy of all states each; {here}: set group='node' "
+                "and stage 1 to 3, or remove local_steps"
+            )
+        if not 1 <= fragments <= max(steps, 1):
+            yield (
+                f"local_fragments={fragments}: expected 1 to local_steps={steps}, so that at most one fragment is "
+                "exchanged after a step"
+            )
+        if not (0 < self.outer_rate < math.inf and 0 <= self.outer_momentum < 1):
+            values = f"outer_rate={self.outer_rate:g}, outer_momentum={self.outer_momentum:g}"
+            yield f"{values}: expected a rate above 0, and a momentum of 0 or more and below 1"
+        conflicts = {
+            "reduce": (self.own_reduce is not None, f"reduce='{self.reduce}' averages over all ranks"),
+            "loss_scale": (
+                self.loss_scale is not None,
+                f"after an overflow, loss_scale={self.loss_scale} makes one group skip a step that others take",
+            ),
+            "schedule": (
+                bool(self.schedule),
+                "outer steps keep the codecs and carried errors of the whole run",
+            ),
+            "offload": (
+                self.offload != Offload(),
+                "offload keeps on the host the masters that the outer step moves",
+            ),
+        }
+        for name, (conflict, why) in conflicts.items():
+            if conflict:
+                yield f"local_steps={steps} does not allow {name}: {why}; remove {name}, or local_steps"
+
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec whose messages cannot be cut into chunks.
 
@@ -666,6 +738,12 @@ class Policy:
         try:
             topology.check_group("an hpZ group", self.secondary_ranks(topology))
             topology.check_group("a group", self.group_ranks(topology))
+            if self.local_steps is not None and self.group_ranks(topology) == topology.world:
+                groups = f"group={self.group!r} on {topology} makes one group of all ranks"
+                raise PolicyError(
+                    f"local_steps={self.local_steps} needs two groups or more, and {groups}: choose smaller groups, or "
+                    "remove local_steps"
+                )
             for reason in self._user_codec_errors() if self.readable else ():
                 raise PolicyError(reason)
         except ValueError as error:
@@ -697,6 +775,10 @@ class Policy:
         if self.stage == 0:
             return 1
         return topology.ranks_per_node if self.group == "node" else self.group or topology.world
+
+    def averaged_ranks(self, topology: Topology) -> int:
+        """Returns over how many ranks the gradients of a step are averaged: all, or with local steps a group's."""
+        return topology.world if self.local_steps is None else self.group_ranks(topology)
 
     def gather_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], int]:
         """Returns the hops of a weight gather, first hop first, and how many of them hpZ's copy saves.

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Final, Literal
 
 from impl.codecs.codec import Codec
-from impl.plan.hops import Hop, gather_hops, in_phase, reduction_hops
+from impl.plan.hops import Hop, gather_hops, in_phase, outer_hops, reduction_hops
 from impl.plan.owners import Owners
 from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
@@ -233,22 +233,51 @@ def step_of(machine: Machine, step: Step) -> StepTime:
 
     The model's computation is divided among units in proportion to their elements.  The first pass gathers all
     weights anew, not from hpZ's copy, since the optimizer step before has changed them.  With a schedule, the result is
-    the mean over ``step.steps``.
+    the mean over ``step.steps``; with local steps, the mean over ``local_steps`` steps, in which each fragment is
+    exchanged once.
     """
     if step.policy.schedule:
         return _mean_of_phases(machine, step)
     policy, units, passes = step.policy, step.units, passes_of(machine, step)
+    outer = _Outer.of(machine, step)
     stretch = machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
     optimizer = machine.optimizer * stretch * sum(unit.shard for unit in units if unit.trainable)
     matrices = OwnersTime() if step.owners is None else owners_time(machine, step, step.owners)
     return StepTime(
         compute=sum(_computing(machine, step)) * step.micro_batches + optimizer + matrices.compute,
-        wire=sum(run.adapter for run in passes) + matrices.adapter,
-        seconds=sum(float(run.seconds) for run in passes) + optimizer + matrices.seconds,
+        wire=sum(run.adapter for run in passes) + matrices.adapter + outer.adapter,
+        seconds=sum(float(run.seconds) for run in passes) + optimizer + matrices.seconds + outer.seconds,
         calibrated=machine.knows(step.parameters, step.tokens) and all(map(machine.times, policy.codecs)),
-        exposed=sum(float(run.exposed) for run in passes) + matrices.seconds - matrices.compute,
+        exposed=sum(float(run.exposed) for run in passes)
+        + (matrices.seconds - matrices.compute)
+        + outer.exposed,
         spread=machine.spread,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Outer:
+    """Seconds of the exchanges between groups that take local steps, as the mean over all steps; 0 without them.
+
+    Units are exchanged one after the other, while nothing else computes or sends.
+    """
+
+    adapter: float = 0.0  # sending between nodes
+    exposed: float = 0.0  # waiting for messages
+    seconds: float = 0.0  # all, with encoding and decoding
+
+    @classmethod
+    def of(cls, machine: Machine, step: Step) -> _Outer:
+        """Returns the mean over the steps of a policy."""
+        if (every := step.policy.local_steps) is None:
+            return cls()
+        seconds = _Seconds(machine, step.topology, step.rate)
+        made = [seconds.outer(step.policy.for_unit(unit), unit) for unit in step.units if unit.trainable]
+        hops = [hop for collective in made for hop in collective.hops]
+        adapter = sum(hop.adapter for hop in hops)
+        exposed = adapter + sum(hop.inside + hop.latency for hop in hops)
+        coding = sum(hop.before for hop in hops) + sum(collective.after for collective in made)
+        return cls(adapter / every, exposed / every, (exposed + coding) / every)
 
 
 def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
@@ -381,7 +410,14 @@ class _Seconds:
 
     def reduction(self, policy: Policy, unit: UnitGeometry) -> Collective:
         """Returns the reduction of a unit's gradient, followed by the gather of the mean between groups."""
-        hops = reduction_hops(policy, self._topology, unit.piece, policy.grain)
+        return self._reduced(reduction_hops(policy, self._topology, unit.piece, policy.grain))
+
+    def outer(self, policy: Policy, unit: UnitGeometry) -> Collective:
+        """Returns the exchange between groups of how far their masters of a unit have moved."""
+        return self._reduced(outer_hops(policy, self._topology, unit.piece, policy.grain))
+
+    def _reduced(self, hops: Sequence[Hop]) -> Collective:
+        """Returns the collective of hops that average, followed by hops that gather the mean."""
         chunked, timed, after = (
             list[list[TimedHop]](),
             list[TimedHop](),

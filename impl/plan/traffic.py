@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from impl.codecs.codec import Codec
-from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, in_phase, reduction_hops
+from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, in_phase, outer_hops, reduction_hops
+from impl.plan.local_steps import fragments_of, meets
 from impl.plan.own_method import Change, Declared, DeclaredGathers, GatherInfo, MethodMessage, axis_of
 from impl.plan.owners import Owners
 from impl.plan.policy import Budgeted, Offload, Policy
@@ -161,6 +162,13 @@ class Book:
         """Count one message of ``size`` to every other rank."""
         self.exchange(Tag("step", purpose), self.topology.world_axis, size)
 
+    def norm(self, axes: Iterable[Axis]) -> None:
+        """Count the messages of a gradient norm, which ranks sum up along one axis after the other."""
+        size = NORM_BYTES
+        for axis in axes:
+            self.exchange(Tag("step", "control"), axis, size)
+            size *= axis.size
+
     def uneven(self, tag: Tag, axis: Axis, sizes: Sequence[int]) -> None:
         """Count a message of ``sizes[i]`` bytes to the i-th rank along ``axis``, where that is not this rank or 0."""
         for link, (nbytes, messages) in uneven(self.topology, axis, self.rank, sizes).items():
@@ -182,6 +190,13 @@ class Book:
                 self.exchange(tag, hop.axis, size, ring=hop.ring)
 
 
+def norm_axes(policy: Policy, topology: Topology) -> tuple[Axis, ...]:
+    """Returns the axes along which ranks exchange parts of a gradient norm: those inside a group with local steps."""
+    if policy.local_steps is None:
+        return (topology.world_axis,)
+    return tuple(axis for axis in policy.gather_axes(topology)[0] if axis.size > 1)
+
+
 def predict(
     policy: Policy,
     topology: Topology,
@@ -200,7 +215,7 @@ def predict(
 
     Some events change what later events send:
 
-    - ``step`` changes the trained weights;
+    - ``step`` changes the trained weights; with local steps, groups exchange the fragment that is due after it;
     - ``changed`` (``Zero.weights_changed``) changes all weights;
     - ``forgotten`` (``Zero.forget_gathered``): all weights are gathered anew;
     - ``dropped`` (``Zero.drop_gradients``): the next gather sends weights, not differences.
@@ -235,12 +250,16 @@ def predict(
         for rules, unit, placement in zip(phases, units, placements_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)
+    fragments, norms = fragments_of(policy, units), norm_axes(policy, topology)
     buffers_differ, passes, steps = bool(buffer_bytes), 0, begun
     for event in events:
         match event:
             case "norm":
-                book.control(NORM_BYTES)
+                book.norm(norms)
             case "step" | "changed" | "forgotten":
+                for sender, fragment in zip(senders, fragments, strict=True):
+                    if event == "step" and meets(policy, steps + 1, fragment):
+                        sender.meet()
                 for sender in senders:
                     if event != "step" or sender.unit.trainable:
                         sender.weights_changed(event)
@@ -385,6 +404,11 @@ class _Sender:
                 return "differences"
             self.steps = 0
         return "weights"
+
+    def meet(self) -> None:
+        """Count the exchange between groups of how far their masters of the unit have moved."""
+        hops = outer_hops(self.policy, self.book.topology, self.unit.piece, self.policy.grain)
+        self.book.send(Tag("step", "gradients", self.unit.name), hops)
 
     def reduce(self) -> None:
         """Count the reduction of a trained unit's gradient."""

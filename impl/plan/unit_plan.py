@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from impl.plan.local_steps import fragments_of
 from impl.plan.policy import MemoryLimits, Policy
 from impl.plan.shard_layout import FROZEN, PERSISTENT, ROOT, ParameterSpec, UnitGeometry, lay_out
 from impl.plan.topology import Topology
@@ -83,6 +84,7 @@ def geometries_of(units: Sequence[Contents], topology: Topology, policy: Policy)
     Raises:
         PaddingError: if a unit has more padding than the policy's ``max_padding`` allows; the message names
             the unit with the largest share.
+        PolicyError: if the policy has more fragments (``local_fragments``) than units to deal into them.
     """
 
     def laid_out(unit: Contents, max_padding: float) -> UnitGeometry:
@@ -104,6 +106,7 @@ def geometries_of(units: Sequence[Contents], topology: Topology, policy: Policy)
     if judged:
         _, worst = max(judged, key=lambda pair: pair[0].padded / pair[0].numel)
         laid_out(worst, policy.memory.max_padding)
+    fragments_of(policy, geometries)
     return geometries
 
 

@@ -107,6 +107,7 @@ class MasterShard:
         self._mean: Tensor | None = None  # (S,) fp32, the memory of the masters' gradients
         self._landing: tuple[Arrival, Tensor] | None = None  # (S,) a mean that is being copied to the host
         self._landed: Tensor | None = None  # (S,) where a mean arrives if it is then added to an earlier mean
+        self._anchor: Tensor | None = None  # (S,) the weights after the last outer step, with local steps
 
     # Weights
 
@@ -125,11 +126,20 @@ class MasterShard:
         ops.decode(self._codec, self.codes, master)
         return master
 
+    def keep_anchor(self) -> Tensor:
+        """Return a copy of the shard (S,) fp32, which follows every value that is loaded, but not the optimizer."""
+        with torch.inference_mode(mode=False):
+            self._anchor = self.master.detach().clone()
+        self._meter.add("outer", self._anchor.nbytes)
+        return self._anchor
+
     def load_part(self, start: int, end: int, values: Tensor) -> None:
         """Overwrite elements [start, end) of the shard with ``values`` (end - start,) fp32."""
         master = self.master
         with torch.no_grad():
             master[start:end] = values
+            if self._anchor is not None and self._anchor is not values:
+                self._anchor[start:end] = values
             if self._foreign:
                 for (parameter, _, _), own in zip(self._spans, self._own, strict=True):
                     parameter.data.copy_(own)
@@ -385,9 +395,11 @@ class MasterShard:
     def own_gradients(self) -> Iterator[Tensor]:
         """Yield the parts of the masters' gradients that this rank counts in a norm over all ranks.
 
-        If several ranks hold a copy of the shard, each counts a different part.
+        If several ranks hold a copy of the shard, each counts a different part.  With local steps gradients differ
+        between groups, and a norm is one group's.
         """
-        low, high = self._geometry.own_piece(self._mesh.rank)
+        apart = self._anchor is not None
+        low, high = (0, self._geometry.shard) if apart else self._geometry.own_piece(self._mesh.rank)
         for master, start, end in self._spans:
             first, last = max(start, low), min(end, high)
             if master.grad is not None and first < last:

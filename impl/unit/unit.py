@@ -8,7 +8,8 @@ A :class:`Unit` has the parts that do the work:
 * :mod:`~impl.unit.weight_gather`: the all-gather of the weights;
 * :mod:`~impl.unit.secondary_shard`: hpZ's copy of the weights inside a node;
 * :mod:`~impl.unit.flat_buffer`: the memory of the gathered weights, and the parameters in it;
-* :mod:`~impl.unit.gradient_reduction`: the reduce-scatter of the gradients.
+* :mod:`~impl.unit.gradient_reduction`: the reduce-scatter of the gradients;
+* :mod:`~impl.unit.outer_step`: with local steps, the exchange with other groups after the optimizer's steps.
 
 Outside of passes, :mod:`~impl.unit.whole_values` shows and writes the values of whole parameters.
 """
@@ -32,6 +33,7 @@ from impl.unit.context import MEMORY, UnitContext, recomputing
 from impl.unit.flat_buffer import FlatBuffer, Holder, Member, check_hooks
 from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.master_shard import MasterShard, shard_of
+from impl.unit.outer_step import OuterStep
 from impl.unit.own_gather import OwnWeightGather
 from impl.unit.weight_gather import WeightGather
 
@@ -87,6 +89,8 @@ class Unit:
         self._own_gather = own is not None
         self.weight_gather = WeightGather(*parts) if own is None else OwnWeightGather(own, *parts)
         self.reduction = GradientReduction(geometry, context, self.master_shard, self.members)
+        steps_apart = self.policy.local_steps is not None and geometry.trainable
+        self.outer = OuterStep(geometry, context, self.master_shard) if steps_apart else None
         self._gathers: list[WeightGather | OwnWeightGather] = []  # one for each policy of a schedule
         if len(self._phases) > 1:
             self._prepare_phases()
@@ -384,6 +388,8 @@ class Unit:
         copies = self.weight_gather.state()
         if self.reduction.own is not None:
             copies = copies | self.reduction.own.state()
+        if self.outer is not None:
+            copies = copies | self.outer.state()
         return copies if errors is None else copies | errors.state()
 
     def check_communication_state(self, state: Mapping[str, Tensor]) -> None:
@@ -404,6 +410,8 @@ class Unit:
             errors.load(state)
         if self.reduction.own is not None:
             self.reduction.own.load(state)
+        if self.outer is not None:
+            self.outer.load(state)
         self.weight_gather.load(state)
 
     # Refusals

@@ -45,6 +45,7 @@ from impl.engine.masters import Stepped
 from impl.engine.muon import Muon
 from impl.plan.policy import Policy
 from impl.plan.topology import Topology
+from impl.unit.outer_step import OuterStep
 from impl.unit.unit import Unit
 from impl.zero import Zero
 from tests.harness.cluster.test_rank_processes import local
@@ -74,6 +75,26 @@ def both(*sabotages: Sabotage) -> Sabotage:
             yield
 
     return all_of
+
+
+# Local steps
+
+
+@instead_of(OuterStep, "take")
+def forgotten_momentum(outer: OuterStep, taken: Any, _: Rank) -> None:
+    """Outer steps forget the momentum of the steps before."""
+    if outer._speed is not None:
+        outer._speed.zero_()
+    taken(outer)
+
+
+@instead_of(OuterStep, "take")
+def a_group_apart(outer: OuterStep, taken: Any, rank: Rank) -> None:
+    """The ranks of the last node keep masters of their own after an outer step."""
+    taken(outer)
+    if rank.node:
+        with torch.no_grad():
+            outer._master_shard.master.mul_(1 + 2**-20)
 
 
 # Data
@@ -376,6 +397,10 @@ def equal_seeds(_: Rank) -> Patch:
 
 QUANTISED: Final = {"max_padding": 9.0, "gradients": "int4:64", "weights": "int8:64"}
 PLAIN: Final = {"strategy": "zero3", "policy": {"max_padding": 9.0}}
+LOCAL: Final = {
+    "strategy": "mics",
+    "policy": {"max_padding": 9.0, "gradients": "int8:64", "local_steps": 2},
+}
 MUON: Final = {
     **PLAIN, "accumulation": 2,
     "optimizer": {"name": "Muon", "arguments": {"lr": 0.02, "adamw": {"lr": 1e-3}}},
@@ -430,6 +455,8 @@ SABOTAGES: Final[dict[str, Row]] = {
     "a reset counter": (a_reset_counter, "predicted are", PLAIN),
     "bf16 named int4": (cast_gradients, "gradients of .* were sent as bf16", {}),
     "exact weights": (exact_weights, "the weights of .* were gathered with a squared error of 0", {}),
+    "forgotten momentum": (forgotten_momentum, "was the momentum forgotten", LOCAL),
+    "a group apart": (a_group_apart, "hold different weights, but groups must agree", LOCAL),
     "another rounding": (another_rounding, "are not what the reference of ", {}),
 }  # fmt: skip
 """A patch, the message that names it, and changes of the trial."""

@@ -48,6 +48,11 @@ POLICIES = {
     ),
     "persistent": replace(PRESETS["zeropp"], memory=replace(ROOMY, persist_below=30)),
     "offload": replace(PRESETS["zeropp"], memory=ROOMY, offload=Offload(optimizer=0.5, weights=0.5)),
+    # Saved after two steps, between meetings, when groups have different weights.
+    "local": Policy(
+        group="node", weights=parse("int8:8"), gradients=(INT4, NOISY), memory=ROOMY,
+        feedback=Feedback(hops="all"), local_steps=3, local_fragments=2,
+    ),
     "mics+feedback": Policy(group=2, gradients=(INT4, INT4), feedback=Feedback(), memory=ROOMY),
 }  # fmt: skip
 

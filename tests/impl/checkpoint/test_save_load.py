@@ -47,7 +47,7 @@ def _resumed(  # noqa: PLR0917  # thread ranks pass by position
     assert same(resumed.state(), run.state())
 
 
-RESUMED = ["exact", "zeropp", "zero1", "feedback", "sdp4bit", "budget"]
+RESUMED = ["exact", "zeropp", "zero1", "feedback", "sdp4bit", "budget", "local"]
 
 
 @pytest.mark.parametrize("name", [*RESUMED, *nightly(*(name for name in POLICIES if name not in RESUMED))])
@@ -83,6 +83,25 @@ def test_frozen_weights_keep_their_codes(mesh: Mesh, tmp_path: Path, topology: T
         assert torch.equal(unit.master_shard.held, before)
     assert resumed.step(1) == loss
     assert same(resumed.state(), run.state())
+
+
+@each_rank(2, 2)
+def test_a_run_of_another_policy_loads_the_first_group(mesh: Mesh, tmp_path: Path) -> None:
+    """Between meetings of local steps, a run without them gets the first group's weights, and is told so."""
+    run, other = Run(mesh, POLICIES["local"], NET), Run(mesh, Policy(memory=ROOMY), NET)
+    run.step(0)
+    run.save(tmp_path)
+    mine = run.zero.full_state_dict()["head.weight"]
+    first, *_ = mesh_rows(run, mine)
+    assert torch.equal(first, mine) == (mesh.rank < 2)
+    loaded = other.load(tmp_path)
+    assert any("state of local steps, so that weights and optimizers are" in line for line in loaded.dropped)
+    assert torch.equal(other.zero.full_state_dict()["head.weight"], first)
+
+
+def mesh_rows(run: Run, values: Tensor) -> list[Tensor]:
+    """The values of all ranks."""
+    return [row.view_as(values) for row in run.zero.wire.all_gather_small(values.reshape(-1))]
 
 
 @pytest.mark.parametrize("name", ["zero1", "feedback"])

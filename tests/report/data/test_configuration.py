@@ -17,6 +17,7 @@ from impl.plan.policy import (
     parse_feedback,
     parse_loss_scale,
 )
+from impl.plan.spans import Span
 from report.data.configuration import NAMES, fields_of, label_of
 
 LAYOUT = {"align"}  # it changes the layout alone
@@ -44,11 +45,14 @@ def test_every_field_of_a_policy_tells_configurations_apart() -> None:
         "reduce_every": "step",
         "order_every": 7,
         "owned": (BF16, PRESETS["zeropp"].weights),
+        "schedule": (Span(until=2, chunks=2), Span()),
         "memory": replace(PRESETS["zero3"].memory, prefetch=1),
         "offload": Offload(optimizer=1.0),
     }
     of_copy = {"secondary_format": "bf16", "inside": BF16, "differences": BF16, "refresh": 3}
-    assert others.keys() | LAYOUT | of_copy.keys() | {"planes"} == {field.name for field in fields(Policy)}
+    of_groups = {"local_steps": 3, "local_fragments": 2, "outer_rate": 1.0, "outer_momentum": 0.0}
+    told = others.keys() | LAYOUT | of_copy.keys() | of_groups.keys() | {"planes"}
+    assert told == {field.name for field in fields(Policy)}
     usual = fields_of(PRESETS["zero3"], trial.topology())
     for name, value in others.items():
         assert fields_of(replace(PRESETS["zero3"], **{name: value}), trial.topology()) != usual, name
@@ -61,6 +65,10 @@ def test_every_field_of_a_policy_tells_configurations_apart() -> None:
         base = replace(hpz, differences=FP32) if name == "refresh" else hpz
         changed = replace(base, **{name: value})
         assert fields_of(changed, trial.topology()) != fields_of(base, trial.topology()), name
+    apart = replace(PRESETS["mics"], local_steps=4)
+    for name, value in of_groups.items():
+        changed = replace(apart, **{name: value})
+        assert fields_of(changed, trial.topology()) != fields_of(apart, trial.topology()), name
     assert label_of(Trial(policy=PolicyChanges(secondary_format="bf16")), {}) == "ZeRO++ (hpZ copy bf16)"
     for limit in fields(MemoryLimits):
         if limit.name != "max_padding":

@@ -1,0 +1,85 @@
+"""Notes a few masters of each unit around every outer step of local steps, so that outer steps can be computed again.
+
+The masters are read just before an outer step, in a hook of the optimizer, and after it.
+:func:`harness.records.training_faults.training_fault` compares the groups of ranks with each other, and computes the
+outer steps again from what they noted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from harness.records.training_faults import OuterNote, OuterRules
+from impl.codecs.codec import Codec
+from impl.codecs.reference import REFERENCE
+from impl.codecs.rounding_noise import Noise
+from impl.plan.hops import outer_hops
+from impl.plan.local_steps import fragments_of, meets
+from impl.zero import Zero
+
+_WATCHED: Final = 64  # watched elements of each unit's shard, spread evenly
+_TRIED: Final = 1 << 12  # elements, at least, on which a codec's error is measured
+# Allowed error of a mean, as a multiple of the codecs' error of values that are normally distributed.  The values of a
+# unit may be spread more widely than normally distributed ones.
+_TIMES: Final = 4.0
+_FEEDBACK: Final = 2.0  # carried errors come on top of an encoding's own
+
+
+class OuterWitness:
+    """Watches the outer steps of one rank; the caller calls :meth:`after` after each of the optimizer's steps."""
+
+    def __init__(self, zero: Zero, optimizer: torch.optim.Optimizer) -> None:
+        policy, topology = zero.policy, zero.wire.mesh.topology
+        self._policy, self._step = policy, 0
+        units = zip(zero.units, fragments_of(policy, [unit.geometry for unit in zero.units]), strict=True)
+        self._units = [(unit, fragment) for unit, fragment in units if fragment is not None]
+        self._before: dict[str, list[float]] = {}
+        self.notes: list[OuterNote] = []
+        self.start = {unit.geometry.name: self._read(unit) for unit, _ in self._units}
+        codecs = {
+            hop.codec
+            for unit, _ in self._units
+            for hop in outer_hops(unit.policy, topology, unit.geometry.piece, unit.policy.grain)
+        }
+        error = math.sqrt(2) * max(map(_error_of, codecs), default=0.0)  # of a difference, then of the mean
+        self.rules = OuterRules(
+            group=policy.group_ranks(topology),
+            rate=policy.outer_rate,
+            momentum=policy.outer_momentum,
+            error=_TIMES * error * (1.0 if policy.feedback is None else _FEEDBACK),
+        )
+        # torch calls an optimizer's own hooks before those of all optimizers, in which the engine takes outer steps.
+        optimizer.register_step_post_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        """Read the watched masters that the outer step after this step of the optimizer will move."""
+        for unit, fragment in self._units:
+            if meets(self._policy, self._step + 1, fragment):
+                self._before[unit.geometry.name] = self._read(unit)
+
+    def after(self, index: int, *, done: bool) -> None:
+        """Note the masters after step ``index``, which the optimizer has just taken or, if not ``done``, skipped."""
+        self._step += done
+        for unit, _ in self._units:
+            name = unit.geometry.name
+            if (before := self._before.pop(name, None)) is not None:
+                self.notes.append(OuterNote(index, name, before, self._read(unit)))
+
+    def _read(self, unit: Any) -> list[float]:
+        shard: Tensor = unit.master_shard.held.detach()
+        places = torch.linspace(0, len(shard) - 1, min(_WATCHED, len(shard)), dtype=torch.float64).long()
+        return [float(value) for value in shard[places.to(shard.device)].cpu()]
+
+
+def _error_of(codec: Codec) -> float:
+    """Return the error of a codec, relative to the values, of values that are normally distributed."""
+    numel = codec.grain * -(-_TRIED // codec.grain)
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    frame, decoded = torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8), torch.empty(numel)
+    REFERENCE.encode(codec, x, frame, noise=Noise((1, 2, 3, 4)) if codec.stochastic else None)
+    REFERENCE.decode(codec, frame, decoded)
+    return float((decoded - x).norm() / x.norm())

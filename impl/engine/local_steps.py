@@ -1,0 +1,50 @@
+"""Counts a model's optimizer steps, and takes the outer steps of its units when they are due.
+
+:mod:`impl.plan.local_steps` says when a unit is due, :mod:`impl.unit.outer_step` what an outer step does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from impl.engine.masters import Masters
+from impl.errors import ZeroError
+from impl.plan.local_steps import fragments_of, meets
+from impl.plan.policy import Policy
+from impl.unit.unit import Unit
+
+
+class LocalSteps:
+    """The outer steps of one model on one rank."""
+
+    def __init__(self, policy: Policy, units: Sequence[Unit], masters: Masters) -> None:
+        fragments = fragments_of(policy, [unit.geometry for unit in units])
+        self._policy, self._units = policy, list(zip(units, fragments, strict=True))
+        self._masters = masters
+        self._waiting = (
+            False  # whether optimizers have stepped some of the masters that have gradients, but not all
+        )
+
+    def stepped(self, step: int, *, first: bool) -> None:
+        """Note that an optimizer has stepped, and take the outer steps that are due once all masters were stepped.
+
+        Args:
+            step: the number of optimizer steps so far.
+            first: whether the optimizer is the first to step after a backward pass.
+
+        Raises:
+            ZeroError: if masters with gradients were not stepped in the step before.
+        """
+        if first and self._waiting:
+            raise ZeroError(
+                "local_steps: optimizers have stepped only some of the masters that have gradients, so that the step "
+                "before never ended: step all optimizers after each backward pass, or clear the other gradients"
+            )
+        self._waiting = first or self._waiting
+        if not self._waiting or self._masters.unused_gradients:
+            return
+        self._waiting = False
+        for unit, fragment in self._units:
+            if unit.outer is not None and meets(self._policy, step, fragment):
+                unit.outer.take()
+                unit.weights_changed("stepped")

@@ -1,0 +1,46 @@
+"""Decides after which optimizer steps which units are exchanged between groups that take local steps.
+
+With ``policy.local_steps = H`` each group of ranks trains by itself, and every H steps the groups average how far their
+masters have moved (DiLoCo, 2311.08105).  With ``policy.local_fragments = F`` the units are dealt into F fragments:
+unit number u belongs to fragment u mod F, and fragment f is exchanged after the steps H k + f H / F (Streaming DiLoCo,
+2501.18512).  Pure: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from impl.plan.policy import Policy, PolicyError
+from impl.plan.shard_layout import UnitGeometry
+
+
+def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | None]:
+    """Returns the fragment of each unit, in model order; None for frozen units, and for all without local steps.
+
+    Raises PolicyError: if there are fewer trained units than fragments.
+    """
+    trained = [index for index, unit in enumerate(units) if unit.trainable]
+    fragments: list[int | None] = [None] * len(units)
+    if policy.local_steps is None:
+        return fragments
+    if 0 < len(trained) < policy.local_fragments:
+        raise PolicyError(
+            f"local_fragments={policy.local_fragments}: the model has {len(trained)} units with trained parameters; "
+            f"set at most {len(trained)}"
+        )
+    for number, index in enumerate(trained):
+        fragments[index] = number % policy.local_fragments
+    return fragments
+
+
+def meets(policy: Policy, step: int, fragment: int | None) -> bool:
+    """Returns whether groups exchange a fragment after optimizer step number ``step``, counted from 1."""
+    if policy.local_steps is None or fragment is None or step < 1:
+        return False
+    return (step - fragment * policy.local_steps // policy.local_fragments) % policy.local_steps == 0
+
+
+def meeting_steps(policy: Policy) -> list[int]:
+    """Returns the steps, counted from 1 to ``local_steps``, after which some fragment is exchanged."""
+    every = range(1, (policy.local_steps or 0) + 1)
+    return [step for step in every if any(meets(policy, step, f) for f in range(policy.local_fragments))]

@@ -1,0 +1,100 @@
+"""Takes one unit's outer step: groups of ranks that have trained apart agree on new masters (DiLoCo, 2311.08105).
+
+Each rank keeps the *anchor*, its shard of the weights after the last outer step, which is the same in all groups.  An
+outer step averages over groups how far their masters have moved from the anchor, with the policy's codec of gradients
+between groups.  SGD with Nesterov momentum then moves the anchor by this mean, and the masters become the anchor.
+All groups decode the same messages, so that their anchors, momenta and masters are equal bit by bit afterwards.
+
+The difference and its mean are computed in the memory of the masters, so that an outer step needs no other memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from impl.comm.error_feedback import Errors
+from impl.comm.reduce_scatter import Reduction
+from impl.plan.hops import outer_hops
+from impl.plan.shard_layout import UnitGeometry
+from impl.plan.traffic import Tag
+from impl.unit.context import UnitContext
+from impl.unit.master_shard import MasterShard
+
+_BETWEEN: Final = -1  # the micro-batch in keys of random bits, which no backward pass has
+
+
+class OuterStep:
+    """The outer steps of one unit on one rank; the policy of ``context`` is the unit's own and has local steps."""
+
+    def __init__(self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard) -> None:
+        policy, wire = context.policy, context.wire
+        self._geometry, self._wire, self._clock = geometry, wire, context.clock
+        self._master_shard, self._rate, self._momentum = (
+            master_shard,
+            policy.outer_rate,
+            policy.outer_momentum,
+        )
+        self._pads = geometry.pads(wire.mesh.rank)
+        hops = outer_hops(policy, wire.mesh.topology, geometry.piece, policy.grain)
+        wire.make_groups(hop.axis for hop in hops)
+        tag = Tag("step", "gradients", geometry.name)
+        self._reduction = Reduction(wire=wire, hops=hops, tag=tag, sums=policy.sums)
+        self._anchor = master_shard.keep_anchor()
+        self._speed: Tensor | None = None  # (S,) fp32, the momentum
+        if self._momentum:
+            self._speed = torch.zeros_like(self._anchor)
+            context.meter.add("outer", self._speed.nbytes)
+        self._errors: Errors | None = None
+        if policy.feedback is not None:
+            self._errors = Errors(policy.feedback, hops, wire.mesh.device)
+            context.meter.add("feedback", self._errors.nbytes)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Exchange with the other groups how far the masters have moved, and take the outer step.
+
+        The ranks of all groups that hold the same shard must call this.  Afterwards the masters are the anchor, and all
+        copies of the weights are stale.
+        """
+        master, anchor, errors = self._master_shard.master, self._anchor, self._errors
+        if errors is not None:
+            errors.begin(self._clock.step)
+        key = replace(self._clock.gradients(self._geometry.name, self._wire.mesh.rank), micro_batch=_BETWEEN)
+        moved = torch.sub(anchor, master, out=master)
+        self._reduction.start(moved, key=key, errors=errors, out=master)
+        mean = self._reduction.finish()
+        self._reduction.close()
+        for start, end in self._pads:
+            mean[start:end] = 0
+        if self._speed is not None:
+            self._speed.mul_(self._momentum).add_(mean)
+            mean.add_(self._speed, alpha=self._momentum)
+        anchor.add_(mean, alpha=-self._rate)
+        self._master_shard.load_part(0, self._geometry.shard, anchor)
+
+    def clear_feedback(self) -> None:
+        """Forget carried errors."""
+        if self._errors is not None:
+            self._errors.clear()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return copies of anchor, momentum and carried errors, for a resumed run."""
+        state = {"anchor": self._anchor.clone()}
+        if self._speed is not None:
+            state["momentum"] = self._speed.clone()
+        errors = {} if self._errors is None else self._errors.state()
+        return state | {f"outer {name}": value for name, value in errors.items()}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take over the :meth:`state` of the same rank, topology and policy."""
+        self._anchor.copy_(state["anchor"])
+        if self._speed is not None:
+            self._speed.copy_(state["momentum"])
+        if self._errors is not None:
+            names = (name for name in state if name.startswith("outer "))
+            self._errors.load({name.removeprefix("outer "): state[name] for name in names})
