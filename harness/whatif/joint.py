@@ -157,9 +157,9 @@ def _check(traces: Sequence[Trace], world: int, ranks_per_node: int) -> None:
     if len(traces) > 1 and ranks != list(range(world)):
         twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
         missing = sorted({*range(world)} - {*ranks})
-        what = f"two of rank {twice[0]}" if twice else f"none of rank {missing[0]}"
+        what = f"more than one is of rank {twice[0]}" if twice else f"none is of rank {missing[0]}"
         raise Refusal(
-            f"{first.path}: its run had {world} ranks, but of the {len(traces)} traces there is {what}: give one trace "
+            f"{first.path}: its run had {world} ranks, but of the {len(traces)} traces {what}: give one trace "
             "of each rank, or one trace in all"
         )
     if world == 1:

@@ -114,13 +114,16 @@ class Placeholder(nn.Parameter):
 
 
 class _Detached:
-    """The keeper of a placeholder that ``detach()`` has returned: it refuses every use with an earlier refusal."""
+    """The keeper of a placeholder that ``detach()`` returned because another keeper had refused to provide values.
+
+    Every use raises a ZeroError with the text of that refusal.
+    """
 
     def __init__(self, name: str, refusal: str) -> None:
         self.name, self._refusal = name, refusal
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """Raise a ZeroError."""
+        """Raise a ZeroError with the text of the refusal."""
         raise ZeroError(self._refusal)
 
 

@@ -11,7 +11,7 @@ from harness.records.confidence_intervals import FEWEST, WITHIN_START, Interval
 from harness.suites.labels import counted as counted  # noqa: PLC0414  # imported from here by the other modules
 
 NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
-FEWEST_IN_WORDS: Final = f"with a 95 % interval where there are {FEWEST} pairs or more"
+FEWEST_IN_WORDS: Final = f"with a 95 % interval where {FEWEST} pairs or more were measured"
 OTHERS_WITHIN: Final = 0.05  # share of the processors' time that others may have in a trial
 _LABEL_CHARACTERS: Final = 48
 
@@ -39,8 +39,8 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
     left, whole = (sum(numbers) for numbers in zip(*counts, strict=True))
     return (
         f"Disturbed trials, during which other programs and the machine's host took more than {OTHERS_WITHIN:.0%} of "
-        "the processors' time, are left out of seconds, and their pairs out of speed-ups: "
-        f"{left} of {whole}, in {counted(len(counts), 'row')}."
+        "the processors' time, are left out of seconds, and pairs with such a trial out of speed-ups: "
+        f"{left} of {whole} values (trials or pairs) in {counted(len(counts), 'row')}."
     )
 
 

@@ -394,5 +394,5 @@ class Lanes:
         return figure
 
     def says(self, data: pd.DataFrame) -> str:
-        """Return the sentences on the panels, which the column ``summary`` holds."""
+        """Return the caption's sentences about the panels, from the column ``summary``."""
         return f"{'; '.join(data['summary'].unique())}."

@@ -258,7 +258,8 @@ def table_of(
     footnotes = [notes]
     if any(getattr(value, "known", False) for column in shown if column.ends for value in data[column.key]):
         footnotes.append(
-            f"Parentheses: {CONFIDENCE:.0%} confidence intervals, given from {FEWEST} pairs or values on."
+            f"Parentheses: {CONFIDENCE:.0%} confidence intervals, given where {FEWEST} pairs or values, or more, were "
+            "measured."
         )
     footnotes += interval_notes(data, shown)
     if "where" in data and len(data):

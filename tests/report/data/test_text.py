@@ -21,7 +21,9 @@ def test_trials_that_were_left_out_are_counted_over_all_rows() -> None:
         Interval(1.0, math.nan, math.nan, n, left_out=left) for n, left in ((6, 0), (4, 2), (5, 1))
     )
     assert left_out_in_words([kept]) == ""
-    assert "and their pairs out of speed-ups: 3 of 12, in 2 rows." in left_out_in_words([kept, some, more])
+    assert "out of speed-ups: 3 of 12 values (trials or pairs) in 2 rows." in left_out_in_words(
+        [kept, some, more]
+    )
 
 
 def test_a_sentence_begins_with_a_capital_letter_but_for_vnmse() -> None:
