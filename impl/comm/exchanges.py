@@ -185,14 +185,9 @@ class Route:
     # for each key of the ledger, the bytes and the messages that one exchange adds
     booked: tuple[tuple[LedgerKey, int, int], ...]
     inter_bytes: int  # bytes of one exchange that go to other nodes
+    payload: int  # bytes of one exchange that this rank sends to other ranks
+    shape: tuple[int, ...]  # of the received messages: (rows, bytes), or (bytes,) if they differ in length
     splits: Splits | None = None  # of an uneven all-to-all; None if all messages have ``nbytes`` bytes
-
-    @property
-    def payload(self) -> int:
-        """Bytes of one exchange that this rank sends to other ranks."""
-        if self.splits is None:
-            return self.sent_bytes // self.parts * self.receivers
-        return sum(self.splits.go) - self.splits.go[self.group.index]
 
 
 class Buffers:
@@ -376,22 +371,15 @@ class Distributed:
             self._monitor.posted(self._step, self._works if arrival is None else (arrival,))
 
     def wait(self) -> Tensor:
-        return self._arrived().view(self._route.rows, -1)
-
-    def parts(self) -> Sequence[Tensor]:
-        received, splits = self._arrived(), self._route.splits
-        return (
-            received.view(self._route.rows, -1).unbind()
-            if splits is None
-            else torch.split(received, splits.come)
-        )
-
-    def _arrived(self) -> Tensor:
         if self._under_way:
             self._watchdog.wait(self._step, self._receive, across=self._route.inter_bytes > 0)
             self._works, self._under_way = (), False
             _arrived(self._watchdog, self._route, self._begin)
-        return self._received
+        return self._received.view(self._route.shape)
+
+    def parts(self) -> Sequence[Tensor]:
+        received, splits = self.wait(), self._route.splits
+        return received.unbind() if splits is None else torch.split(received, splits.come)
 
     def _receive(self) -> None:
         for work in self._works:

@@ -47,6 +47,9 @@ TIMEOUT_SECONDS: Final = 120.0
 # monitor cannot.
 NCCL_TIMES: Final = 5
 Transport = Literal["backend", "shm", "staged"]
+Lengths = tuple[
+    Sizes, str
+]  # of an uneven all-to-all: the bytes of its messages, and what ranks must agree on besides
 _OF_PASSES: Final = ("weights", "persistent", "gradients")  # purposes of the messages in every pass
 
 
@@ -150,8 +153,7 @@ class Wire:
         self._arenas: dict[Axis, exchanges.Arena] = {}
         self._used: dict[str, set[str]] = {}  # for each axis, what has carried its messages
         # by kind of exchange, axis, bytes, tag, and whether it is part of a ring
-        self._routes: dict[tuple[Kind, Axis, int, Tag, bool], exchanges.Route] = {}
-        self._uneven: dict[tuple[Axis, Sizes, Tag, str], exchanges.Route] = {}
+        self._routes: dict[tuple[Kind, Axis, int, Tag, bool, Lengths | None], exchanges.Route] = {}
 
     @property
     def exposed_seconds(self) -> float:
@@ -320,14 +322,7 @@ class Wire:
             tag: the purpose under which the ledger books the messages.
             mark: what ranks must agree on besides the sizes; it becomes part of the exchange's fingerprint.
         """
-        buffers = self._buffers if tag.purpose in _OF_PASSES else self._others
-        if axis.size == 1:
-            return exchanges.Alone(buffers, sizes[0][0])
-        key = (axis, sizes, tag, mark)
-        route = self._uneven.get(key)
-        if route is None:
-            route = self._uneven[key] = self._uneven_route(axis, sizes, tag, mark)
-        return self._open(route, buffers, axis, None)
+        return self._exchange("all_to_all", axis, sum(map(sum, sizes)), tag, lengths=(sizes, mark))
 
     def shift(self, axis: Axis, nbytes: int, tag: Tag, *, in_line: bool = False) -> Exchange:
         """Open one step of a ring: every rank of the axis sends ``nbytes`` to the next rank.
@@ -408,26 +403,22 @@ class Wire:
         ring: bool = False,
         into: Tensor | None = None,
         in_line: bool = False,
+        lengths: Lengths | None = None,
     ) -> Exchange:
+        """Log and book an exchange, and return it with the memory of its messages.
+
+        With ``lengths``, messages differ in length, and ``nbytes`` are the bytes of all of them together.
+        """
         buffers = self._buffers if tag.purpose in _OF_PASSES else self._others
         if axis.size == 1:
             return exchanges.Alone(buffers, nbytes)
-        key = (kind, axis, nbytes, tag, ring)
+        key = (kind, axis, nbytes, tag, ring, lengths)
         route = self._routes.get(key)
         if route is None:
-            route = self._routes[key] = self._route(kind, axis, nbytes, tag, ring=ring)
-        return self._open(route, buffers, axis, into, in_line=in_line)
-
-    def _open(
-        self,
-        route: exchanges.Route,
-        buffers: exchanges.Buffers,
-        axis: Axis,
-        into: Tensor | None,
-        *,
-        in_line: bool = False,
-    ) -> Exchange:
-        """Log and book an exchange, and return it with the memory of its messages."""
+            route = self._route(kind, axis, nbytes, tag, ring=ring)
+            route = self._routes[key] = (
+                route if lengths is None else self._uneven_route(route, axis, tag, lengths)
+            )
         step = self._watchdog.collective_log.open(route.operation)
         for booked, sent, messages in route.booked:
             row = self.ledger.booked[booked]
@@ -469,15 +460,17 @@ class Wire:
         counts = destinations(self.mesh.topology, axis, self.mesh.rank, ring=ring or steps)
         if steps:  # a shift is one step of a ring, and destinations() counts all steps
             counts = {link: min(count, 1) for link, count in counts.items()}
+        parts, receivers = axis.size if kind == "all_to_all" else 1, 1 if steps else axis.size - 1
+        sent_bytes, rows = nbytes * parts, 1 if steps else axis.size
         return exchanges.Route(
             operation=(kind, axis.name, axis.size, axis.stride, nbytes, *tag, ring),
             group=group,
             kind=kind,
             nbytes=nbytes,
-            sent_bytes=nbytes * axis.size if kind == "all_to_all" else nbytes,
-            rows=1 if steps else axis.size,
-            parts=axis.size if kind == "all_to_all" else 1,
-            receivers=1 if steps else axis.size - 1,
+            sent_bytes=sent_bytes,
+            rows=rows,
+            parts=parts,
+            receivers=receivers,
             shared=shared,
             direct=direct,
             in_place=kind == "all_gather" and (direct or backend != "gloo"),  # gloo's own all-gather copies
@@ -486,12 +479,13 @@ class Wire:
                 (LedgerKey(*tag, axis.name, link), count * nbytes, count) for link, count in counts.items()
             ),
             inter_bytes=counts.get("inter", 0) * nbytes,
+            payload=sent_bytes // parts * receivers,
+            shape=(rows, -1),
         )
 
-    def _uneven_route(self, axis: Axis, sizes: Sizes, tag: Tag, mark: str) -> exchanges.Route:
-        """Compute the route of an uneven all-to-all."""
-        total = sum(map(sum, sizes))
-        even, me = self._route("all_to_all", axis, total, tag, ring=False), self.group(axis).index
+    def _uneven_route(self, even: exchanges.Route, axis: Axis, tag: Tag, lengths: Lengths) -> exchanges.Route:
+        """Compute the route of an uneven all-to-all from that of an even one."""
+        (sizes, mark), me = lengths, self.group(axis).index
         sent = uneven(self.mesh.topology, axis, self.mesh.rank, sizes[me])
         splits = exchanges.Splits(
             come=[row[me] for row in sizes], go=list(sizes[me]), starts=[sum(row[:me]) for row in sizes]
@@ -503,6 +497,8 @@ class Wire:
             sent_bytes=max(map(sum, sizes)) if even.shared else sum(splits.go),
             booked=tuple((LedgerKey(*tag, axis.name, link), *each) for link, each in sent.items()),
             inter_bytes=sent["inter"].bytes if "inter" in sent else 0,
+            payload=sum(splits.go) - splits.go[me],
+            shape=(-1,),
             splits=splits,
         )
 

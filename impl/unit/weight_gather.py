@@ -100,6 +100,9 @@ class WeightGather:
             self._rows = policy.weights.block_size(shard)
             self._bands = [geometry.bands(index, self._rows) for index in range(geometry.shards)]
         self._columns = False  # whether the gather under way decodes the plane of columns
+        self._by_phase = (
+            policy.planes == "phase"
+        )  # whether a gather sends only the plane that its phase computes with
         self._under_way: FrameGather | None = None
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
 
@@ -114,7 +117,9 @@ class WeightGather:
             self.master_shard.write_frame(self.flat.attach().view(torch.uint8))
             return
         sends = self.secondary.sends(self.version, self.clock.step) if self.keeps_copy else "weights"
-        gather = self._under_way = self._gathers[in_phase(self._policy, phase, sends)]
+        if self._by_phase:
+            sends = in_phase(self._policy, phase, sends)
+        gather = self._under_way = self._gathers[sends]
         self._columns = bool(self._bands) and phase == "backward"
         into = self.flat.attach().view(torch.uint8) if self._in_place else None
         gather.start(self._tags[phase], self._write, into)
