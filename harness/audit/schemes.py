@@ -104,7 +104,7 @@ def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Mode
     events = [rank.model for rank in calls.ranks if rank.model is not None]
     units: list[dict[str, Any]] = max((event["fsdp"] for event in events), key=len, default=[])
     of_units = sum(unit["elements"] for unit in units)
-    hops = tuple(max((event.get("own", []) for event in events), key=len, default=[]))
+    hops = next((tuple(event["own"]) for event in events if event.get("own")), ())
     if elements is not None:
         return Model(elements, named, tuple(units) if of_units == elements else (), hops)
     if not events:

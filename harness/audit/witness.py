@@ -9,11 +9,10 @@ There are two sources:
 
 - the *recorder*: torch's flight recorder, which the backends NCCL and (from torch 2.13) gloo fill in C++.  It also
   sees what C++ calls, such as DDP's reducer.  It is a ring buffer that is copied as a whole.  It is read after each of
-  the first ten steps, and later as often as one percent of the time allows, or when it is about to overflow.  A look
-  at it costs about 0.4 ms for each entry with the Python stacks, and 0.015 ms without.  Therefore the stacks are read
-  until a step's sequence of operations, groups, sizes and types has come twice with the same stacks; steps with this
-  sequence then get its phases and call sites.  A reading in which any step has another sequence is repeated with
-  stacks;
+  the first ten steps, and later as often as one percent of the time allows, or when it is about to overflow.  The
+  Python stacks are read until a step's sequence of operations, groups, sizes and types has come twice with the same
+  stacks; later steps with this sequence get its phases and call sites.  A reading in which any step has another
+  sequence is repeated with stacks;
 - the *wrapper*: methods of ``ProcessGroup`` that note a call before they make it.  It sees what Python calls, and is
   used for send and recv over gloo, and for backends without a recorder.
 
@@ -38,6 +37,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import glob
 import json
 import operator
@@ -523,6 +523,17 @@ class Witness:
     def _read(self, *, final: bool) -> None:
         if self.torch is None or not hasattr(self.torch, "distributed"):
             return
+        # Thousands of dictionaries would let the garbage collector search the whole program again and again, which
+        # takes ten times as long as reading them.  They form no cycles.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            self._read_all(final=final)
+        finally:
+            if collects:
+                gc.enable()
+
+    def _read_all(self, *, final: bool) -> None:
         began = time.perf_counter()
         self.find_groups()
         # A forked process that has made no group of its own must not touch the recorder, whose lock may be held.
@@ -605,13 +616,15 @@ class Witness:
         if first > last + 1 and int(entries[0]["time_created_ns"]) >= self.began:
             self.write(event="lost", entries=first - last - 1, first=self.read_steps + 1, last=self.steps + 1)
             self.seen[name] = first - 1  # so that a second look does not report them again
-        new = [
-            entry
-            for entry in entries[max(0, last + 1 - first) :]
-            if int(entry["time_created_ns"]) >= self.began
-            and str(entry["process_group"][0]) not in self.unseen  # the wrapper has noted these
-        ]
-        return new, int(entries[-1]["record_id"])
+        last, new = int(entries[-1]["record_id"]), entries[max(0, last + 1 - first) :]
+        if self.unseen or int(entries[0]["time_created_ns"]) < self.began:
+            new = [
+                entry
+                for entry in new
+                if int(entry["time_created_ns"]) >= self.began
+                and str(entry["process_group"][0]) not in self.unseen  # the wrapper has noted these
+            ]
+        return new, last
 
     def recalled(self, name: str, entries: list[dict[str, Any]]) -> list[Any] | None:
         """Return the rows of entries without stacks; None if a step's calls are not those of a known step."""
@@ -840,8 +853,6 @@ def _other_engines(
             place: (slot.spec.numel, "float32") for place, slot in enumerate(slots)
         }
     if (deepspeed := sys.modules.get("deepspeed")) is not None and hasattr(deepspeed, "DeepSpeedEngine"):
-        import gc
-
         engines = [obj for obj in gc.get_objects() if type(obj).__name__.endswith("Engine")]
         engines = [engine for engine in engines if isinstance(engine, deepspeed.DeepSpeedEngine)]
         engines = [engine for engine in engines if id(engine.basic_optimizer) in optimizers]
@@ -866,7 +877,8 @@ def _own_hops(engine: Any) -> list[dict[str, Any]]:
     ``each`` is whether every micro-batch takes this turn.
     """
     plan, schedule = sys.modules["impl.plan.hops"], sys.modules["impl.plan.prefetch_schedule"]
-    mesh, sums = engine.wire.mesh, {}
+    mesh = engine.wire.mesh
+    sums: dict[Any, dict[str, Any]] = {}
     kept = schedule.kept_units(engine.policy, [unit.geometry for unit in engine.units])
     for number, unit in enumerate(engine.units):
         policy, geometry = unit.policy, unit.geometry

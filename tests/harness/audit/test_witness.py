@@ -199,12 +199,11 @@ def test_a_recorder_that_the_program_reset_is_read_from_its_beginning(
     assert len(list(found.recorded())) == 2
 
 
-FORWARD = {
-    "frames": [{"filename": path, "name": name, "line": line} for path, name, line in (API, MODULE, USER)]
-}
-BACKWARD = {
-    "frames": [{"filename": path, "name": name, "line": line} for path, name, line in (API, ENGINE, USER)]
-}
+def stack(*frames: tuple[str, str, int]) -> dict[str, Any]:
+    return {"frames": [{"filename": path, "name": name, "line": line} for path, name, line in frames]}
+
+
+FORWARD, BACKWARD = stack(API, MODULE, USER), stack(API, ENGINE, USER)
 STEP_CALLS = [FORWARD, BACKWARD, BACKWARD | {"name": "gloo:all_reduce"}]
 
 
