@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,24 @@ def test_lost_entries_are_reported_once_though_the_recorder_is_read_twice(steps:
     assert len(list(steps.found.recorded())) == 2
     assert steps.recorder.stacks[-2:] == [False, True]
     assert [event["entries"] for event in steps.found.events] == [3]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_is_off_while_the_recorder_is_read(
+    monkeypatch: pytest.MonkeyPatch, *, collects: bool
+) -> None:
+    """Afterwards it is as the program had it."""
+    found, during = Witness(None), list[bool]()
+    found.torch = __import__("torch")
+    monkeypatch.setattr(found, "recorders", lambda: during.append(gc.isenabled()) or {})
+    was = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        found.read(final=True)
+        assert (during, gc.isenabled()) == ([False], collects)
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert found.events == []
 
 
 def test_calls_that_the_wrapper_did_not_count_fill_the_ring_too(steps: _Steps) -> None:
