@@ -33,6 +33,7 @@ audited with `zeropp audit`; `python -m docs.audited` writes this page.
 The model has {parameters:,} parameters in fp32.
 *Measured* and *closed form* are bytes of whole messages of rank 0 in its third step.  For this project's engine and
 for the pipeline they are what rank 0 sends, because these programs call send and not collectives.
+The closed form of this project's engine is made of the hops of its units.
 *Between nodes* is what leaves a node, by the formulas of [wire.py](../harness/audit/wire.py).
 
 | program | scheme found | measured | closed form | difference | between nodes |

@@ -14,6 +14,16 @@ term of an all-reduce sends 2 (P - 1) / P of them (:mod:`harness.audit.wire`).
 
 Gathers of 8 bits or less are called qwZ, and all-to-alls in place of the reduction qgZ, as in ZeRO++.  With FSDP2,
 sizes, padding and types are taken from its units, so that the closed form is exact.
+
+This project's engine sends frames of bytes: codes, scales and padding of a shard or piece.  Their sizes are taken from
+the hops of its units, so that its closed form is exact too.  On N nodes of R ranks, with frames of F bytes for the
+shards of all units, a rank sends in hierarchical ZeRO-3 and ZeRO++
+
+| | to other nodes | inside its node |
+| --- | --- | --- |
+| gather for forward | (N - 1) F | (R - 1) N F |
+| gather for backward | the same, or nothing with hpZ; without units that stay gathered | (R - 1) N F |
+| reduction | (N - 1) F | (R - 1) N F |
 """
 
 from __future__ import annotations
@@ -42,6 +52,7 @@ class Term:
     group_size: int
     measured: int
     expected: float | None = None  # None for messages outside of the closed form
+    holds: str = ""  # what this project's engine sends in these messages
 
     @property
     def difference(self) -> float | None:
@@ -79,6 +90,7 @@ class Model:
     elements: int
     source: str  # where the number is from
     units: tuple[dict[str, Any], ...] = ()  # of FSDP2, as the witness describes them
+    hops: tuple[dict[str, Any], ...] = ()  # of this project's engine, likewise
 
 
 def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Model | None:
@@ -92,18 +104,21 @@ def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Mode
     events = [rank.model for rank in calls.ranks if rank.model is not None]
     units: list[dict[str, Any]] = max((event["fsdp"] for event in events), key=len, default=[])
     of_units = sum(unit["elements"] for unit in units)
+    hops = next((tuple(event["own"]) for event in events if event.get("own")), ())
     if elements is not None:
-        return Model(elements, named, tuple(units) if of_units == elements else ())
+        return Model(elements, named, tuple(units) if of_units == elements else (), hops)
     if not events:
         return None
     event = max(events, key=lambda event: int(event["elements"]))
     if of_units:
         return Model(of_units, "the units of FSDP2", tuple(units))
-    return Model(event["elements"], event["by"]) if event["elements"] else None
+    return Model(event["elements"], event["by"], hops=hops) if event["elements"] else None
 
 
 def recognise(calls: Calls, rank: Rank, step: int, model: Model) -> Scheme:
     """Return the scheme of the calls that a rank made in a step."""
+    if model.hops and (own := rank.model or {}).get("own"):
+        return _of_hops(calls, rank, step, model, own["own"])
     sums: dict[tuple[str, str, str, int], Count] = defaultdict(lambda: Count(0, 0, 0))
     for key, count in rank.rows.get(step, {}).items():
         place = (key.operation, key.phase, key.dtype, calls.group(rank, key.group).size)
@@ -204,6 +219,93 @@ def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place,
     hybrid = any(unit["replicas"] > 1 for unit in model.units)
     name = f"HSDP of {shards} shards" if hybrid else "ZeRO-3"
     return f"{name} (FSDP2{', weights kept for backward' if kept else ''})", expected
+
+
+def _of_hops(calls: Calls, rank: Rank, step: int, model: Model, hops: Sequence[dict[str, Any]]) -> Scheme:
+    """Return the scheme of this project's engine, from the hops of its units on this rank.
+
+    Messages that ranks exchange in shared memory are not seen, and are left out of the closed form.
+    """
+    sums: dict[_Spot, Count] = defaultdict(lambda: Count(0, 0, 0))
+    types: dict[_Spot, str] = {}
+    for key, count in rank.rows.get(step, {}).items():
+        if key.done_as != "recv":  # what other ranks send
+            place = key.operation, key.phase, calls.group(rank, key.group).ranks
+            sums[place], types[place] = sums[place].plus(count), key.dtype
+    seen = [hop for hop in hops if not hop["unseen"]]
+    expected: dict[_Spot, float] = defaultdict(float)
+    holds: dict[_Spot, list[str]] = defaultdict(list)
+    micro_batches = _micro_batches(sums, seen)
+    for hop in seen:
+        ranks, phase = tuple(hop["ranks"]), _PHASE[hop["turn"]]
+        others = len(ranks) - 1
+        if ("send", phase, ranks) in sums:
+            place, times = ("send", phase, ranks), others
+        elif hop["kind"] == "shift":
+            place, times = ("all_to_all", phase, ranks), others
+        else:  # the whole message of a collective also holds the rank's own part
+            place, times = (hop["kind"], phase, ranks), others + 1
+        made = micro_batches - 1 if hop["turn"] == "again" else micro_batches if hop["each"] else 1
+        nbytes = (1 if hop["turn"] == "forward" else made) * times * hop["bytes"]
+        if nbytes:
+            expected[place] += nbytes
+            what = "gradients" if hop["turn"] == "reduction" else "weights"
+            scales = f" with {hop['scales'] / hop['bytes']:.1%} scales" if hop["scales"] else ""
+            where = "between nodes" if hop["between"] else "inside nodes"
+            holds[place].append(f"{what} {where} as {hop['codec']}{scales}")
+    order = sorted(expected, key=lambda place: (PHASES.index(place[1]), place))
+    terms = [
+        Term(
+            place[0], place[1], types.get(place, "uint8"), len(place[2]), sums[place].bytes, expected[place],
+            "; ".join(dict.fromkeys(holds[place])),
+        )
+        for place in order
+    ]  # fmt: skip
+    outside = {place: count for place, count in sums.items() if place not in expected and count.bytes}
+    rest = [
+        Term(place[0], place[1], types[place], len(place[2]), count.bytes) for place, count in outside.items()
+    ]
+    fits = all(abs(term.difference or 0.0) <= TOLERANCE for term in terms)
+    large = any(count.elements >= _SMALL * model.elements for count in outside.values())
+    name = NONE if not terms or not fits or large else _name_of(hops)
+    return Scheme(name, tuple(terms), tuple(rest), model.source)
+
+
+_Spot = tuple[str, str, tuple[int, ...]]  # operation, phase, ranks of the group
+_PHASE: Final = {"forward": "forward", "again": "forward", "backward": "backward", "reduction": "backward"}
+
+
+def _micro_batches(sums: dict[_Spot, Count], hops: Sequence[dict[str, Any]]) -> int:
+    """Return the number of micro-batches for which our engine's step gathered weights in forward."""
+    first, again = (
+        sum((len(hop["ranks"]) - 1) * hop["bytes"] for hop in hops if hop["turn"] == turn)
+        for turn in ("forward", "again")
+    )
+    sent = sum(
+        count.bytes if operation == "send" else count.bytes * (len(ranks) - 1) / len(ranks)
+        for (operation, phase, ranks), count in sums.items()
+        if phase == "forward"
+    )
+    return 1 + max(0, round((sent - first) / again)) if again else 1
+
+
+def _name_of(hops: Sequence[dict[str, Any]]) -> str:
+    """Return the name of the scheme whose hops these are."""
+    by_pass = {turn: [hop for hop in hops if hop["turn"] == turn] for turn in _PHASE}
+    gathers, reductions = by_pass["forward"] + by_pass["backward"], by_pass["reduction"]
+    techniques = []
+    if any(hop["scales"] and hop["source"] != "copy" for hop in gathers):
+        techniques.append("qwZ")
+    if any(hop["source"] == "copy" for hop in by_pass["backward"]):
+        techniques.append("hpZ")
+    if any(hop["scales"] for hop in reductions):
+        techniques.append("qgZ")
+    stage = "ZeRO-3" if by_pass["again"] else "ZeRO-1 or ZeRO-2"
+    two_hops = {hop["between"] for hop in gathers} == {False, True}
+    name = f"hierarchical {stage}" if two_hops else stage
+    if two_hops and len(techniques) == 3:
+        name, techniques = "ZeRO++", ["qwZ", "hpZ", "qgZ"]
+    return f"{' with '.join(filter(None, (name, ', '.join(techniques))))} (this project's engine)"
 
 
 def _item(dtype: str) -> int:

@@ -37,6 +37,7 @@ SCHEME_COLUMNS: Final = (
     Column("operation", always=True),
     Column("dtype", "type", always=True),
     Column("group_size", "ranks of the group", "d"),
+    Column("holds", "what they hold"),
     Column("measured", "measured", ",d", "bytes", always=True),
     Column("expected", "closed form", ",.0f", "bytes", always=True),
     Column("difference", "", "+.2%", always=True),
@@ -45,6 +46,7 @@ COUNTER_COLUMNS: Final = (
     Column("node", always=True),
     Column("interface", always=True),
     Column("counted", "counted", BYTES, always=True),
+    Column("uncertain", "known to within", BYTES),
     Column("expected", "by the calls", BYTES),
     Column("difference", "", "+.2%"),
 )
@@ -131,6 +133,7 @@ def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
         {
             "phase": term.phase, "operation": term.operation, "dtype": term.dtype, "group_size": term.group_size,
             "measured": term.measured, "expected": term.expected, "difference": term.difference,
+            "holds": term.holds,
         }
         for term in (*scheme.terms, *scheme.rest)
     ]  # fmt: skip
@@ -138,43 +141,78 @@ def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
         difference = scheme.measured / scheme.expected - 1 if scheme.expected else None
         rows.append({
             "phase": "all", "operation": "closed form", "dtype": "", "group_size": None,
-            "measured": scheme.measured, "expected": scheme.expected, "difference": difference,
+            "measured": scheme.measured, "expected": scheme.expected, "difference": difference, "holds": "",
         })  # fmt: skip
     return rows
 
 
 def counter_rows(report: Report) -> list[dict[str, Any]]:
-    """Return what each node's interfaces counted in the reported steps, next to what the calls send between nodes."""
+    """Return what each node's interfaces counted in the reported steps, next to what the calls send between nodes.
+
+    Each rank of a node reads the node's counters when its own step ends.  The first rank reads before the others have
+    sent the rest of the step, the last one after others have sent a part of the next.  What the node's ranks have sent
+    for all steps until then lies between both readings, so that the bytes between two steps are known to within the
+    differences of these readings, half of which is ``uncertain``.  After the program's end, the last reading is exact.
+    """
     calls, rows = report.calls, list[dict[str, Any]]()
     for node in sorted(set(calls.topology.nodes.values())):
         ranks = [rank for rank in calls.ranks if calls.topology.nodes[rank.number] == node]
-        between = _between_reads(ranks[0], report.steps)
+        between = _between_reads(ranks, report.steps)
         if between is None:
             continue
         first, last = between
-        counted: dict[str, int] = {}
-        for rank in ranks:
-            for name, value in rank.counters[last].items() if last in rank.counters else ():
-                if rank is ranks[0] or name.startswith("nvlink"):
-                    counted[name] = value - rank.counters.get(first, {}).get(name, value)
+        # After the last step, the last reading also counts what was sent after this step.
+        through = last + 1 if _ended(ranks, last) else last
         expected = sum(
-            wire.between_by_node(calls, step).get(node, 0.0) for step in range(first + 1, last + 1)
+            wire.between_by_node(calls, step).get(node, 0.0) for step in range(first + 1, through + 1)
         )
-        for name, value in sorted(counted.items()):
+        began, ended = _readings(ranks, first), _readings(ranks, last)
+        for name, (low, high) in sorted(ended.items()):
+            before = began.get(name, (low, high))
+            least, most = max(0, low - before[1]), high - before[0]
             outside = name != "lo" and not name.startswith("nvlink")
-            if value:
+            if most:
+                counted = (least + most) / 2
                 rows.append({
-                    "node": str(node), "interface": name, "counted": value,
+                    "node": str(node), "interface": name, "counted": counted, "uncertain": (most - least) / 2,
                     "expected": expected if outside and calls.topology.count > 1 else None,
-                    "difference": value / expected - 1 if outside and expected else None,
+                    "difference": counted / expected - 1 if outside and expected else None,
                 })  # fmt: skip
     return rows
 
 
-def _between_reads(rank: Rank, steps: Sequence[int]) -> tuple[int, int] | None:
-    """Return two steps after which counters were read, with the reported steps between them as far as possible."""
-    read = sorted(step for step in rank.counters if steps[0] - 1 <= step <= steps[-1])
-    return (read[0], read[-1]) if len(read) > 1 else None
+def _ended(ranks: Sequence[Rank], step: int) -> bool:
+    """Return whether a step was the last, and all ranks have read their counters again when they ended."""
+    return all(rank.ended in ("exit", "os._exit") and rank.steps == step for rank in ranks)
+
+
+def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
+    """Return the least and the greatest value of each counter of a node that its ranks read after a step."""
+    read: dict[str, list[int]] = {}
+    for rank in ranks:
+        for name, value in rank.counters[step].items():
+            read.setdefault(name, []).append(value)
+    exact = _ended(ranks, step)
+    return {name: (max(values) if exact else min(values), max(values)) for name, values in read.items()}
+
+
+def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, int] | None:
+    """Return two steps after which all ranks of a node read counters, with the reported steps between them.
+
+    Of the first and of the last ten such steps these are the two between which the bytes of a step are known best.
+    """
+    common = set.intersection(*(set(rank.counters) for rank in ranks))
+    read = sorted(step for step in common if steps[0] - 1 <= step <= steps[-1])
+    spread = {
+        step: sum(high - low for name, (low, high) in _readings(ranks, step).items() if name != "lo")
+        for step in {*read[:10], *read[-10:]}
+    }
+    pairs = [(first, last) for first in read[:10] for last in read[-10:] if first < last]
+    if not pairs:
+        return None
+    return min(
+        pairs, key=lambda pair: ((spread[pair[0]] + spread[pair[1]]) / (pair[1] - pair[0]), pair[0] - pair[1])
+    )
 
 
 def as_csv(report: Report) -> str:

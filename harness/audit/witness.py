@@ -8,9 +8,11 @@ the file.
 There are two sources:
 
 - the *recorder*: torch's flight recorder, which the backends NCCL and (from torch 2.13) gloo fill in C++.  It also
-  sees what C++ calls, such as DDP's reducer.  It is a ring buffer that is copied as a whole, so that one look at it
-  costs a few microseconds for each of its entries.  It is read after each of the first ten steps, and later as often
-  as one percent of the time allows, or when it is about to overflow;
+  sees what C++ calls, such as DDP's reducer.  It is a ring buffer that is copied as a whole.  It is read after each of
+  the first ten steps, and later as often as one percent of the time allows, or when it is about to overflow.  The
+  Python stacks are read until a step's sequence of operations, groups, sizes and types has come twice with the same
+  stacks; later steps with this sequence get its phases and call sites.  A reading in which any step has another
+  sequence is repeated with stacks;
 - the *wrapper*: methods of ``ProcessGroup`` that note a call before they make it.  It sees what Python calls, and is
   used for send and recv over gloo, and for backends without a recorder.
 
@@ -18,7 +20,7 @@ The file has one JSON object a line:
 
 - ``process``: who this is; ``torch``: its version and recorders; ``rank``: this process's rank;
 - ``group``: name, ranks and backend of a process group;
-- ``model``: the number of parameters that optimizers hold, and the units of FSDP2;
+- ``model``: the number of parameters that optimizers hold, the units of FSDP2, and the hops of this project's engine;
 - ``rows``: calls of the steps ``first`` to ``last``, which all had the same calls; ``last`` is null for calls after
   the last whole step.  A row is a list in the order of :data:`FIELDS`;
 - ``counters``: bytes that interfaces have sent until the end of a step, without headers;
@@ -35,8 +37,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import glob
 import json
+import operator
 import os
 import pickle
 import socket
@@ -57,7 +61,8 @@ FIELDS = (
 RING = 10_000  # entries of the recorder in an audited program
 FIRST_STEPS = 10  # after each of which the recorder is read
 BUDGET = 0.01  # share of the time that reading may take afterwards
-_FULL = 0.7  # share of the ring that may be filled before it is read in any case
+_FULL = 0.9  # share of the ring that may be filled before it is read in any case
+_SEQUENCES = 32  # that are remembered: one for each kind of step, such as one with an evaluation
 _DEEPEST = 80  # frames of a stack that the wrapper notes
 
 _ITEM = {
@@ -83,6 +88,10 @@ _METHODS = (
     "alltoall_base", "all_to_all_single", "barrier",
 )  # fmt: skip
 _POINT_TO_POINT = ("send", "recv")
+# Fields of an entry that tell calls apart where stacks are not read.
+_IDENTITY = operator.itemgetter(
+    "profiling_name", "process_group", "thread_name", "input_sizes", "input_dtypes", "output_sizes", "output_dtypes"
+)  # fmt: skip
 _HEADER = 66  # bytes of a TCP packet: Ethernet 14, IPv4 20, TCP 32 with timestamps
 _API_FILES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 _PASSED_THROUGH = (*_API_FILES, "/torch/distributed/c10d_logger.py", "/torch/_ops.py", __file__)
@@ -163,6 +172,23 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+class _Sequence:
+    """The calls of a step: what identifies each of them without its stack, and their rows.
+
+    ``rows`` is None once the same calls have come with other stacks; ``times`` is how often they came with these.
+    """
+
+    def __init__(self, identities: list[Any], rows: list[Any]) -> None:
+        self.identities, self.times = identities, 1
+        self.rows: list[Any] | None = rows
+
+    def learn(self, rows: list[Any]) -> None:
+        """Take the rows of another step with these calls."""
+        self.times += 1
+        if self.rows != rows:
+            self.rows = None
+
+
 class Witness:
     """Records what one process sends.  ``folder`` takes its file; without one, ``events`` holds what it would write.
 
@@ -178,6 +204,7 @@ class Witness:
             os.environ.get(name, "") for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
         ]
         self.ring = next((int(size) for size in sizes if size.isdigit()), 2000)  # 2000 is torch's default
+        self.limit = int(_FULL * self.ring)
         self.torch: Any = None
         self.undo: list[Callable[[], Any]] = []
         self.hooks: list[Any] = []
@@ -194,10 +221,12 @@ class Witness:
         self.noted: list[Call] = []  # calls that the wrapper saw, not written
         self.since = self.in_step = self.most = 0  # calls that the wrapper counted
         self.seen: dict[str, int] = {}  # the last entry of each recorder that was read
+        self.known: dict[str, list[_Sequence]] = {}  # by recorder
         self.spent, self.cost, self.first_step = 0.0, 0.0, 0.0
         self.groups: dict[str, str] = {}  # backend by name
         self.ranks: dict[str, list[int]] = {}
         self.unseen: set[str] = set()  # names of groups whose backend has no recorder
+        self.recorded_groups: set[str] = set()  # names of all others
         self.inherited: Any = None  # the default group of the process that forked this one
         self.stepper: Any = None
         self.optimizers: dict[int, str] = {}
@@ -317,10 +346,21 @@ class Witness:
 
     def noting(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
         """Return a method of ProcessGroup that notes each call, then makes it."""
+        maybe_unseen = operation in _POINT_TO_POINT
 
         @functools.wraps(method)
         def call(group: Any, *arguments: Any, **options: Any) -> Any:
-            self.note(operation, group, arguments, options)
+            try:
+                counts = not maybe_unseen and group.group_name in self.recorded_groups
+            except Exception:  # a group without a name
+                counts = False
+            if (
+                counts and self.since < self.limit
+            ):  # without the lock: a count that is missed delays a reading
+                self.since += 1
+                self.in_step += 1
+            else:
+                self.note(operation, group, arguments, options)
             return method(group, *arguments, **options)
 
         return call
@@ -330,7 +370,7 @@ class Witness:
         """Count a call; note it if no recorder sees it."""
         self.since += 1
         self.in_step += 1
-        if self.since > _FULL * self.ring and not self.marks:  # a program whose steps are not recognised
+        if self.since > self.limit and not self.marks:  # a program whose steps are not recognised
             self._read(final=False)
         name = str(group.group_name)
         if name not in self.groups:
@@ -392,7 +432,7 @@ class Witness:
         self.first_step = self.first_step or now
         done = self.last_step is not None and self.steps >= self.last_step
         affordable = self.spent + self.cost <= BUDGET * (now - self.first_step)
-        filling = (len(self.marks) + 1) * self.most > _FULL * self.ring
+        filling = (len(self.marks) + 1) * self.most > self.limit
         if self.steps <= FIRST_STEPS or affordable or filling or done:
             self._read(final=False)
         if done:
@@ -448,8 +488,7 @@ class Witness:
                 backend = str(self.torch.distributed.get_backend_config(group))
                 self.groups[name], self.ranks[name] = backend, ranks
                 seen = self.sees(backend)
-                if not seen:
-                    self.unseen.add(name)
+                (self.recorded_groups if seen else self.unseen).add(name)
                 self.write(event="group", name=name, ranks=ranks, backend=backend, seen=seen)
         default = world.default_pg
         if default is not None and default is not self.inherited:
@@ -459,19 +498,20 @@ class Witness:
                 self.write(event="rank", rank=self.rank, world=default.size())
 
     def measure_model(self, optimizer: Any) -> None:
-        """Write how many parameters the optimizers hold that have stepped so far, and FSDP2's units."""
+        """Write how many parameters the optimizers hold that have stepped so far, and FSDP2's units or our hops."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self.held[id(parameter)] = (_elements(parameter), str(parameter.dtype).rpartition(".")[2])
         by, counted = "optimizer " + ", ".join(dict.fromkeys(self.optimizers.values())), self.held
-        if (models := _other_engines(self.optimizers)) is not None:
+        if (models := _other_engines(self.optimizers, self.held)) is not None:
             by, counted = models
         types: dict[str, int] = {}
         for elements, dtype in counted.values():
             types[dtype] = types.get(dtype, 0) + elements
         self.write(
-            event="model", elements=sum(types.values()), types=types, by=by, fsdp=_fsdp_units(self.held)
-        )
+            event="model", elements=sum(types.values()), types=types, by=by, fsdp=_fsdp_units(self.held),
+            own=[hop for engine in _own_engines(self.held) for hop in _own_hops(engine)],
+        )  # fmt: skip
 
     # Reading ----------------------------------------------------------------------------------------------------
 
@@ -483,6 +523,17 @@ class Witness:
     def _read(self, *, final: bool) -> None:
         if self.torch is None or not hasattr(self.torch, "distributed"):
             return
+        # Thousands of dictionaries would let the garbage collector search the whole program again and again, which
+        # takes ten times as long as reading them.  They form no cycles.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            self._read_all(final=final)
+        finally:
+            if collects:
+                gc.enable()
+
+    def _read_all(self, *, final: bool) -> None:
         began = time.perf_counter()
         self.find_groups()
         # A forked process that has made no group of its own must not touch the recorder, whose lock may be held.
@@ -538,23 +589,75 @@ class Witness:
     def recorded(self) -> Iterator[Call]:
         """Yield the calls that the recorders have noted since they were last read."""
         for name, dump in self.recorders().items():
-            entries = pickle.loads(dump(True, True, False)).get("entries") or []  # noqa: S301  # torch wrote it
-            if not entries:
-                continue
-            last = self.seen.get(name, -1)
-            if int(entries[-1]["record_id"]) < last:  # the program has reset the recorder
-                last = -1
-            first = int(entries[0]["record_id"])
-            if first > last + 1 and int(entries[0]["time_created_ns"]) >= self.began:
-                self.write(
-                    event="lost", entries=first - last - 1, first=self.read_steps + 1, last=self.steps + 1
-                )
-            self.seen[name] = int(entries[-1]["record_id"])
-            for entry in entries[max(0, last + 1 - first) :]:
-                if str(entry["process_group"][0]) in self.unseen:  # the wrapper has noted it
-                    continue
-                if int(entry["time_created_ns"]) >= self.began and (row := self.row_of(entry)) is not None:
+            rows = None
+            if any(sequence.times > 1 for sequence in self.known.get(name, ())):
+                entries, last = self.unread(name, dump, stacks=False)
+                rows = self.recalled(name, entries)
+            if rows is None:
+                entries, last = self.unread(name, dump, stacks=True)
+                rows = [self.row_of(entry) for entry in entries]
+                self.remember(name, entries, rows)
+            self.seen[name] = last
+            for entry, row in zip(entries, rows):  # noqa: B905  # Python 3.8
+                if row is not None:
                     yield int(entry["time_created_ns"]), row
+
+    def unread(
+        self, name: str, dump: Callable[..., bytes], *, stacks: bool
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Return a recorder's entries since it was last read, and the number of the last one; report lost ones."""
+        entries = pickle.loads(dump(True, stacks, False)).get("entries") or []  # noqa: S301  # torch wrote it
+        last = self.seen.get(name, -1)
+        if not entries:
+            return [], last
+        if int(entries[-1]["record_id"]) < last:  # the program has reset the recorder
+            last = -1
+        first = int(entries[0]["record_id"])
+        if first > last + 1 and int(entries[0]["time_created_ns"]) >= self.began:
+            self.write(event="lost", entries=first - last - 1, first=self.read_steps + 1, last=self.steps + 1)
+            self.seen[name] = first - 1  # so that a second look does not report them again
+        last, new = int(entries[-1]["record_id"]), entries[max(0, last + 1 - first) :]
+        if self.unseen or int(entries[0]["time_created_ns"]) < self.began:
+            new = [
+                entry
+                for entry in new
+                if int(entry["time_created_ns"]) >= self.began
+                and str(entry["process_group"][0]) not in self.unseen  # the wrapper has noted these
+            ]
+        return new, last
+
+    def recalled(self, name: str, entries: list[dict[str, Any]]) -> list[Any] | None:
+        """Return the rows of entries without stacks; None if a step's calls are not those of a known step."""
+        rows: list[Any] = []
+        for step in self.by_mark(entries):
+            identities = [_IDENTITY(entry) for entry in step]
+            known = next((each for each in self.known[name] if each.identities == identities), None)
+            if known is None or known.rows is None or known.times < 2:
+                return None
+            rows += known.rows
+        return rows if len(rows) == len(entries) else None  # there were calls after the last step
+
+    def remember(self, name: str, entries: list[dict[str, Any]], rows: list[Any]) -> None:
+        """Remember the sequence of calls of each step, with its rows."""
+        place, sequences = 0, self.known.setdefault(name, [])
+        for step in self.by_mark(entries):
+            identities, rows_of_step = [_IDENTITY(entry) for entry in step], rows[place : place + len(step)]
+            place += len(step)
+            known = next((each for each in sequences if each.identities == identities), None)
+            if known is not None:
+                known.learn(rows_of_step)
+            elif len(sequences) < _SEQUENCES:
+                sequences.append(_Sequence(identities, rows_of_step))
+
+    def by_mark(self, entries: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+        """Yield the entries until the end of each step that has ended since the last reading."""
+        place = 0
+        for _, _, end in self.marks:
+            first = place
+            while place < len(entries) and int(entries[place]["time_created_ns"]) <= end:
+                place += 1
+            self.most = max(self.most, place - first)  # the wrapper did not count calls from C++
+            yield entries[first:place]
 
     def row_of(self, entry: dict[str, Any]) -> tuple[Any, ...] | None:
         """Return an entry of a recorder as a row without its count; None if it carries no tensors."""
@@ -737,19 +840,19 @@ def _elements(parameter: Any) -> int:
     return int(parameter.numel())
 
 
-def _other_engines(optimizers: Container[int]) -> tuple[str, dict[int, tuple[int, str]]] | None:
+def _other_engines(
+    optimizers: Container[int], held: Iterable[int]
+) -> tuple[str, dict[int, tuple[int, str]]] | None:
     """Return the parameters of engines whose optimizers hold flat shards: DeepSpeed's and this project's.
 
-    ``optimizers`` are the ids of the optimizers that have stepped.
+    ``optimizers`` are the ids of the optimizers that have stepped, ``held`` those of the parameters that they hold.
     """
-    if (watch := sys.modules.get("impl.engine.optimizer_watch")) is not None and (engines := watch.engines()):
+    if engines := _own_engines(held):
         slots = [slot for engine in engines for unit in engine.units for slot in unit.geometry.slots]
         return "this project's engine", {
             place: (slot.spec.numel, "float32") for place, slot in enumerate(slots)
         }
     if (deepspeed := sys.modules.get("deepspeed")) is not None and hasattr(deepspeed, "DeepSpeedEngine"):
-        import gc
-
         engines = [obj for obj in gc.get_objects() if type(obj).__name__.endswith("Engine")]
         engines = [engine for engine in engines if isinstance(engine, deepspeed.DeepSpeedEngine)]
         engines = [engine for engine in engines if id(engine.basic_optimizer) in optimizers]
@@ -757,6 +860,60 @@ def _other_engines(optimizers: Container[int]) -> tuple[str, dict[int, tuple[int
         sizes = {id(p): (_elements(p), str(p.dtype).rpartition(".")[2]) for p in parameters}
         return ("DeepSpeed", sizes) if sizes else None
     return None
+
+
+def _own_engines(held: Iterable[int]) -> list[Any]:
+    """Return those of this project's engines whose masters optimizers hold."""
+    watch = sys.modules.get("impl.engine.optimizer_watch")
+    engines = [] if watch is None else watch.engines()
+    return [engine for engine in engines if not set(held).isdisjoint(engine.masters.numbers)]
+
+
+def _own_hops(engine: Any) -> list[dict[str, Any]]:
+    """Return what a step of this project's engine sends, by turn, group of ranks and codec, summed over its units.
+
+    A turn is ``forward`` (the first after an optimizer step), ``again`` (each further forward pass before the next
+    optimizer step), ``backward`` or ``reduction``.  Bytes are those of the message to each other rank of the group.
+    ``each`` is whether every micro-batch takes this turn.
+    """
+    plan, schedule = sys.modules["impl.plan.hops"], sys.modules["impl.plan.prefetch_schedule"]
+    mesh = engine.wire.mesh
+    sums: dict[Any, dict[str, Any]] = {}
+    kept = schedule.kept_units(engine.policy, [unit.geometry for unit in engine.units])
+    for number, unit in enumerate(engine.units):
+        policy, geometry = unit.policy, unit.geometry
+        changed = "weights" if policy.differences is None else "differences"
+        again = "copy" if policy.secondary else changed
+        gathers = {"forward": changed if geometry.trainable else again}
+        if policy.stage == 3:  # below, weights stay gathered until they change
+            gathers["again"] = again
+            gathers.update({} if number in kept else {"backward": again})
+        elif not geometry.trainable:
+            gathers = {}
+        hops = [
+            (turn, hop)
+            for turn, sends in gathers.items()
+            for hop in plan.gather_hops(
+                policy,
+                mesh.topology,
+                geometry.shard,
+                plan.in_phase(policy, turn.replace("again", "forward"), sends),
+            )
+        ]
+        if geometry.trainable:
+            of_gradient = plan.reduction_hops(policy, mesh.topology, geometry.piece, policy.grain)
+            hops += [("reduction", hop) for hop in of_gradient]
+        for turn, hop in hops:
+            key = (turn, hop.axis.group(mesh.rank), str(hop.codec), hop.kind, hop.source)
+            entry = sums.setdefault(key, {
+                "turn": turn, "ranks": list(key[1]), "codec": key[2], "kind": hop.kind, "source": hop.source,
+                "between": hop.crosses, "unseen": engine.wire.shares_memory(hop.axis), "bytes": 0, "scales": 0,
+                "each": turn != "reduction" or policy.reduces_each_micro_batch,
+            })  # fmt: skip
+            scales = sum(hop.codec.scale_bytes(end - start) for start, end in hop.chunks)
+            entry["bytes"] += hop.nbytes
+            entry["scales"] += hop.frames * len(hop.planes) * scales
+    return [entry for entry in sums.values() if len(entry["ranks"]) > 1]
 
 
 def _fsdp_units(held: Container[int]) -> list[dict[str, Any]]:

@@ -41,6 +41,7 @@ def events(
     groups: Sequence[tuple[str, Sequence[int]]] = (),
     elements: int = 0,
     fsdp: Sequence[dict[str, Any]] = (),
+    own: Sequence[dict[str, Any]] = (),
     ended: str = "exit",
     environment: dict[str, str] | None = None,
 ) -> list[dict[str, Any]]:
@@ -55,9 +56,10 @@ def events(
     ]
     made.append({"event": "rank", "rank": rank, "world": world})
     if elements:
-        made.append(
-            {"event": "model", "elements": elements, "types": {}, "by": "optimizer AdamW", "fsdp": list(fsdp)}
-        )
+        made.append({
+            "event": "model", "elements": elements, "types": {}, "by": "optimizer AdamW", "fsdp": list(fsdp),
+            "own": list(own),
+        })  # fmt: skip
     made.append({"event": "rows", "first": 1, "last": steps, "rows": list(rows)})
     if ended:
         made.append({"event": "end", "how": ended, "steps": steps})

@@ -26,6 +26,10 @@ from tests.support.ranks import on_processes
 STEPS: Final = 4
 M: Final = sum(parameter.numel() for parameter in programs.Net().parameters())
 KEPT: Final = 2 * programs.WIDTH**2  # parameters of FSDP2's root, which stays gathered
+OURS: Final = {
+    "zero3": "hierarchical ZeRO-3 (this project's engine)",
+    "zeropp": "ZeRO++ with qwZ, hpZ, qgZ (this project's engine)",
+}
 NAMES: Final = {
     "ddp": ("DDP", 4 * M),
     "ddp_static_graph": ("DDP", 4 * M),
@@ -140,10 +144,11 @@ def test_a_pipeline_sends_activations_and_their_gradients(results: list[dict[str
 
 @pytest.mark.parametrize("name", ["zero3", "zeropp"])
 def test_our_engine_sends_what_its_plan_predicts(results: list[dict[str, Any]], name: str) -> None:
-    """Inside and between nodes, the bytes of a step equal those of impl.plan.traffic."""
+    """Inside and between nodes, the bytes of a step equal those of impl.plan.traffic, and the scheme is named."""
     for rank in results:
-        *_, totals, predicted = rank[name]
+        found, measured, expected, _, totals, predicted = rank[name]
         assert totals == predicted
+        assert (found, measured, expected) == (OURS[name], sum(predicted), sum(predicted))
 
 
 def test_a_quantised_gather_is_of_its_type(results: list[dict[str, Any]]) -> None:
@@ -165,7 +170,11 @@ def test_a_gather_that_silently_is_not_quantised_breaks_an_expectation(results: 
 @pytest.mark.needs("namespaces")
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp2_hsdp", "zeropp"])
 def test_interfaces_count_what_the_calls_send(tmp_path: Path, name: str) -> None:
-    """On two nodes in network namespaces, each interface's counter is within 2 % of the calls' bytes."""
+    """On two nodes in network namespaces, each interface's counter is within 2 % of the calls' bytes.
+
+    On a loaded machine the ranks of a node end a step at different times, and the counter of this step is known only
+    to within what they send meanwhile.
+    """
     folder = tmp_path / "audit"
     run.prepare(folder, {"last_step": None, "marker": ""})
     with hosts(2, tmp_path, {}) as both:
@@ -180,7 +189,8 @@ def test_interfaces_count_what_the_calls_send(tmp_path: Path, name: str) -> None
     outside = [row for row in tables.counter_rows(report) if row["interface"] != "lo"]
     assert len(outside) == 2
     for row in outside:
-        assert row["counted"] == pytest.approx(row["expected"], rel=0.02), outside
+        away = abs(row["counted"] - row["expected"]) - row["uncertain"]
+        assert away <= 0.02 * row["expected"], outside
 
 
 def _torchrun(number: int, first: Host, name: str) -> list[str]:

@@ -133,6 +133,99 @@ def test_units_that_send_another_type_are_no_fsdp2() -> None:
     assert found.name == NONE
 
 
+def hop(turn: str, group: tuple[int, ...], nbytes: int, **changes: Any) -> dict[str, Any]:
+    """A hop of our engine, as the witness describes it."""
+    usual: dict[str, Any] = {
+        "turn": turn, "ranks": [*group], "codec": "bf16", "kind": "all_gather", "source": "master",
+        "between": group == REPLICAS[1], "unseen": False, "bytes": nbytes, "scales": 0, "each": True,
+    }  # fmt: skip
+    return usual | changes
+
+
+def own(rows: list[list[Any]], hops: list[dict[str, Any]]) -> Scheme:
+    calls = calls_of([events(0, 4, rows, groups=GROUPS, elements=M, own=hops)], 2)
+    model = model_of(calls)
+    assert model is not None
+    return recognise(calls, calls.ranks[0], 2, model)
+
+
+def frames(operation: str, nbytes: int, group: str, phase: str = "forward") -> list[Any]:
+    return row(operation, nbytes, phase=phase, dtype="uint8", item=1, group=group)
+
+
+HIERARCHICAL = [
+    *(hop(turn, REPLICAS[1], 500) for turn in ("forward", "again", "backward")),
+    *(hop(turn, PAIR[1], 1000) for turn in ("forward", "again", "backward")),
+    hop("reduction", PAIR[1], 1000, kind="all_to_all"),
+    hop("reduction", REPLICAS[1], 500, kind="all_to_all"),
+]
+INT8, INT4 = {"codec": "int8:2048", "scales": 2}, {"codec": "int4:256", "scales": 8}
+OURS = [
+    hop("forward", REPLICAS[1], 252, **INT8),
+    hop("forward", PAIR[1], 504, **INT8),
+    *(hop(turn, PAIR[1], 504, source="copy", **INT8) for turn in ("again", "backward")),
+    hop("reduction", PAIR[1], 258, kind="all_to_all", **INT4),
+    hop("reduction", REPLICAS[1], 129, kind="all_to_all", **INT4),
+]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_messages_of_our_engine_are_those_of_its_hops(micro_batches: int) -> None:
+    """Each phase and group is a term; a gather and a reduction over one group in backward share it."""
+    sent = [
+        ("forward", "replicas", 252),
+        ("forward", "pair", 504 * micro_batches),
+        ("backward", "replicas", 129 * micro_batches),
+        ("backward", "pair", (504 + 258) * micro_batches),
+    ]
+    rows = [frames(way, size, group, phase) for phase, group, size in sent for way in ("send", "recv")]
+    found = own([*rows, row("all_reduce", 1)], OURS)
+    assert found.name == "ZeRO++ with qwZ, hpZ, qgZ (this project's engine)"
+    assert found.measured == found.expected == sum(size for *_, size in sent)
+    assert [term.operation for term in found.rest] == ["all_reduce"]
+    assert found.terms[-2].holds == (
+        "weights inside nodes as int8:2048 with 0.4% scales; gradients inside nodes as int4:256 with 3.1% scales"
+    )
+
+
+def test_collectives_of_our_engine_hold_the_rank_s_own_part() -> None:
+    """A backend with collectives gathers and swaps whole messages: P parts where a rank sends P - 1."""
+    rows = [
+        frames("all_gather", 2 * size, group, phase)
+        for phase in BOTH
+        for group, size in (("replicas", 500), ("pair", 1000))
+    ]
+    rows += [
+        frames("all_to_all", 2000, "pair", "backward"),
+        frames("all_to_all", 1000, "replicas", "backward"),
+    ]
+    found = own(rows, HIERARCHICAL)
+    assert found.name == "hierarchical ZeRO-3 (this project's engine)"
+    assert found.measured == found.expected == 9000
+
+
+def test_messages_that_differ_from_the_hops_of_our_engine_have_no_name() -> None:
+    """A gather of other bytes, a hop that was not sent, and a large message outside of the hops."""
+    right = [
+        frames("send", 252, "replicas"),
+        frames("send", 504, "pair"),
+        frames("send", 129, "replicas", "backward"),
+        frames("send", 762, "pair", "backward"),
+    ]
+    assert own(right, OURS).name != NONE
+    assert own([frames("send", 300, "replicas"), *right[1:]], OURS).name == NONE
+    assert own(right[1:], OURS).name == NONE
+    assert own([*right, row("all_reduce", M)], OURS).name == NONE
+
+
+def test_messages_in_shared_memory_are_left_out() -> None:
+    """The terms are those of the hops between nodes."""
+    hops = [each | {"unseen": not each["between"]} for each in HIERARCHICAL]
+    rows = [frames("send", 500, "replicas"), frames("send", 1000, "replicas", "backward")]
+    found = own(rows, hops)
+    assert (found.name, found.expected) == ("hierarchical ZeRO-3 (this project's engine)", 1500)
+
+
 def test_the_size_of_the_model() -> None:
     """What --model counted comes first, then FSDP2's units, then the optimizers' parameters."""
     calls = calls_of([events(0, 2, [], elements=7, fsdp=units())])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -136,15 +137,21 @@ def test_steps_with_equal_calls_are_written_once() -> None:
 
 
 class _Recorder:
-    """A recorder whose entries a test sets."""
+    """A recorder whose entries a test sets; ``stacks`` says of each dump whether it had stacks."""
 
     def __init__(self) -> None:
         self.entries: list[dict[str, Any]] = []
+        self.stacks: list[bool] = []
 
-    def __call__(self, *_: bool) -> bytes:
+    def __call__(self, _: bool, stacks: bool, __: bool) -> bytes:  # as torch's _dump_fr_trace
         import pickle
 
-        return pickle.dumps({"entries": self.entries})
+        self.stacks.append(stacks)
+        hidden = () if stacks else ("frames",)
+        entries = [
+            {name: value for name, value in each.items() if name not in hidden} for each in self.entries
+        ]
+        return pickle.dumps({"entries": entries})
 
 
 def entry(number: int, name: str = "gloo:all_gather", **changes: Any) -> dict[str, Any]:
@@ -191,6 +198,130 @@ def test_a_recorder_that_the_program_reset_is_read_from_its_beginning(
     list(found.recorded())
     recorder.entries = [entry(0), entry(1)]
     assert len(list(found.recorded())) == 2
+
+
+def stack(*frames: tuple[str, str, int]) -> dict[str, Any]:
+    return {"frames": [{"filename": path, "name": name, "line": line} for path, name, line in frames]}
+
+
+FORWARD, BACKWARD = stack(API, MODULE, USER), stack(API, ENGINE, USER)
+STEP_CALLS = [FORWARD, BACKWARD, BACKWARD | {"name": "gloo:all_reduce"}]
+
+
+class _Steps:
+    """Steps of a program, after each of which the witness reads; counts the entries that it described."""
+
+    def __init__(self, recorded: tuple[Witness, _Recorder], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.found, self.recorder = recorded
+        self.described, row_of = 0, self.found.row_of
+
+        def counted(entry: dict[str, Any]) -> Any:
+            self.described += 1
+            return row_of(entry)
+
+        monkeypatch.setattr(self.found, "row_of", counted)
+
+    def step(self, calls: list[dict[str, Any]], *, marked: bool = True) -> list[str]:
+        """The phases of the calls that are read after this step."""
+        recorder, found = self.recorder, self.found
+        recorder.entries += [entry(len(recorder.entries) + i, **each) for i, each in enumerate(calls)]
+        if marked:
+            found.steps += 1
+            end = 2**62 + len(recorder.entries) - 1
+            found.marks.append((found.steps, end, end))
+        phases = [row[0] for _, row in found.recorded()]
+        found.marks = []
+        return phases
+
+
+@pytest.fixture
+def steps(recorded: tuple[Witness, _Recorder], monkeypatch: pytest.MonkeyPatch) -> _Steps:
+    return _Steps(recorded, monkeypatch)
+
+
+def test_stacks_are_read_until_a_step_has_come_twice(steps: _Steps) -> None:
+    """Later steps with the same calls get the same rows, and none of their entries is described."""
+    found = [steps.step(STEP_CALLS) for _ in range(6)]
+    assert found == [["forward", "backward", "backward"]] * 6
+    assert steps.recorder.stacks == [True, True, False, False, False, False]
+    assert steps.described == 2 * len(STEP_CALLS)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        STEP_CALLS[:2],
+        [*STEP_CALLS, FORWARD],
+        [FORWARD, BACKWARD, BACKWARD],
+        [FORWARD, BACKWARD | {"output_sizes": [[8, 3]]}, STEP_CALLS[2]],
+        [FORWARD, BACKWARD | {"input_dtypes": ["Float"]}, STEP_CALLS[2]],
+        [FORWARD, BACKWARD | {"process_group": ("1", "")}, STEP_CALLS[2]],
+        [FORWARD, BACKWARD | {"thread_name": "pt_autograd_0"}, STEP_CALLS[2]],
+    ],
+)
+def test_a_step_with_other_calls_is_read_with_stacks(steps: _Steps, calls: list[dict[str, Any]]) -> None:
+    """Fewer or more calls, another operation, size, type, group or thread; once it has come twice it is known too."""
+    for _ in range(3):
+        steps.step(STEP_CALLS)
+    before = steps.described
+    assert len(steps.step(calls)) == len(calls)
+    assert steps.recorder.stacks[-2:] == [False, True]
+    assert steps.described == before + len(calls)
+    for each in (calls, STEP_CALLS, calls):
+        steps.step(each)
+    assert steps.recorder.stacks[-4:] == [False, True, False, False]
+
+
+def test_calls_after_the_last_step_are_read_with_stacks(steps: _Steps) -> None:
+    """A step that has not ended may become any."""
+    for _ in range(3):
+        steps.step(STEP_CALLS)
+    assert steps.step(STEP_CALLS[:1], marked=False) == ["forward"]
+    assert steps.recorder.stacks[-1]
+
+
+def test_equal_calls_with_other_stacks_are_always_read_with_stacks(steps: _Steps) -> None:
+    """Without stacks, a gather for forward cannot be told from one for backward."""
+    changed = [BACKWARD, *STEP_CALLS[1:]]
+    steps.step(STEP_CALLS)
+    phases = [steps.step(changed)[0], steps.step(STEP_CALLS)[0], steps.step(changed)[0]]
+    assert phases == ["backward", "forward", "backward"]
+    assert steps.described == 4 * len(STEP_CALLS)
+
+
+def test_lost_entries_are_reported_once_though_the_recorder_is_read_twice(steps: _Steps) -> None:
+    """The reading without stacks reports them, and that with stacks does not again."""
+    for _ in range(2):
+        steps.step(STEP_CALLS)
+    steps.recorder.entries = [entry(9), entry(10)]
+    steps.found.marks = [(3, 2**62 + 10, 2**62 + 10)]
+    assert len(list(steps.found.recorded())) == 2
+    assert steps.recorder.stacks[-2:] == [False, True]
+    assert [event["entries"] for event in steps.found.events] == [3]
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_garbage_collector_is_off_while_the_recorder_is_read(
+    monkeypatch: pytest.MonkeyPatch, *, collects: bool
+) -> None:
+    """Afterwards it is as the program had it."""
+    found, during = Witness(None), list[bool]()
+    found.torch = __import__("torch")
+    monkeypatch.setattr(found, "recorders", lambda: during.append(gc.isenabled()) or {})
+    was = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        found.read(final=True)
+        assert (during, gc.isenabled()) == ([False], collects)
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert found.events == []
+
+
+def test_calls_that_the_wrapper_did_not_count_fill_the_ring_too(steps: _Steps) -> None:
+    """DDP's reducer calls from C++: the largest step decides when the ring must be read."""
+    steps.step(STEP_CALLS)
+    assert steps.found.most == len(STEP_CALLS)
 
 
 @pytest.mark.parametrize(
