@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from harness.records.confidence_intervals import FEWEST, FEWEST_UNDISTURBED, WITHIN_START
+from harness.records.confidence_intervals import FEWEST, FEWEST_UNDISTURBED, WITHIN_START, Interval
 from harness.suites.answering_quantity import Quantity
 from harness.suites.peers import PEERS
 from report.data import break_even, effects, loss_verdicts, metrics, speedups
@@ -121,6 +121,30 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequen
     largest = f"of the largest of {count} differences: {claim}" if count > 1 else "of this size"
     needed_words = f"{bound}{needed} {noun}s would show a difference {largest}"
     return f"{subject} ({pairs}); {needed_words}.{top.sequel}"
+
+
+def on_peers(found: Sequence[Interval]) -> str:
+    """Return the sentence on our speed-ups over the best configuration of each library in the same types.
+
+    ``found`` has one or more, which :func:`report.tables.peers.ours_over_peers` returns.
+    """
+    verdicts: list[Verdict] = [_over_peer(each) for each in found]
+    ratios = [each.estimate for each in found]
+    span = f"{min(ratios):.2f} to {max(ratios):.2f} times"
+    claim = f"in the same types, steps of our engine are {span} as fast as those of the fastest libraries"
+    counts = f"of {counted(len(found), 'comparison')}, {_verdicts_in_words(verdicts)}"
+    if {*verdicts} == {"inconclusive"}:
+        most = _in_words(max(each.n for each in found), "undisturbed pair")
+        return f"Inconclusive (at most {most}; a verdict needs {_WORDS[FEWEST]}): {claim} ({counts})."
+    return f"{claim[0].upper()}{claim[1:]}; {counts}."
+
+
+def _over_peer(speedup: Interval) -> Verdict:
+    if not speedup.known:
+        return "inconclusive"
+    if speedup.low > 1:
+        return "better"
+    return "worse" if speedup.high < 1 else "not significant"
 
 
 def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:

@@ -16,7 +16,7 @@ import pandas as pd
 
 from harness.records.confidence_intervals import Interval, Prediction, of_another_run
 from harness.suites.answering_quantity import Quantity, quantity
-from harness.suites.peers import PEERS
+from harness.suites.peers import PEERS, family_of
 from report.data import break_even, bytes_and_memory, caveats, decoding, effects, loss_verdicts, speedups
 from report.data.configuration import NAMES, differences_of, spelled
 from report.data.effects import Effect, Key, Verdict
@@ -26,7 +26,8 @@ from report.data.net_speed import sources
 from report.data.step_seconds import derive_folder
 from report.data.text import NOTHING, counted, listed, number, plus_or_minus
 from report.draw.names_of_rows import by_configuration, peers_note, titles_of
-from report.sentence import caveat, sentence, two_digits
+from report.sentence import caveat, on_peers, sentence, two_digits
+from report.tables.peers import FAMILIES, ours_over_peers
 from report.tables.table import CONFIGURATION, Column, Table, interval_notes
 
 MARKS: Final[dict[Verdict, str]] = {
@@ -114,9 +115,22 @@ def verdicts(derived: Derived) -> Verdicts:
     kind = asked if compared.get(asked) else "step"
     table = _table(derived, asked, kind, found) if any(compared.values()) else _NONE
     ranked = {key: found[kind][key] for key in compared.get(kind, ())}
-    text, effect = sentence(derived, asked, kind, found.get(kind, {}), compared.get(kind, ()))
+    if kind == "step" and _mostly_peers(derived):
+        text, effect = on_peers(ours_over_peers(derived)), None
+    else:
+        text, effect = sentence(derived, asked, kind, found.get(kind, {}), compared.get(kind, ()))
     figure = "frontier" if asked == "loss" and _has_front(derived) else _FIGURES[asked]
     return Verdicts(asked, text, caveat(derived), figure, table, _open_rows(table, ranked, effect))
+
+
+def _mostly_peers(derived: Derived) -> bool:
+    """Whether most configurations are those of libraries, and some of ours can be compared with them in the same types.
+
+    The question of such a suite is about the libraries, not about the baseline of its other tables.
+    """
+    first = derived.finished.drop_duplicates("configuration")["id"]
+    libraries = [family_of(derived.frames.trial_of[name].strategy) in FAMILIES for name in first]
+    return 2 * sum(libraries) > len(libraries) and bool(ours_over_peers(derived))
 
 
 _NONE: Final = Table("verdicts", "Verdicts", "", pd.DataFrame(), ())

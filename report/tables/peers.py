@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import pandas as pd
 
+from harness.records.confidence_intervals import Interval
 from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import Trial
 from report.data import speedups
@@ -50,6 +51,23 @@ def peers(derived: Derived) -> Table:
         "quantise are compared with peers that send bf16. Each speed-up is a geometric mean over pairs, and is "
         "followed by the configuration of the peer that it is over, which is the hardest to beat.",
     )  # fmt: skip
+
+
+def ours_over_peers(derived: Derived) -> list[Interval]:
+    """Return our speed-ups over the best configuration of each library, one for each of our rows of the table.
+
+    They are those over gloo alone, as libraries send, if there are any, else those of all transports.
+    """
+    rows = peers(derived).data
+    if rows.empty:
+        return []
+    alike = rows[rows["carried"].eq("gloo alone")]
+    columns = [f"over_{family}" for family in FAMILIES if f"over_{family}" in rows]
+
+    def speedups_of(some: pd.DataFrame) -> list[Interval]:
+        return [value for name in columns for value in some[name] if isinstance(value, Interval)]
+
+    return speedups_of(alike) or speedups_of(rows)
 
 
 def sent_types(trial: Trial) -> str:

@@ -334,7 +334,11 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
         (SHAPED, "aa", "link 'shaped': nodes 0 and 1 are one host"),
         (ADAPTERS | {"hcas": 2}, "aa", "link 'real': nodes 0 and 1 are one host"),
         (ADAPTERS | {"hcas": 4}, "ab", "cluster.hcas = 4: node 1 has 2 InfiniBand or RoCE adapters"),
-        (ADAPTERS | {"hcas": ["mlx5_3"]}, "ab", "cluster.hcas = mlx5_3: node 1 has 2 InfiniBand or RoCE adapters"),
+        (
+            ADAPTERS | {"hcas": ["mlx5_3"]},
+            "ab",
+            "cluster.hcas = mlx5_3: node 1 has 2 InfiniBand or RoCE adapters",
+        ),
     ],
 )
 def test_unfit_nodes_are_refused(tmp_path: Path, cluster: dict[str, Any], hosts: str, message: str) -> None:
