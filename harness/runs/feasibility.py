@@ -36,7 +36,7 @@ from harness.suites import folder as suite_folder
 from harness.suites.contradictions import PACED_NCCL
 from harness.suites.labels import at, counted, varying_paths
 from harness.suites.peers import DEEPSPEED, PEERS
-from harness.suites.trial import RECIPE, Cluster, Optimizer, Trial
+from harness.suites.trial import MUON, RECIPE, Cluster, Optimizer, Trial
 from harness.workloads import trial_dataset
 from harness.workloads.input_digests import digests, own_objects
 from impl import named_object
@@ -164,6 +164,16 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
         if isinstance(model, Listed)
         else sum(parameter.numel() for parameter in model.parameters())
     )
+    if trial.optimizer.orthogonalises and trial.workload != "generate" and not _matrix_elements(trial, model):
+        pattern = trial.optimizer.matrices
+        which = (
+            f"a name like optimizer.matrices = {pattern!r}"
+            if pattern
+            else "the shape and place of a hidden matrix"
+        )
+        missing = f"optimizer.name = {MUON!r}: no trained parameter of the model has {which}"
+        prediction.problems += (f"{missing}; change optimizer.matrices, or choose another optimizer",)
+        return prediction
     state = optimizer if isinstance(optimizer, int) else 0
     memory = peer_memory(trial, prediction.parameters, state)
     if trial.optimizer.orthogonalises and state:  # of peers, whose ranks hold whole matrices

@@ -190,6 +190,9 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
         return [(count, policy, before) for count, before in kinds_apart]
     if not policy.schedule and policy.differences is None:
         return [(trial.steps, policy, [])]
+    if all(phase.differences is None for phase in policy.phases):
+        counts = policy.phase_counts(trial.warmup, trial.warmup + trial.steps)
+        return [(count, policy.phases[number], []) for number, count in counts.items()]
     kinds, phases = Counter[tuple[int, bool]](), policy.phases
     before, since = -1, 0  # the phase of the last step, and the steps since weights themselves were sent
     for index in range(trial.warmup + trial.steps):
@@ -214,12 +217,16 @@ def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[
         meeting: The steps of a round, from 1 to ``local``, after which something is exchanged.
         trial: The trial.
     """
-    timed = Counter(index % local + 1 for index in range(trial.warmup, trial.warmup + trial.steps))
-    kinds: list[tuple[int, list[Event]]] = [(timed[step], ["step"] * (step - 1)) for step in meeting]
-    others = [step for step in range(1, local + 1) if step not in meeting]
-    if others:
-        kinds.append((sum(timed[step] for step in others), ["step"] * (others[0] - 1)))
-    return [(count, before) for count, before in kinds if count]
+    end = trial.warmup + trial.steps
+    timed = {step: (end - step) // local - (trial.warmup - step) // local for step in meeting}
+    kinds: list[tuple[int, list[Event]]] = [
+        (timed[step], ["step"] * (step - 1)) for step in meeting if timed[step]
+    ]
+    # The first step of a round that nothing is exchanged after, if there is one.
+    other = next((step for step, met in enumerate(meeting, 1) if step != met), len(meeting) + 1)
+    if rest := trial.steps - sum(timed.values()):
+        kinds.append((rest, ["step"] * (other - 1)))
+    return kinds
 
 
 def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:

@@ -110,6 +110,7 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
         if trial.own_gather is not None
         else "no class of your own that gathers: name one in policy.gather, such as 'mine:Class'"
     ),
+    "policy.schedule": _with_policy,
     "policy.owned": lambda trial: (
         _with_policy(trial)
         or _trains(trial)

@@ -41,6 +41,8 @@ def meets(policy: Policy, step: int, fragment: int | None) -> bool:
 
 
 def meeting_steps(policy: Policy) -> list[int]:
-    """Returns the steps, counted from 1 to ``local_steps``, after which some fragment is exchanged."""
-    every = range(1, (policy.local_steps or 0) + 1)
-    return [step for step in every if any(meets(policy, step, f) for f in range(policy.local_fragments))]
+    """Returns the steps, counted from 1 to ``local_steps``, after which some fragment is exchanged, in order."""
+    if (steps := policy.local_steps) is None:
+        return []
+    fragments = policy.local_fragments
+    return [*(fragment * steps // fragments for fragment in range(1, fragments)), steps]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, get_args
@@ -472,6 +473,15 @@ class Policy:
     def _local_errors(self) -> Iterator[str]:
         """Yield an error for each field with which groups could not take steps of their own."""
         steps, fragments = self.local_steps, self.local_fragments
+        for name, kind, expected in (
+            ("local_steps", (int, type(None)), "a whole number or None"),
+            ("local_fragments", (int,), "a whole number"),
+            ("outer_rate", (int, float), "a number"),
+            ("outer_momentum", (int, float), "a number"),
+        ):
+            value: object = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, kind):
+                yield f"{name} = {value!r}: expected {expected}"
         outer = {
             "local_fragments": fragments,
             "outer_rate": self.outer_rate,
@@ -573,6 +583,23 @@ class Policy:
                 return own if (step - begin) % every else changed
             begin = int(end)
         return 0
+
+    def phase_counts(self, begin: int, end: int) -> dict[int, int]:
+        """Returns by number, in :attr:`phases`, how many of the steps ``begin`` to ``end - 1`` have that policy.
+
+        A phase without such a step has no entry.
+        """
+        counts, start = Counter[int](), 0
+        rows = _compiled(self)[1] if self.schedule else ((math.inf, 1, 0, 0),)
+        for until, every, changed, own in rows:
+            first, last = max(begin, start), int(min(end, until))  # the span's steps among those asked for
+            if first < last:
+                # Steps with the span's changes are those whose distance from its start is a multiple of ``every``.
+                often = (last - start - 1) // every - (first - start - 1) // every
+                counts[changed] += often
+                counts[own] += last - first - often
+            start = int(min(end, until))
+        return {number: count for number, count in counts.items() if count}
 
     def policy_at(self, step: int) -> Policy:
         """Returns the policy, without a schedule, of the step after ``step`` optimizer steps."""

@@ -92,6 +92,13 @@ class Span:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise SpanError(f"every = {every!r}: expected a number of steps, 1 or more")
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
+        for name, value in given.items():
+            try:
+                hash(value)
+            except TypeError:
+                raise SpanError(
+                    f"{name} = {value!r}: expected a value of the policy's field {name}"
+                ) from None
         values = {
             "until": until,
             "every": every,
@@ -157,8 +164,11 @@ def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
 
     A share of the run is rounded to the nearest step.
 
-    Raises SpanError: if a span has no step, or if the spans do not end with the run.
+    Raises SpanError: if a span has no step, if the spans do not end with the run, or for an impossible ``steps``.
     """
+    number_of_steps: object = steps
+    if isinstance(steps, bool) or not isinstance(number_of_steps, int) or steps < 1:
+        raise SpanError(f"a schedule for {steps!r} steps: expected a whole number, 1 or more")
     ends, before = list[int](), 0
     for number, span in enumerate(spans, 1):
         share = Fraction(1) if span.until is None else None

@@ -282,7 +282,7 @@ class _Outer:
 
 def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
     """Predicts the mean of the steps of a policy with a schedule."""
-    numbers = Counter(map(step.policy.phase_at, range(*step.steps)))
+    numbers = step.policy.phase_counts(*step.steps)
     phases, total = step.policy.phases, sum(numbers.values())
     parts = [
         (step_of(machine, replace(step, policy=phases[number])), count / total)

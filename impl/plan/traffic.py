@@ -194,7 +194,8 @@ def norm_axes(policy: Policy, topology: Topology) -> tuple[Axis, ...]:
     """Returns the axes along which ranks exchange parts of a gradient norm: those inside a group with local steps."""
     if policy.local_steps is None:
         return (topology.world_axis,)
-    return tuple(axis for axis in policy.gather_axes(topology)[0] if axis.size > 1)
+    axes, outside = topology.gather_axes(policy.group_ranks(topology))  # also with a gather of a user's own
+    return tuple(axis for axis in axes[outside:] if axis.size > 1)
 
 
 def predict(

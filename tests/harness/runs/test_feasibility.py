@@ -153,6 +153,18 @@ def test_muon_on_a_vector_cannot_run() -> None:
         assert "\n" not in problem
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "single"])
+def test_muon_without_a_matrix_cannot_run(strategy: str) -> None:
+    """A pattern that fits no parameter is a problem of the plan, not an error of each rank after the start."""
+    optimizer = MUON.model_copy(update={"matrices": "nothing.*"})
+    cluster = {"nodes": 1, "ranks_per_node": 1} if strategy == "single" else {}
+    (problem,) = forecast_of(
+        strategy=strategy, optimizer=optimizer, **({"cluster": cluster} if cluster else {})
+    ).problems
+    assert "no trained parameter of the model has a name like optimizer.matrices = 'nothing.*'" in problem
+    assert "choose another optimizer" in problem
+
+
 def test_quickstart_ratio() -> None:
     """ZeRO++ is predicted to send 0.25 of ZeRO-3's bytes between two nodes of two ranks.
 

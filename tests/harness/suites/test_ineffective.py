@@ -18,6 +18,11 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         '[defaults]\npolicy.owned = "int8:256"\n',
         ('policy.owned = "int8:256": has no effect with optimizer.name =', "only Muon's matrices"),
     ),
+    "a schedule of a peer": (
+        "",
+        '[defaults]\nstrategy = "ddp"\npolicy.schedule = [{ until = 5, gradients = "bf16" }, {}]\n',
+        ("policy.schedule = ", "has no effect with strategy = 'ddp', a peer without a policy"),
+    ),
     "a loss of few steps": (
         'answer = "loss"',
         f"[defaults]\nvalidate_every = 0\n{TWO}",

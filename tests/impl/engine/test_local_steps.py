@@ -14,12 +14,14 @@ from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.parameters.gathered import GatheredParameters
 from impl.plan.memory import memory
+from impl.plan.own_method import method
 from impl.plan.policy import Feedback, Policy
 from impl.plan.topology import Topology
 from impl.plan.traffic import Event, passes, predict
 from impl.unit.outer_step import OuterStep
 from impl.zero import ZeroError
 from tests.support.diloco import diloco
+from tests.support.gathers import Hops
 from tests.support.models import Net
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT, ROOMY
@@ -149,10 +151,11 @@ def test_bytes_and_memory_are_predicted(mesh: Mesh, policy: Policy, topology: To
         assert held[part] == predicted[part]
 
 
+@pytest.mark.parametrize("changes", [{}, {"gather": method(Hops)}], ids=["hops", "own gather"])
 @each_rank(2, 2)
-def test_a_norm_is_that_of_a_group(mesh: Mesh) -> None:
+def test_a_norm_is_that_of_a_group(mesh: Mesh, changes: dict[str, Any]) -> None:
     """Ranks of a group clip by the norm of their group's mean gradient, which is another in each group."""
-    run = Training(mesh, NET, local("node", 4))
+    run = Training(mesh, NET, local("node", 4, **changes))
     run.backward(0)
     norm = run.zero.grad_norm().item()
     whole = copy.deepcopy(NET)

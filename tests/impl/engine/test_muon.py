@@ -24,6 +24,7 @@ from impl.plan.policy import LossScale, Offload, Policy, preset
 from impl.plan.topology import Topology
 from impl.plan.traffic import passes, predict
 from impl.zero import shard
+from tests.support.diloco import diloco
 from tests.support.models import Net
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT, ROOMY
@@ -357,3 +358,32 @@ def test_processes_exchange_momentum_over_gloo_and_shared_memory(mesh: Mesh) -> 
         carried, rows = wire.carried, wire.ledger.rows()
         assert carried >= sum(sent.bytes for sent in rows.values())
     assert farthest(*found) == 0
+
+
+class _InGroup(InOneProcess):
+    """The optimizer of one group's copy of the model, made from its parameters in the model's order."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        names, chosen = [name for name, _ in model().named_parameters()], hidden_matrices(model())
+        groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+        for name, parameter in zip(names, parameters, strict=True):
+            groups[chosen(name, parameter)].append(parameter)
+        self.optimizers = [torch.optim.AdamW(groups[0], **ADAMW), torch.optim.Muon(groups[1], **MUON)]
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("topology", "group"), [(Topology(2, 2), "node"), (Topology(4, 1), 2)], ids=str)
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_groups_with_local_steps_have_owners_of_their_own(
+    topology: Topology, group: Any, fragments: int
+) -> None:
+    """Each group's matrices have owners inside the group, and groups train and meet as DiLoCo in one process."""
+    policy = replace(EXACT, group=group, local_steps=2, local_fragments=fragments)
+    _, wanted = diloco(model(), policy, topology, STEPS, optimize=_InGroup)  # type: ignore[arg-type]
+    size = policy.group_ranks(topology)
+    for rank, weights in enumerate(on_threads(topology, trained, policy, 1, MUON)):
+        assert farthest(weights, wanted[rank // size]) <= ROUNDING
+        assert (rank < size) == (farthest(weights, wanted[0]) <= ROUNDING)

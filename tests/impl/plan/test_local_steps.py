@@ -180,3 +180,24 @@ def test_feedback_of_the_last_hop_is_that_of_meetings() -> None:
         assert [hop.keeps == "errors" for hop in reduction_hops(policy, TOPOLOGY, 64, 64)] == kept
         summed, gathered = outer_hops(policy, TOPOLOGY, 64, 64)
         assert (summed.keeps, gathered.keeps) == ("errors", "nothing")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("local_steps", 1.5), ("local_steps", "2"), ("local_steps", True), ("local_fragments", 1.5),
+        ("local_fragments", None), ("outer_rate", "0.7"), ("outer_rate", None), ("outer_momentum", "x"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("steps", [None, 2])
+def test_a_value_of_another_type_is_refused(name: str, value: Any, steps: int | None) -> None:
+    """With and without local steps, a text, None or half a step is refused in one line that names the field."""
+    with pytest.raises(PolicyError, match=rf"^{name} = .*: expected a (whole )?number( or None)?$"):
+        replace(MICS, **({"local_steps": steps} | {name: value}))
+
+
+def test_a_long_round_is_not_walked_through() -> None:
+    """The meetings of a round of 10^15 steps are known at once."""
+    policy = replace(MICS, local_steps=3 * 10**15, local_fragments=3)
+    assert meeting_steps(policy) == [10**15, 2 * 10**15, 3 * 10**15]
+    assert meeting_steps(MICS) == []

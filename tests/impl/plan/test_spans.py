@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import fields, replace
 from typing import Any
 
@@ -205,3 +206,37 @@ def test_seconds_of_a_schedule_are_the_mean_over_its_steps() -> None:
     first, then = (step_of(MACHINE, replace(step, policy=phase)) for phase in policy.phases)
     assert first.seconds > then.seconds
     assert step_of(MACHINE, step).seconds == pytest.approx((first.seconds + 3 * then.seconds) / 4)
+
+
+@given(
+    st.lists(st.integers(1, 24), max_size=3, unique=True), st.lists(st.integers(1, 5), min_size=4, max_size=4),
+    st.integers(0, 20), st.integers(0, 15),
+)  # fmt: skip
+def test_steps_are_counted_by_phase(ends: list[int], every: list[int], begin: int, length: int) -> None:
+    """The numbers of steps by phase are those of asking each step for its phase."""
+    untils = [*sorted(ends), None]
+    codecs = [FP32, INT8, FP32, BF16]
+    spans = [Span(until=u, every=e, weights=c) for u, e, c in zip(untils, every, codecs, strict=False)]
+    policy, steps = scheduled(*spans), range(begin, begin + length)
+    assert policy.phase_counts(begin, begin + length) == dict(Counter(map(policy.phase_at, steps)))
+
+
+def test_a_long_run_is_counted_and_not_walked_through() -> None:
+    """A run of 10^15 steps is counted at once: a third of its first half has the changes."""
+    policy = scheduled(Span(until="50 %", every=3, weights=INT8), Span()).for_steps(6 * 10**15)
+    assert policy.phase_counts(0, 6 * 10**15) == {0: 10**15, 1: 5 * 10**15}
+    assert Policy().phase_counts(2, 5) == {0: 3}
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, "3", None, True])
+def test_a_number_of_steps_is_a_whole_number(steps: Any) -> None:
+    """Anything but a whole number of 1 or more is refused in one line."""
+    with pytest.raises(PolicyError, match=r"^a schedule for .* steps: expected a whole number, 1 or more$"):
+        scheduled(Span(until="50 %", weights=INT8), Span()).for_steps(steps)
+
+
+@pytest.mark.parametrize("value", [{}, [[]], set()])
+def test_a_span_holds_values_of_fields(value: Any) -> None:
+    """A value that no field of a policy can have is refused with the field's name."""
+    with pytest.raises(SpanError, match=r"^weights = .*: expected a value of the policy's field weights$"):
+        Span(weights=value)
