@@ -20,7 +20,7 @@ from tests.fake_gpu import build
 from tests.gpu_campaign import Ended, Stage, run, table
 
 GPUS: Final = 8
-SHORT: Final = ("gpu tests", "races", "count")  # stages of continuous integration; the others take longer
+SHORT: Final = ("gpu tests", "races", "count")  # the others take longer
 # What becomes small in suites/gpu_node.toml.
 _MINIATURE: Final = {
     "repeats": 1, "defaults.model.name": "gpt-tiny", "defaults.sequence": 32, "defaults.steps": 4,
