@@ -55,7 +55,9 @@ def check(trial: Trial) -> None:
             f"{every}: the trial has {total} steps in all; choose at most {total}, or 0 to validate only after the last"
         )
     trial.schedule()  # raises if the warm-up is longer than the trial
-    for rules in (_configured, _threads, _cluster, _own_strategy, _workload, _muon, _local_steps, _control):
+    for rules in (
+        _configured, _threads, _cluster, _own_strategy, _workload, _own_gather, _muon, _local_steps, _control,
+    ):  # fmt: skip
         if (why := next(rules(trial), None)) is not None:
             raise ValueError(why)
     policy = trial.resolved_policy()
@@ -218,6 +220,15 @@ def _muon(trial: Trial) -> Iterator[str]:
     if policy is not None and (share := policy.offload.optimizer):
         conflict = "keeps masters on the host, where matrices are not orthogonalised"
         yield f"policy.offload_optimizer = {share:g}: {conflict}; remove it, or choose another optimizer than {MUON}"
+
+
+def _own_gather(trial: Trial) -> Iterator[str]:
+    """Yield that the first loss of workload rlhf cannot be compared with that of weights a class has gathered."""
+    if trial.own_gather is not None and trial.workload == "rlhf":
+        gather = f"policy.gather = {trial.policy.gather!r}"
+        conflict = "the single process that checks weights of a class of your own has no generated batch"
+        way_out = "set workload = 'train', or policy.gather = 'hierarchical'"
+        yield f"{gather}: not supported with workload = 'rlhf', where {conflict}; {way_out}"
 
 
 def _local_steps(trial: Trial) -> Iterator[str]:

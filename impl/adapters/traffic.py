@@ -62,6 +62,7 @@ def check_host(host: Host, policy: Policy) -> None:
         name, value, expected = each.path, each.of(policy), each.of(BASES[host])
         if name not in _OPEN[host] and value != expected:
             why = _WHY.get(name, "the host decides this itself")
+            value, expected = (policy.schedule_in_words, "none") if name == "schedule" else (value, expected)
             raise PolicyError(
                 f"{name} = {value} inside {host}: {why}; expected {expected}, or a strategy of this project's engine"
             )

@@ -85,6 +85,16 @@ def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], 
             _MUON | {"policy": {"offload_optimizer": 0.5}},
             "policy.offload_optimizer = 0.5: keeps masters on the host, .* remove it",
         ),
+        (
+            {
+                "strategy": "zero3",
+                "workload": "rlhf",
+                "sequence": 64,
+                "tokens_per_rank": 512,
+                "policy": {"gather": "examples.differences:Differences"},
+            },
+            "policy.gather = 'examples.*': not supported with workload = 'rlhf', .*; set workload = 'train', or ",
+        ),
         ({"optimizer": {"matrices": "*.weight"}}, "optimizer.matrices = .*: has no effect with .* 'AdamW'"),
         (_FSDP2 | {"cluster": _THREADS}, "strategy = 'fsdp2.qgz': .* leave the strategy out"),
         (

@@ -115,7 +115,7 @@ def test_a_schedule_that_cannot_be_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (['strategy = "fsdp2+qgz"'], "FSDP2 and DDP do not tell collectives when a step ends"),
+        (['strategy = "fsdp2+qgz"'], "FSDP2 and DDP do not tell collectives when a step ends; expected none"),
         (
             ['workload = "rlhf"', "sequence = 64", "tokens_per_rank = 512"],
             "a schedule counts steps of training",
