@@ -27,7 +27,7 @@ from report.data.step_seconds import derive_folder
 from report.data.text import NOTHING, counted, listed, number, plus_or_minus
 from report.draw.names_of_rows import by_configuration, peers_note, titles_of
 from report.sentence import caveat, on_peers, sentence, two_digits
-from report.tables.peers import FAMILIES, ours_over_peers
+from report.tables.peers import FAMILIES, ours_over_peers, peers
 from report.tables.table import CONFIGURATION, Column, Table, interval_notes
 
 MARKS: Final[dict[Verdict, str]] = {
@@ -205,10 +205,10 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
             f"Means of single occasions lie outside of the intervals of {listed(names)}." * bool(names)
         )
     notes.append(caveats.footnotes(cells).strip())
-    peers = [NAMES[name].partition(",")[0] for name in derived.finished["strategy"].unique() if name in PEERS]
-    if "memory" in shown and peers:
+    ran = [NAMES[name].partition(",")[0] for name in derived.finished["strategy"].unique() if name in PEERS]
+    if "memory" in shown and ran:
         notes.append(
-            f"The memory of {listed([*dict.fromkeys(peers)])} is not compared: the count of a library's memory "
+            f"The memory of {listed([*dict.fromkeys(ran)])} is not compared: the count of a library's memory "
             "leaves out gathered weights and local gradients."
         )
     if "net" in shown:
@@ -350,7 +350,13 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
             "contains 0 and ends below the margin"
         )
         first += f" A loss is worse if its interval {rule}; {otherwise}."
-    return f"{first} {peers_note(derived.finished)}".rstrip()
+    note = peers_note(derived.finished)
+    if note and not peers(derived).data.empty:
+        note += (
+            ' The table "Steps compared with peers" compares configurations of the same types, and quantised ones with '
+            "peers that send bf16."
+        )
+    return f"{first} {note}".rstrip()
 
 
 def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None) -> tuple[int, ...]:

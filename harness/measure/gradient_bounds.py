@@ -73,7 +73,7 @@ class Layout:
         return packed(self.geometry, gradients).view(-1, self.row)
 
     def part(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
-        """Lay this rank's sharded gradients of FSDP2, by parameter name, out as (1, row) fp32."""
+        """Join this rank's shards of FSDP2's gradients, given by parameter name, into one padded row: (1, row) fp32."""
         assert isinstance(self.geometry, GroupGeometry)  # noqa: S101  # only FSDP2 shards each parameter
         part, specs = self.geometry.part, self.geometry.parameters
         return torch.cat([padded(gradients[spec.name], part(spec)).cpu() for spec in specs]).view(1, -1)

@@ -191,7 +191,8 @@ def about(traced: Traced, errors: Sequence[float]) -> list[str]:
         )
     if traced.alone:
         lines.append(
-            "One rank's trace stands for all: the time in which it waits for others counts as the link's."
+            "One rank's trace stands for all ranks: the time for which it waits for others counts as time of the "
+            "collectives."
         )
     if len(seconds) < _FEW:
         lines.append(

@@ -58,8 +58,8 @@ class Text(Dataset):
     def __init__(
         self, corpus: Corpus, length: int, *, vocab: int | None = BYTES, masks: bool = False
     ) -> None:
-        for part in (corpus.validation, corpus.train):
-            _check_room(corpus.source, len(part), length)
+        for name, part in (("validation", corpus.validation), ("training", corpus.train)):
+            _check_room(corpus.source, name, len(part), length)
         if vocab is not None and corpus.largest >= vocab:
             why = f"its largest token is {corpus.largest}, and the model's vocabulary has {vocab}"
             wanted = f"set model.arguments.vocab to at least {corpus.largest + 1}"
@@ -79,12 +79,12 @@ class Text(Dataset):
         return mask(windows[:, :-1], keys, self.vocab) if self.masks else (windows[:, :-1], windows[:, 1:])
 
 
-def _check_room(source: str, size: int, length: int) -> None:
-    """Raise a CorpusError if ``size`` tokens are too few for a sequence of ``length`` and its last token's target."""
+def _check_room(source: str, part: str, size: int, length: int) -> None:
+    """Raise a CorpusError if a part's ``size`` tokens are too few for a sequence of ``length`` and its last target."""
     if size <= length:
         enough = f"a text needs {int((length + 1) / (1 - TRAINING_SHARE)) + 1} bytes"
-        why = f"has {size} tokens for validation or training, too few for one sequence of {length}"
-        raise CorpusError(f"corpus {source!r}: {why} and its last target; {enough}")
+        why = f"its {part} part has {size} tokens, too few for one sequence of {length} and its last token's target"
+        raise CorpusError(f"corpus {source!r}: {why}; {enough}")
 
 
 def _files_of(source: str) -> tuple[list[Path], int]:
@@ -116,7 +116,7 @@ def check(source: str, length: int) -> None:
     Only the sizes of files are read.
     """
     _, size = _files_of(source)
-    _check_room(source, size - int(size * TRAINING_SHARE), length)
+    _check_room(source, "validation", size - int(size * TRAINING_SHARE), length)
 
 
 def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:

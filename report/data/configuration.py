@@ -130,9 +130,9 @@ def changes_of(trial: Trial, base: Policy | None = None) -> dict[str, str]:
 
 
 def differences_of(trial: Trial, base: Trial) -> str:
-    """Name the fields in which a trial's policy differs from another's (``weights int8:2048, hpZ 2``), and its control.
+    """Return as text the fields in which a trial's policy differs from that of ``base``: ``weights int8:2048, hpZ 2``.
 
-    Peers have no policy, so no field is named for them.
+    If the trial has a control, its name follows.  Peers have no policy, so no field is named for them.
     """
     usual = fields_of(base.resolved_policy(), base.topology())
     values = fields_of(trial.resolved_policy(), trial.topology())

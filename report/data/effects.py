@@ -290,7 +290,7 @@ NONE: Final = Interval(math.nan, math.nan, math.nan, 0)
 
 
 def _ratio(change: Interval, value: Interval | None = None) -> Effect:
-    """Return the effect of a ratio of which less is better."""
+    """Return the effect of ``change``, a ratio of which less is better; ``value`` is the configuration's own value."""
     return Effect(change, verdict_on(change, more_is_better=False), change if value is None else value)
 
 

@@ -38,9 +38,9 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
         return ""
     left, whole = (sum(numbers) for numbers in zip(*counts, strict=True))
     return (
-        f"Disturbed trials, during which other programs and the machine's host took more than {OTHERS_WITHIN:.0%} of "
-        "the processors' time, are left out of seconds, and pairs with such a trial out of speed-ups: "
-        f"{left} of {whole} values (trials or pairs) in {counted(len(counts), 'row')}."
+        f"A trial is disturbed if other programs and the machine's host took more than {OTHERS_WITHIN:.0%} of the "
+        "processors' time. Times in seconds leave out disturbed trials, and speed-ups leave out pairs with a "
+        f"disturbed trial: {left} of {whole} trials or pairs, in {counted(len(counts), 'row')}."
     )
 
 

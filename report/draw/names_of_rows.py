@@ -36,22 +36,50 @@ def common_to(data: pd.DataFrame) -> str:
     return f"Common setting: {', '.join(common)}." if common else ""
 
 
+def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
+    """Return the names by which a sentence calls peers, so that long lists stay short.
+
+    A library's name stands for ``some`` of its strategies if they are several and ``shown`` has no further ones.
+    Other names that have a comma are in quotation marks.
+    """
+    of_library: dict[str, list[str]] = {}
+    for strategy in dict.fromkeys(some):
+        of_library.setdefault(PEERS[strategy].family, []).append(strategy)
+    present, names = {each for each in shown if each in PEERS}, list[str]()
+    for library, own in of_library.items():
+        if len(own) > 1 and {each for each in present if PEERS[each].family == library} <= {*own}:
+            names.append(NAMES[library])
+        else:
+            names += [f'"{NAMES[each]}"' if "," in NAMES[each] else NAMES[each] for each in own]
+    return names
+
+
 def peers_note(data: pd.DataFrame) -> str:
     """Return a caption's text on what peers send, if ``data`` has trials of peers."""
-    senders: dict[str, dict[str, None]] = {"fp32": {}, "bf16": {}}
+    wires: dict[str, set[str]] = {}
+    computed: dict[str, bool] = {}  # whether a peer sends the type in which it computes
     for strategy, configuration in zip(
         data["strategy"], data.get("configuration", data["strategy"]), strict=True
     ):
         if strategy in PEERS and strategy != "single":
             compute: Compute = "bf16" if "compute bf16" in configuration else "fp32"
             wire = PEERS[strategy].wire(compute, "fp32" if "g fp32" in configuration else "compute")
-            senders.setdefault(wire, {})[NAMES[strategy]] = None
-    sentences = [
-        f"{listed(list(names))} {'send' if len(names) > 1 else 'sends'} {wire}"
-        for wire, names in senders.items()
-        if names
-    ]
-    if any(PEERS[strategy].family == "fsdp2" for strategy in set(data["strategy"]) & set(PEERS)):
+            wires.setdefault(strategy, set()).add(wire)
+            computed[strategy] = computed.get(strategy, True) and wire == compute
+    following = [strategy for strategy, sent in wires.items() if len(sent) > 1 and computed[strategy]]
+    sentences = []
+    if following:
+        names = peers_named(following, wires)
+        verb, own = ("send", "they compute") if len(names) > 1 else ("sends", "it computes")
+        sentences.append(f"{listed(names)} {verb} the type in which {own}")
+    for wire in sorted(
+        {wire for sent in wires.values() for wire in sent}, key=["fp32", "bf16", "bf16 and fp32"].index
+    ):
+        senders = [strategy for strategy, sent in wires.items() if wire in sent and strategy not in following]
+        names = peers_named(senders, wires)
+        if names:
+            sentences.append(f"{listed(names)} {'send' if len(names) > 1 else 'sends'} {wire}")
+    if any(PEERS[strategy].family == "fsdp2" for strategy in wires):
         sentences.append("on gloo, FSDP2's reduce-scatter sends the bytes of an all-reduce")
     return f"{'; '.join(sentences)}." if sentences else ""
 

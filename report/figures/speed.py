@@ -10,13 +10,14 @@ from typing import Final
 import pandas as pd
 
 from harness.records.confidence_intervals import Interval
+from harness.suites.peers import PEERS
 from report.data import bytes_and_memory, caveats, decoding, metrics, published, speedups
 from report.data.configuration import NAMES, PROPOSED
 from report.data.metrics import KEPT, Derived
 from report.data.text import FEWEST_IN_WORDS, listed
 from report.draw.figure import Figure
 from report.draw.marks import Lines, Measure, Rows, Stacked
-from report.draw.names_of_rows import configurations, titles_of
+from report.draw.names_of_rows import configurations, peers_named, titles_of
 from report.figures import predictions
 from report.quantities import formula
 
@@ -263,9 +264,12 @@ def _split(derived: Derived) -> pd.DataFrame:
 def _unexposed_in_words(data: pd.DataFrame) -> str:
     """Return a sentence on the configurations whose exposed communication is not known; empty if there are none."""
     known = set(data[data["part"].str.startswith("exposed")]["configuration"])
-    without = [configuration for configuration in configurations(data) if configuration not in known]
+    unknown = data[~data["configuration"].isin(known)]
+    of_peers = unknown["strategy"].isin(PEERS)
+    names = peers_named(unknown[of_peers]["strategy"], data["strategy"])
+    names += configurations(unknown[~of_peers])
     text = "The exposed communication of {} is not known, and is part of forward and backward."
-    return text.format(listed(without)) if without else ""
+    return text.format(listed(names)) if names else ""
 
 
 _PASSES: Final = tuple(

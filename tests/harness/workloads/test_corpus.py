@@ -115,7 +115,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CorpusError, match="no files"):
         load(str(tmp_path))
     (tmp_path / "text").write_bytes(b"x" * 100)
-    message = "has 5 tokens for validation or training, too few for one sequence of 8 "
+    message = "its validation part has 5 tokens, too few for one sequence of 8 and its last"
     with pytest.raises(CorpusError, match=message):
         check(str(tmp_path), 8)
     monkeypatch.setattr(corpus, "LARGEST_BYTES", 99)

@@ -21,7 +21,7 @@ def test_trials_that_were_left_out_are_counted_over_all_rows() -> None:
         Interval(1.0, math.nan, math.nan, n, left_out=left) for n, left in ((6, 0), (4, 2), (5, 1))
     )
     assert left_out_in_words([kept]) == ""
-    assert "out of speed-ups: 3 of 12 values (trials or pairs) in 2 rows." in left_out_in_words(
+    assert "with a disturbed trial: 3 of 12 trials or pairs, in 2 rows." in left_out_in_words(
         [kept, some, more]
     )
 

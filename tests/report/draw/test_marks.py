@@ -25,7 +25,7 @@ from report.data.metrics import Derived, derive
 from report.draw import axes
 from report.draw.figure import Figure, style_of
 from report.draw.marks import Lines, Measure, Rows, front
-from report.draw.names_of_rows import peers_note
+from report.draw.names_of_rows import peers_named, peers_note
 from report.draw.theme import COLUMN, Style, fonts, looks_of
 from report.figures.all_figures import FIGURES
 from report.tables import all_tables as tables
@@ -204,7 +204,17 @@ def test_captions_say_what_types_peers_send() -> None:
         {"strategy": ["ddp", "ddp-bf16", "deepspeed", "deepspeed"], "configuration": names}
     )
     note = peers_note(several)
-    assert "DDP and DeepSpeed send fp32; DDP, bf16 hook and DeepSpeed send bf16." in note
+    assert (
+        note == 'DeepSpeed sends the type in which it computes; DDP sends fp32; "DDP, bf16 hook" sends bf16.'
+    )
+
+
+def test_a_librarys_name_stands_for_all_of_its_peers() -> None:
+    """It does so in captions if all peers of the library are meant; else names with commas are in quotation marks."""
+    shown = ["ddp", "ddp-tuned", "ddp-bf16", "fsdp2", "fsdp2-kept", "zero3"]
+    assert peers_named(shown[:5], shown) == ["DDP", "FSDP2"]
+    assert peers_named(shown[:2], shown) == ["DDP", '"DDP, tuned"']
+    assert peers_named(["fsdp2"], shown) == ["FSDP2"]
 
 
 def test_the_size_of_m_is_told_of_every_place() -> None:
