@@ -104,9 +104,9 @@ def capturing(rank: Rank, trials: list[Trial]) -> list[Captured]:
 def _capture(rank: Rank, trial: Trial) -> Captured:
     measure, gradients = communication_error.gradient_errors, dict[tuple[int, str], Array]()
 
-    def keep(step: int, observer: communication_error.ReductionObserver, *, repeated: int = 1) -> Any:
+    def keep(step: int, observer: communication_error.ReductionObserver, **options: Any) -> Any:
         gradients.update({(step, unit): total.numpy().copy() for unit, total in observer.gradients.items()})
-        return measure(step, observer, repeated=repeated)
+        return measure(step, observer, **options)
 
     with mock.patch.object(communication_error, "gradient_errors", keep):
         return run(rank, Assignment(trial, None)), gradients
