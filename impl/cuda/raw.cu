@@ -2,10 +2,10 @@
 //
 //   copy_raw: writes frames of elements of their own type.  Rows may be strided, so that the transpose of a two-hop
 //   reduction needs no pass of its own.
-//   sum_raw: adds the elements of all sources in registers, in fp32, in ascending order of the sources, and stores the
-//   sums in fp32, divided by the number of ranks, as the result of a reduction, or in the type of the next hop's message.  Additions by torch would read
-//   and write all sums once for every source.  Infinities and values beyond the largest of a type are kept as torch's
-//   casts keep them.
+//   sum_raw: adds the elements of all sources in registers, in fp32, in ascending order of the sources.  It stores the
+//   sums in the type of the next hop's message or, after the last hop, divided by the number of ranks in fp32.  Additions
+//   by torch would read and write all sums once for every source.  Infinities and values beyond the largest of a type are
+//   kept as torch's casts keep them.
 //   sum_bits: condenses the bits of a row of fp32, from which a later call detects that an element was written.
 #include "teams.cuh"
 

@@ -84,7 +84,7 @@ def test_the_count_of_a_small_row_is_that_of_a_long_one(kernel: str) -> None:
     assert long.an_element == pytest.approx(short.an_element, rel=0.03)
 
 
-# Not sum_bits, which takes as many instructions an element with one turn as with two: 14.2.
+# sum_bits takes no turns: each of its threads reads 64 elements, however many thread blocks there are.
 @pytest.mark.needs("CUDA compiler")
 @pytest.mark.parametrize("kernel", [kernel for kernel in HARDEST if kernel != "sum_bits"])
 def test_turns_of_a_thread_block_cost_the_same(kernel: str) -> None:
