@@ -49,9 +49,8 @@ class Lossless(ReductionMethod):
         for row, frame in zip(rows, frames, strict=True):
             self.codec.encode(row.reshape(-1).cpu(), frame)
         longest = torch.tensor([max(map(self.codec.used_bytes, frames))], device=self.wire.device)
-        sizes = self.wire.all_gather(
-            longest
-        )  # of all ranks, also along other axes: messages must be equally long
+        # Of all ranks, also along other axes: messages must be equally long.
+        sizes = self.wire.all_gather(longest)
         yield
         frames = frames[:, : int(sizes.wait().max())].to(self.wire.device)
         sent = self.wire.all_to_all(frames, axis)

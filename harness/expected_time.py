@@ -31,11 +31,8 @@ _CHECKS: Final = 6  # passes of a micro-batch that check a trial before and afte
 _ERRORS: Final = 8  # further passes of the first repeat if communication errors are measured
 _MEASURED: Final = (2, 128)  # batch that core_flops() times: sequences, and tokens of each
 _OPERATIONS: Final = 6  # floating-point operations for each parameter and token, forward and backward
-_UNTIMED: Final = (
-    "corpus",
-    "tokenizer",
-    "optimizer",
-)  # a suite's own objects that do not affect the estimate
+# A suite's own objects that do not affect the estimate.
+_UNTIMED: Final = ("corpus", "tokenizer", "optimizer")
 _FORWARD: Final = 1 / 3  # share of a step's floating-point operations that belong to the forward pass
 
 

@@ -550,9 +550,8 @@ class Witness:
         if self.used and (self.steps > self.read_steps or final):
             self.write(event="counters", step=self.steps, sent=self.counters(), time=time.time_ns())
         self.cost = time.perf_counter() - began
-        self.spent += (
-            self.cost if self.read_steps else 0.0
-        )  # the first reading also describes stacks and groups
+        # The first reading also describes stacks and groups.
+        self.spent += self.cost if self.read_steps else 0.0
         self.read_steps = self.steps
 
     def _write_steps(self, calls: list[Call]) -> list[Call]:

@@ -54,9 +54,8 @@ _QUEUE_CYCLES: Final = 1_000_000  # GPU cycles, about half a millisecond, in whi
 class Work(NamedTuple):
     """One operation to time."""
 
-    names: dict[
-        str, str | None
-    ]  # operation, codec, backend; ``other`` describes another library's arithmetic
+    # Operation, codec, backend; ``other`` describes another library's arithmetic.
+    names: dict[str, str | None]
     x: Tensor  # (S,) the elements; the operation is compared with a copy of them
     moved_bytes: int  # bytes that one call reads and writes
     run: Callable[[], object]  # makes one call

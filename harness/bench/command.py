@@ -34,9 +34,8 @@ app = typer.Typer(
 Result = TypeVar("Result")
 Several = list[str] | None
 Topology = tuple[int, int]  # nodes, and ranks of each
-Place = tuple[
-    Topology, float | None
-]  # a topology, and the Mbit/s of its link between nodes, None if unshaped
+# A topology, and the Mbit/s of its link between nodes, None if unshaped.
+Place = tuple[Topology, float | None]
 MOST_RANKS: Final = 64
 MOST_MEBIBYTES: Final = 1 << 16
 _TIMEOUT_SECONDS: Final = 7200.0

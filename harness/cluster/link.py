@@ -95,9 +95,8 @@ class Link:
     ports: tuple[Port, ...]  # one per node
     details: dict[str, Any] = field(default_factory=dict)  # burst, queue, MTU and the like, for records
     close: Callable[[], object] = lambda: None
-    calibrated_mbit: list[float] = field(
-        default_factory=list
-    )  # one rate per repetition; the sweep fills them in
+    # One rate per repetition; the sweep fills them in.
+    calibrated_mbit: list[float] = field(default_factory=list)
 
     # The rate in Mbit/s to which our engine delays its messages; None unless the link is paced.
     paced_mbit: float | None = field(init=False)

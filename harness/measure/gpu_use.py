@@ -48,9 +48,8 @@ class _Gpu:
     def __init__(self, nvml: Any, uuid: str, ranks: int) -> None:
         self._count, self._by_number = ranks, sees_the_hosts_processes()
         self._nvml, self._handle = nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)
-        self._samples: dict[str, list[Any]] = defaultdict(
-            list
-        )  # values by name; some GPUs do not report all of them
+        # Values by name; some GPUs do not report all of them.
+        self._samples: dict[str, list[Any]] = defaultdict(list)
         processes = psutil.process_iter(["ppid"])
         self._ranks = {process.pid for process in processes if process.info["ppid"] == os.getppid()}
         self._energy, self._nvlink = self._query("TotalEnergyConsumption"), self._nvlink_bytes()

@@ -30,15 +30,8 @@ PACKAGES: Final = (
     "torch", "numpy", "scipy", "pydantic", "pyroute2", "psutil",
     "cupy-cuda12x", "cupy-cuda13x", "nvidia-ml-py",
 )  # fmt: skip
-MUST_AGREE: Final = (
-    "cpu",
-    "cores",
-    "memory_gib",
-    "kernel",
-    "python",
-    "gpus",
-    "driver",
-)  # facts in the pool key
+# Facts in the pool key.
+MUST_AGREE: Final = ("cpu", "cores", "memory_gib", "kernel", "python", "gpus", "driver")
 SOURCES: Final = ("impl", "harness")  # packages that can affect a measurement; `report` cannot
 SOURCE_SUFFIXES: Final = frozenset({".py", ".cu", ".cuh", ".cpp", ".hpp", ".h", ".csv", ".template"})
 

@@ -118,9 +118,8 @@ class Prediction:
 
     low: float
     high: float
-    at: float = (
-        math.nan
-    )  # the covariate's value for which the interval holds; NaN if it holds without a covariate
+    # The covariate's value for which the interval holds; NaN if it holds without a covariate.
+    at: float = math.nan
 
 
 def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]]) -> Prediction:

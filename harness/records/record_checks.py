@@ -122,10 +122,8 @@ def codec_mismatch(record: Record) -> str | None:
     policy = Trial.from_canonical(record.trial).resolved_policy()
     if policy is None:
         return None
-    known, unblocked = (
-        dict[int, set[str]](),
-        partial(re.sub, r":[0-9]+", ""),
-    )  # a codec without the size of its blocks
+    # A codec without the size of its blocks.
+    known, unblocked = (dict[int, set[str]](), partial(re.sub, r":[0-9]+", ""))
     for error in record.communication_errors:
         phase = policy.phase_at(error.step)
         if phase not in known:

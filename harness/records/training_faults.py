@@ -106,9 +106,8 @@ class Checked:
     kernel: str | None = None  # how the first wrong codec kernel differs from the reference
     wrong: str | None = None  # the first fault that this rank found itself
     losses: list[float] = field(default_factory=list)  # by step: mean of the losses that its passes returned
-    validated: list[float] = field(
-        default_factory=list
-    )  # by validation: mean of the losses that its passes returned
+    # By validation: mean of the losses that its passes returned.
+    validated: list[float] = field(default_factory=list)
     warmup: int = 0  # warm-up steps that the trial asks for
     timed: int = 0  # timed steps that the trial asks for
     clip: float | None = None  # largest norm of the gradient that the trial asks for

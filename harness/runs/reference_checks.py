@@ -87,9 +87,8 @@ _MUON_ERROR: Final = 2.0**-5
 same_loss: Final = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
-_Gathered = tuple[
-    Mapping[str, Tensor], Mapping[str, Tensor]
-]  # weights by name: of forward, of backward passes
+# Weights by name: of forward, of backward passes.
+_Gathered = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 
 
 class TrialError(RuntimeError):
@@ -153,9 +152,8 @@ class Comparison:
         # A strategy of the user's own may have other weights on each node.
         checks = checks and not trial.own_strategy
         self.drawn = drawn if checks and drawn not in self.steps else None
-        self.stepped_again = (
-            drawn if checks and trial.optimizer.orthogonalises else None
-        )  # a step of one matrix
+        # A step of one matrix.
+        self.stepped_again = drawn if checks and trial.optimizer.orthogonalises else None
         self.events: list[Event] = []  # passes before training, for ``impl.plan.traffic``
 
     def before_training(self, strategy: Strategy) -> None:

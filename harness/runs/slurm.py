@@ -46,9 +46,8 @@ def options_of(cluster: Cluster) -> dict[str, int | str | bool]:
 
     An option that the suite sets to false is left out, since submitit would write it as a text.
     """
-    options: dict[str, int | str | bool] = {
-        "exclusive": True
-    }  # other jobs on a node would disturb its timings
+    # Other jobs on a node would disturb its timings.
+    options: dict[str, int | str | bool] = {"exclusive": True}
     if cluster.device == "cuda":
         options["gpus_per_node"] = cluster.ranks_per_node
     return {name: value for name, value in (options | cluster.slurm).items() if value is not False}

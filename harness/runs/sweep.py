@@ -143,9 +143,8 @@ class _Sweep:
     _number: int = 0  # of the current sweep
     # By sweep, the hashes of machines and code that its results are from.
     _pools: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    _orders: dict[str, int] = field(
-        default_factory=dict
-    )  # by trial's id, its place in the order of all trials
+    # By trial's id, its place in the order of all trials.
+    _orders: dict[str, int] = field(default_factory=dict)
     _blanks: dict[str, Record] = field(default_factory=dict)  # records of trials that have not run yet
     _run: str | None = None  # hash that names the run record, once it is written
     _machine: dict[str, Any] = field(default_factory=machine.facts)

@@ -41,9 +41,8 @@ class Joined:
     seen: Collective  # as its first rank saw it
     between: bool  # whether its group has ranks on several nodes
     link: float  # seconds on the link at the traced rate
-    overhead: Mapping[
-        int, float
-    ]  # by rank, seconds from the end of the link's time to the end of the collective
+    # By rank, seconds from the end of the link's time to the end of the collective.
+    overhead: Mapping[int, float]
     shared: bool  # whether its overhead may be another collective's time: the next began before it ended, or one trace
 
 

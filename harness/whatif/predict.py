@@ -34,9 +34,8 @@ class Prediction:
     exposed: float
     link: float
     speed_up: float  # over the program as it was traced, at the same rate and topology
-    break_even: (
-        float | None
-    )  # bytes a second above which the policy does not pay; None if there is no such rate
+    # Bytes a second above which the policy does not pay; None if there is no such rate.
+    break_even: float | None
     notes: Sequence[str]
 
     @property

@@ -96,9 +96,8 @@ class Parts:
             for key in file.offset_keys():
                 kind, _, rest = key.partition("/")
                 name, at, start = rest.rpartition("@")
-                _, _, plain = kind.rpartition(
-                    ":"
-                )  # without the group of ranks that local steps put before it
+                # Without the group of ranks that local steps put before it.
+                _, _, plain = kind.rpartition(":")
                 if at and (plain == "weight" or plain.startswith("optimizer")):
                     self.ranges[name].setdefault(kind, []).append((int(start), number))
 

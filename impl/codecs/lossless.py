@@ -112,9 +112,8 @@ class Zstd(_Lossless):
 
         # The smallest table and the longest strings, since exponents hardly repeat as strings; long runs are found.
         settings = ZstdCompressionParameters(strategy=STRATEGY_FAST, hash_log=6, min_match=7)
-        coder = ZstdCompressor(
-            compression_params=settings
-        )  # a coder serves one thread, and ranks may be threads
+        # A coder serves one thread, and ranks may be threads.
+        coder = ZstdCompressor(compression_params=settings)
         return bytes(coder.compress(plain))
 
     def _decompress(self, compressed: bytes, size: int) -> bytes:

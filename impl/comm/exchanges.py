@@ -269,9 +269,8 @@ class InMemory:
         self._watchdog, self._step, self._route, self._arena = watchdog, step, route, arena
         index = route.group.index
         start = index * route.nbytes if route.kind == "all_to_all" else 0
-        self._part = slice(
-            start, start + route.nbytes
-        )  # the part of each rank's message that is for this rank
+        # The part of each rank's message that is for this rank.
+        self._part = slice(start, start + route.nbytes)
         # the ranks from which this rank receives; in a step of a ring, the one before it
         before = (index - 1) % route.group.size
         self._sources = slice(before, before + 1) if route.kind == "shift" else slice(None)

@@ -47,9 +47,8 @@ TIMEOUT_SECONDS: Final = 120.0
 # monitor cannot.
 NCCL_TIMES: Final = 5
 Transport = Literal["backend", "shm", "staged"]
-Lengths = tuple[
-    Sizes, str
-]  # of an uneven all-to-all: the bytes of its messages, and what ranks must agree on besides
+# Of an uneven all-to-all: the bytes of its messages, and what ranks must agree on besides.
+Lengths = tuple[Sizes, str]
 _OF_PASSES: Final = ("weights", "persistent", "gradients")  # purposes of the messages in every pass
 
 
@@ -128,9 +127,8 @@ class Wire:
             raise WireError(
                 f"transport 'shm' exchanges CPU memory, but the mesh is on {mesh.device}: use 'backend' or 'staged'"
             )
-        self.streams = streams = waits_on_streams(
-            mesh, transport
-        )  # whether a GPU's stream waits for messages
+        # Whether a GPU's stream waits for messages.
+        self.streams = streams = waits_on_streams(mesh, transport)
         if streams and pacer is not None:
             raise WireError(
                 "pacer= delays messages on the host, but with NCCL the host does not wait for messages: use transport "

@@ -61,9 +61,8 @@ SPREAD: Final = 4_096
 MOST_LOOPS: Final = 16  # most parts over which a thread block loops
 MOST_ROWS: Final = 65_535  # most thread blocks of a grid along y, and along z
 TYPES: Final = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-KINDS: Final = {
-    dtype: kind for kind, dtype in enumerate(TYPES)
-}  # numbers of the types in launches (``kind`` of PLACE)
+# Numbers of the types in launches (``kind`` of PLACE).
+KINDS: Final = {dtype: kind for kind, dtype in enumerate(TYPES)}
 # How many sources a kernel loads ahead, by bits of a code.  With more, a multiprocessor would not have the
 # registers for 1,024 threads.
 AHEAD: Final = {4: 4, 8: 4}

@@ -41,9 +41,8 @@ def register(module: nn.Module, unit: Unit) -> None:
     gathered: list[bool] = []  # for each running call, the innermost last: whether it has gathered the unit
 
     def before(*_: Any) -> None:
-        gathered.append(
-            not recomputing() and not unit.in_use
-        )  # a recomputed block gathers when it uses a weight
+        # A recomputed block gathers when it uses a weight.
+        gathered.append(not recomputing() and not unit.in_use)
         if gathered[-1]:
             unit.gather_outside()
 

@@ -285,9 +285,8 @@ def _initialise(
     for key, tensor in _tensors(module).items():
         if key not in versions or not tensor.numel():
             continue
-        left = (_bits(tensor).view(tensor.numel(), -1) == 0xFF).all(
-            1
-        )  # whether all bits of an element are ones
+        # Whether all bits of an element are ones.
+        left = (_bits(tensor).view(tensor.numel(), -1) == 0xFF).all(1)
         # Integers may have been set to -1, so they are only missed if nothing was written at all.
         missed = left.any() if tensor.is_floating_point() else left.all() and tensor._version == versions[key]  # noqa: SLF001
         if missed:

@@ -84,9 +84,8 @@ class Hop:
     chunks: tuple[tuple[int, int], ...]
     crosses: bool  # whether ranks on several nodes take part
     keeps: Keeps = "nothing"
-    planes: tuple[Plane, ...] = (
-        "rows",
-    )  # each shard is sent once for each, with blocks along this dimension
+    # Each shard is sent once for each, with blocks along this dimension.
+    planes: tuple[Plane, ...] = ("rows",)
     ring: bool = False  # whether all messages of a rank go to the next rank of the axis
     stride: int = 1  # distance, in shards or pieces of the unit, between those of neighbours along the axis
 

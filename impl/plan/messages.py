@@ -93,9 +93,8 @@ def _gathers(
 def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
     """Yield the bytes of the buffers in use at each moment of a reduction with the hops ``every``."""
     hops = [hop for hop in every if hop.kind == "all_to_all"]
-    yield from (
-        [hop.nbytes] * 2 for hop in every if hop.kind == "shift"
-    )  # each step ends before the next one begins
+    # Each step ends before the next one begins.
+    yield from ([hop.nbytes] * 2 for hop in every if hop.kind == "shift")
     under_way = dict[
         int, int
     ]()  # by chunk, the message of its present hop, as large as what the rank receives

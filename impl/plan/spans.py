@@ -77,9 +77,8 @@ class Span:
     until: int | str | None
     every: int
     changes: tuple[tuple[str, Any], ...]
-    end: (
-        int | None
-    )  # number of optimizer steps at which it ends; None if it is not known, or the end of the run
+    # Number of optimizer steps at which it ends; None if it is not known, or the end of the run.
+    end: int | None
 
     def __init__(self, *, until: int | str | None = None, every: int = 1, **changes: Any) -> None:
         for name in changes:

@@ -351,10 +351,8 @@ def passes_of(machine: Machine, step: Step) -> list[Pass]:
         for place, unit in enumerate(units):
             rules, share = policy.for_unit(unit), unit.padded / elements
             measured = step.computing[place] if step.computing else (forward * share, backward * share)
-            gathers = [
-                Collective(),
-                Collective(),
-            ]  # forward's and backward's; below stage 3 weights stay gathered
+            # Forward's and backward's; below stage 3 weights stay gathered.
+            gathers = [Collective(), Collective()]
             if rules.stage == 3 or index == 0:
                 gathers[0] = seconds.gather(rules, unit, "forward", again=index > 0)
             if rules.stage == 3:

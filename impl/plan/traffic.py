@@ -150,9 +150,8 @@ class Book:
         """Count a message of a user's own reduction or gather."""
         axis, shift = axis_of(self.topology, message.axis), message.kind == "shift"
         for link, others in destinations(self.topology, axis, self.rank, ring=shift).items():
-            count = (
-                1 if shift else others
-            )  # a shift is one step of a ring, and destinations() counts all steps
+            # A shift is one step of a ring, and destinations() counts all steps.
+            count = 1 if shift else others
             key = LedgerKey(*tag, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * message.nbytes, messages + count)

@@ -90,9 +90,8 @@ class ThreadRank:
         self.turn.acquire()
         self.patience = 0.0  # seconds that a process would wait at most; of its present wait
         self.generators: list[Tensor] = []  # states of torch's generators while other ranks run
-        self.arenas: Counter[tuple[int, ...]] = (
-            Counter()
-        )  # how many arenas it has made, by the ranks of the group
+        # How many arenas it has made, by the ranks of the group.
+        self.arenas: Counter[tuple[int, ...]] = Counter()
         self.shared = 0  # how often it has called share()
 
     def wait(self, event: Event, patience: float = math.inf) -> bool:

@@ -172,9 +172,8 @@ class MasterShard:
                 and master.dtype is own.dtype
                 and master.is_contiguous()
             ):
-                assigned.append(
-                    (master, own)
-                )  # a loop, since a comprehension costs a further call in each step
+                # A loop, since a comprehension costs a further call in each step.
+                assigned.append((master, own))
         if not assigned:
             return
         for master, own in assigned:
@@ -187,9 +186,8 @@ class MasterShard:
                     "p.copy_(values) under torch.no_grad()"
                 )
             del data  # it would count as a handle of the memory
-        sharing = Counter(
-            _storage_of(master) for master, _, _ in self._spans
-        )  # how many masters share a memory
+        # How many masters share a memory.
+        sharing = Counter(_storage_of(master) for master, _, _ in self._spans)
         inside = _storage_of(self.held)
         kept = handles(self.held) > ALONE + len(self._own) + sharing[inside]  # a user did old = p.data
         if kept or any(_storage_of(master) == inside for master, _ in assigned):

@@ -44,9 +44,8 @@ class State(enum.Enum):
     SHARDED = enum.auto()  # this rank has only its shard; modules hold placeholders
     GATHERING = enum.auto()  # an all-gather is under way; modules hold placeholders
     UNSHARDED = enum.auto()  # the weights are gathered, and modules hold the parameters
-    HIDDEN = (
-        enum.auto()
-    )  # the weights are gathered, but modules hold placeholders: between passes below stage 3
+    # The weights are gathered, but modules hold placeholders: between passes below stage 3.
+    HIDDEN = enum.auto()
 
 
 class Unit:

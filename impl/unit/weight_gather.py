@@ -100,9 +100,8 @@ class WeightGather:
             self._rows = policy.weights.block_size(shard)
             self._bands = [geometry.bands(index, self._rows) for index in range(geometry.shards)]
         self._columns = False  # whether the gather under way decodes the plane of columns
-        self._by_phase = (
-            policy.planes == "phase"
-        )  # whether a gather sends only the plane that its phase computes with
+        # Whether a gather sends only the plane that its phase computes with.
+        self._by_phase = policy.planes == "phase"
         self._under_way: FrameGather | None = None
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
 
@@ -201,9 +200,8 @@ class WeightGather:
         """
         rank, count = self.wire.mesh.rank, len(hop.planes)
         planes = self.master_shard.master.expand(count, -1).clone()  # (planes, S)
-        turn(
-            planes[-1], self._bands[rank % len(self._bands)], self._rows
-        )  # columns are the last plane, or the only one
+        # Columns are the last plane, or the only one.
+        turn(planes[-1], self._bands[rank % len(self._bands)], self._rows)
         ops.encode(hop.codec, planes, message.view(count, -1))
 
 

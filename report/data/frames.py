@@ -83,9 +83,8 @@ class Frames:
             records = [record for record in records if record.pool in pools]
             _check_pools(records)
         self.trial_of = {record.id: _trial(record) for record in records}
-        self.shared = shared_changes(
-            list(self.trial_of.values())
-        )  # changes of all policies; names leave them out
+        # Changes of all policies; names leave them out.
+        self.shared = shared_changes(list(self.trial_of.values()))
         also = _compared_also(records, self.trial_of)
         names = labels_of(self.trial_of, self.shared, also)
         rows = {
@@ -185,10 +184,8 @@ def occasions(records: Sequence[Record]) -> dict[int, int]:
     for record in records:
         of_sweep[record.sweep].append(record)
     order = sorted(of_sweep, key=lambda sweep: (min(record.started for record in of_sweep[sweep]), sweep))
-    numbers, last = (
-        dict[int, int](),
-        dict[str, tuple[datetime, int]](),
-    )  # for each start of a machine: when its last sweep ended, and the occasion of that sweep
+    # For each start of a machine: when its last sweep ended, and the occasion of that sweep.
+    numbers, last = (dict[int, int](), dict[str, tuple[datetime, int]]())
     for sweep in order:
         ran, starts = of_sweep[sweep], {_start(record) for record in of_sweep[sweep]}
         begun = min(_moment(record, "started") for record in ran)

@@ -220,9 +220,8 @@ def first_at(loss: Floats, place: Floats, target: float) -> float:
         The place; infinity if no loss is at most ``target``; NaN if the first loss already is, or if a NaN comes before
         the first such loss.
     """
-    end = int(
-        (loss > target).cumprod().sum()
-    )  # number of validations before the first one that is low enough
+    # Number of validations before the first one that is low enough.
+    end = int((loss > target).cumprod().sum())
     if end in (0, len(loss)):
         return math.inf if end else math.nan
     share = (loss[end - 1] - target) / (loss[end - 1] - loss[end])

@@ -23,12 +23,8 @@ from report.data.text import OTHERS_WITHIN as OTHERS_WITHIN  # noqa: PLC0414  # 
 from report.data.text import listed
 
 TRAINING: Final = ("generate", "score", "forward", "backward", "step")  # phases of a step that trains
-SHARES: Final = (
-    "share",
-    "schedule_share",
-    "ideal_share",
-    "processors_busy",
-)  # lower bounds over the step's time
+# Lower bounds over the step's time.
+SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")
 KEPT: Final = [
     "id", "strategy", "configuration", "place", "first", "setting", "where", "sweep", "occasion", "seed", "repeat",
     "disturbed", "nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "achieved_mbit", "link_kind",

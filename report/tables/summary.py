@@ -21,10 +21,8 @@ _MEDIANS: Final = [
     "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds", "processor_seconds",
     "best_seconds", *metrics.SHARES, "achieved_mbit", "m_bytes",
 ]  # fmt: skip
-_PER_SECOND: Final = (
-    "tokens_per_second",
-    "tflops",
-)  # divided by the printed step, so that a row is consistent
+# Divided by the printed step, so that a row is consistent.
+_PER_SECOND: Final = ("tokens_per_second", "tflops")
 
 
 def summary(derived: Derived) -> Table:
