@@ -25,8 +25,8 @@ def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | No
         return fragments
     if 0 < len(trained) < policy.local_fragments:
         raise PolicyError(
-            f"local_fragments={policy.local_fragments}: the model has {len(trained)} units with trained parameters; "
-            f"set at most {len(trained)}"
+            f"local_fragments={policy.local_fragments} is more than the number of the model's units with trained "
+            f"parameters: set at most {len(trained)}"
         )
     for number, index in enumerate(trained):
         fragments[index] = number % policy.local_fragments

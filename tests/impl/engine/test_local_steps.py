@@ -215,4 +215,4 @@ def _fragmented(mesh: Mesh, depth: int) -> str:
 def test_more_fragments_than_units_are_refused_by_shard() -> None:
     """A model of 4 units cannot be dealt into 9 fragments; the error says how many are possible."""
     for text in on_threads(Topology(2, 1), _fragmented, 3):
-        assert "the model has 4 units with trained parameters; set at most 4" in text
+        assert "is more than the number of the model's units with trained parameters: set at most 4" in text

@@ -169,7 +169,7 @@ def test_local_steps_need_two_groups_and_units_for_all_fragments() -> None:
     ):
         replace(MICS, local_steps=4).check(Topology(1, 4))
     policy = replace(MICS, local_steps=8, local_fragments=4)
-    with pytest.raises(PolicyError, match=r"local_fragments=4: the model has 3 units .*; set at most 3"):
+    with pytest.raises(PolicyError, match=r"local_fragments=4 is more than the number of .*: set at most 3"):
         fragments_of(policy, units_of(policy))
 
 
