@@ -126,17 +126,17 @@ def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequen
 def on_peers(found: Sequence[Interval]) -> str:
     """Return the sentence on our speed-ups over the best configuration of each library in the same types.
 
-    ``found`` has one or more, which :func:`report.tables.peers.ours_over_peers` returns.
+    ``found`` has at least one speed-up, as :func:`report.tables.peers.ours_over_peers` returns them.
     """
     verdicts: list[Verdict] = [_over_peer(each) for each in found]
     ratios = [each.estimate for each in found]
     span = f"{min(ratios):.2f} to {max(ratios):.2f} times"
-    claim = f"in the same types, steps of our engine are {span} as fast as those of the fastest libraries"
-    counts = f"of {counted(len(found), 'comparison')}, {_verdicts_in_words(verdicts)}"
+    claim = f"in the same types, a step of our engine is {span} as fast as with the fastest setting of each library"
+    comparisons = counted(len(found), "comparison")
     if {*verdicts} == {"inconclusive"}:
         most = _in_words(max(each.n for each in found), "undisturbed pair")
-        return f"Inconclusive (at most {most}; a verdict needs {_WORDS[FEWEST]}): {claim} ({counts})."
-    return f"{claim[0].upper()}{claim[1:]}; {counts}."
+        return f"Inconclusive (at most {most}; a verdict needs {_WORDS[FEWEST]}): {claim} ({comparisons})."
+    return f"{claim[0].upper()}{claim[1:]}; of {comparisons}, {_verdicts_in_words(verdicts)}."
 
 
 def _over_peer(speedup: Interval) -> Verdict:
