@@ -98,7 +98,7 @@ def test_suites_that_cannot_be_are_refused_in_one_line(defaults: dict[str, Any],
 def test_fragments_beyond_the_units_are_a_problem_of_the_plan() -> None:
     """A plan names the number of units if there are fewer than fragments."""
     (plan,) = forecast([_trial({"local_steps": 7, "local_fragments": 7})], any_host())
-    assert "local_fragments=7: the model has" in plan.problems[0]
+    assert "local_fragments=7 is more than the number of the model's units" in plan.problems[0]
 
 
 def test_none_keeps_a_strategy_as_it_is() -> None:

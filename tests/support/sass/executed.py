@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from impl.codecs.codec import FORMATS, Codec, Raw, parse
+from impl.codecs.codec import FORMATS, Codec, parse
 from impl.codecs.reference import NAMES, REFERENCE
 from impl.codecs.rounding_noise import OCTET, Noise
 from impl.cuda.kernels import SPREAD, SUMMED, THREADS, TYPES, Kernels
@@ -123,7 +123,7 @@ class Case:
         if name == "sum_bits":
             return Case("sums_of_bits", (), torch.float32)
         if name in ("copy_raw", "sum_raw"):
-            codecs = tuple(Raw(NAMES[dtypes[kind]]) for kind in values if kind in dtypes)
+            codecs = tuple(parse(NAMES[dtypes[kind]]) for kind in values if kind in dtypes)
             return (
                 Case("encode", codecs, dtypes[values[0]])
                 if name == "copy_raw"
