@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pandas as pd
+from scipy import stats
 
 from harness import plan_rows
 from harness.errors import Refusal
@@ -43,6 +44,7 @@ from report.data import bytes_and_memory, decoding, effects, loss_verdicts, spee
 from report.data.frames import load
 from report.data.metrics import OTHERS_WITHIN, Derived, derive
 from report.data.net_speed import NetSpeed, net_speeds
+from report.data.net_speed import against as net_speed_against
 from report.data.step_seconds import read_source
 from report.data.text import counted, number
 from report.figures.all_figures import FIGURES
@@ -157,6 +159,17 @@ class Estimate:
     def change(self) -> str:
         """By how much a ratio differs from 1, without its sign: ``14 %``."""
         return self._with(self._caveats, f"{100 * abs(self.interval.estimate - 1):.0f} %")
+
+    @property
+    def detectable(self) -> str:
+        """The least change of a ratio that four of five such runs would find significant: ``14 %``.
+
+        With the standard error of the ratio's logarithm, from its interval, this is
+        ``exp((t(0.975) + t(0.8)) * error) - 1``, by Student's t with n - 1 degrees of freedom.
+        """
+        students = [float(stats.t.ppf(share, self.n - 1)) for share in (0.975, 0.8)]
+        error = math.log(self.interval.high / self.interval.low) / (2 * students[0])
+        return self._with(self._caveats, f"{100 * math.expm1(sum(students) * error):.0f} %")
 
     @property
     def _caveats(self) -> list[str]:
@@ -442,13 +455,18 @@ class Net:
         )
 
 
-def net_speed(suite: str, name: str, at: str = "") -> Net:
+def net_speed(suite: str, name: str, over: str = "", at: str = "") -> Net:
     """Return the net speed-up of a configuration, with seconds from the first source that has them for one setting.
+
+    It is over the configuration ``over`` in the same setting, or else over the baseline.
 
     Raises:
         DocumentError: If the loss is not compared with a baseline's, or there are no seconds or no ratio of steps.
     """
     found = _net_speed(suite, name, at)
+    if over:
+        base = _trials(suite, over, at)["id"]
+        found = net_speed_against(derived(suite), found.row, list(base))[0]
     if found.step is None or found.equal.why:
         raise DocumentError(
             f"{suite}: no net speed-up of {name!r}: {found.equal.why or 'no seconds of a step on a link with a rate'}"

@@ -58,11 +58,16 @@ def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
     for row in loss_verdicts.losses(derived):
         if not row["verdict"] or row["steps"] < LEAST_STEPS:
             continue
-        own, base = row["id"].split(), row["baseline"].split()
-        equal = equal_loss(_curves(derived, own), _curves(derived, base))
-        steps: Sequence[StepSpeed | None] = step_speeds(derived, own[0], base[0])
-        found += [NetSpeed(row, equal, step) for step in steps or (None,)]
+        found += against(derived, row, row["baseline"].split())
     return tuple(found)
+
+
+def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
+    """Compare the trials of a row of losses with the trials ``base``, once for each source of seconds."""
+    own = row["id"].split()
+    equal = equal_loss(_curves(derived, own), _curves(derived, base))
+    steps: Sequence[StepSpeed | None] = step_speeds(derived, own[0], base[0])
+    return [NetSpeed(row, equal, step) for step in steps or (None,)]
 
 
 def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:

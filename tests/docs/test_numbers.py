@@ -184,6 +184,32 @@ def test_a_reader_computes_the_net_speed_up_with_pandas_alone() -> None:
     assert done.stdout == f"at {net.target.value} nats: {net.total.cell}\n"
 
 
+def test_a_net_speed_up_over_another_configuration_is_of_these_two() -> None:
+    """Its factors are those of the two, and its product is the quotient of both net speed-ups, to equal losses."""
+    late = "ZeRO++ (gradients int8:256 from 50 %)"
+    net = numbers.net_speed("schedules", late, over="ZeRO++")
+    assert net.step.interval.estimate == numbers.speedup("schedules", late, over="ZeRO++").interval.estimate
+    assert net.base_loss.interval == numbers.net_speed("schedules", "ZeRO++").loss.interval
+    assert net.reached
+    back = numbers.net_speed("schedules", "ZeRO++", over=late)
+    assert not back.reached
+    assert math.isclose(net.total.interval.estimate * back.total.interval.estimate, 1.0)
+
+
+@given(st.floats(1.01, 1.5), st.integers(3, 30))
+def test_a_detectable_difference_is_found_in_four_of_five_runs(ratio: float, n: int) -> None:
+    """An estimate drawn around it, with the same standard error, excludes 1 with a probability of about 0.8."""
+    from scipy import stats
+
+    student = stats.t(n - 1)
+    error = math.log(ratio) / student.ppf(0.975)
+    found = Estimate(Interval(1.0, 1 / ratio, ratio, n), "{:.2f}".format, "a ratio", equal=1.0)
+    true = math.log1p(float(found.detectable.rstrip(" %")) / 100)  # printed in whole percents
+    power = 1 - student.cdf(student.ppf(0.975) - true / error)
+    near = math.log1p(0.01) / error  # one percent of rounding, in standard errors
+    assert abs(student.ppf(power) - student.ppf(0.8)) <= near
+
+
 STEPS = {  # seconds of a step by strategy and type in which it computes
     ("ddp", "fp32"): 3.0, ("ddp-tuned", "fp32"): 2.0, ("ddp-bf16", "fp32"): 1.5, ("ddp-bf16", "bf16"): 1.25,
     ("fsdp2", "fp32"): 5.0, ("fsdp2", "bf16"): 0.5, ("exact", "fp32"): 1.0, ("zero3", "fp32"): 1.0,
