@@ -315,7 +315,10 @@ def _settings(
         name: {k: v for k, v in flatten(trial.canonical()) if k.split(".")[0] not in apart}
         for name, trial in trials.items()
     }
-    varying = sorted({*differing(list(fields.values()))} - {*_ALWAYS_NAMED})
+    varying = {*differing(list(fields.values()))} - {*_ALWAYS_NAMED}
+    in_order = sorted(
+        varying, key=lambda key: (not key.endswith(".name"), key)
+    )  # what has arguments, before these
     models = [trial.model for trial in trials.values()]
     shapes = {(model.name, with_arguments(model.name, model.arguments)) for model in models}
     settings = {}
@@ -325,7 +328,7 @@ def _settings(
             f"{'modelled ' if rows[identity]['modelled'] else ''}{rate_text(trial.cluster.rate)}",
             f"{trial.tokens_per_rank} tokens/rank",
             *(["ranks share GPUs (staged)"] if trial.cluster.transport == "staged" else []),
-            *(_named(k, fields[identity].get(k)) for k in varying),
+            *filter(None, (_named(k, fields[identity], in_order) for k in in_order)),
         ]
         text, model = json.dumps(fields[identity], sort_keys=True, separators=(",", ":")), trial.model
         several = sum(name == model.name for name, _ in shapes) > 1
@@ -338,13 +341,23 @@ def _settings(
     return settings
 
 
-def _named(key: str, value: Any) -> str:
-    """Return the text of a field in which settings differ, without the name of its TOML table."""
+def _named(key: str, fields: Mapping[str, Any], among: Sequence[str]) -> str:
+    """Return the text of a field in which settings differ: ``lr 0.02``, or ``adamw lr 0.001`` beside another ``lr``.
+
+    ``fields`` are those of one setting, and the text is empty if the field is not among them.  ``among`` are all fields
+    in which settings differ.
+    """
+    value = fields.get(key)
     if key == "cluster.inner_rate":
         return f"{rate_text(value)} inside nodes"
     if key == "cluster.slow":
         return "equal nodes" if value is None else f"one node at {value:g} of the rate"
-    return f"{key.removesuffix('.name').rpartition('.')[2]} {plain(value)}"
+    table, _, name = key.removesuffix(".name").rpartition(".")
+    if sum(other.removesuffix(".name").rpartition(".")[2] == name for other in among) > 1:
+        name = f"{table.rpartition('.')[2]} {name}".removeprefix("arguments ")
+    if key not in fields:
+        return ""
+    return f"no {name}" if value is None else f"{name} {plain(value)}"
 
 
 def groups(data: pd.DataFrame, keys: list[str]) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:

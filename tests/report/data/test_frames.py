@@ -185,3 +185,12 @@ def test_a_record_without_a_time_is_named(field: str) -> None:
     assert occasions([whole]) == {0: 0}
     with pytest.raises(ReportError, match=rf"record {whole.id}: {field} = 'soon': expected a time such as"):
         occasions([whole.model_copy(update={field: "soon"})])
+
+
+def test_settings_name_their_fields_apart() -> None:
+    """Fields of equal names are told apart by their tables, and a setting does not name what only another one has."""
+    muon = {"name": "Muon", "arguments": {"lr": 0.02, "adamw": {"lr": 0.001}}}
+    adamw = {"name": "AdamW", "arguments": {"lr": 0.001}}
+    frames = frames_of([record_of(Trial.model_validate({"optimizer": each})) for each in (muon, adamw)])
+    places = {where.partition("tokens/rank, ")[2] for where in frames.finished["where"]}
+    assert places == {"optimizer Muon, adamw lr 0.001, lr 0.02", "optimizer AdamW, lr 0.001"}
