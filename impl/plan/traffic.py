@@ -90,7 +90,7 @@ class Decision(NamedTuple):
 
 
 def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Event]:
-    """Returns the events of a step with so many ``micro_batches``; ``accumulate`` is a backward without reduction.
+    """Returns the events of a step with ``micro_batches``; ``accumulate`` is a backward pass that reduces nothing.
 
     ``norms`` is how often a gradient norm is computed before the optimizer steps.
     """
@@ -134,7 +134,8 @@ class Book:
     rank: int
     sent: dict[LedgerKey, Sent] = field(default_factory=dict)
     copied: Counter[CopyKey] = field(default_factory=Counter)
-    # Bytes sent over each kind of link so far, without evaluations: now, and at the end of each optimizer step.
+    # Bytes sent over each kind of link so far, evaluations left out: ``trained`` now, and ``steps`` at the end of each
+    # optimizer step.
     trained: Counter[Link] = field(default_factory=Counter)
     steps: list[dict[Link, int]] = field(default_factory=list)
 
@@ -169,7 +170,7 @@ class Book:
             size *= axis.size
 
     def uneven(self, tag: Tag, axis: Axis, sizes: Sequence[int]) -> None:
-        """Count a message of ``sizes[i]`` bytes to the i-th rank along ``axis``, where that is not this rank or 0."""
+        """Count a message of ``sizes[i]`` bytes to the i-th rank along ``axis``, except to this rank or of 0 bytes."""
         for link, (nbytes, messages) in uneven(self.topology, axis, self.rank, sizes).items():
             key = LedgerKey(*tag, axis.name, link)
             before = self.sent.get(key, (0, 0))
@@ -177,7 +178,7 @@ class Book:
             self.trained[link] += nbytes
 
     def optimizer_step(self, owners: Owners) -> None:
-        """Count what Muon sends to the owners of matrices, and what these send back."""
+        """Count what this rank sends in a step of Muon: momentum to the owners of matrices, and updates as an owner."""
         me = owners.axis.digit(self.rank)
         self.uneven(MOMENTUM, owners.axis, owners.to_owners[me])
         self.uneven(UPDATE, owners.axis, owners.from_owners[me])
@@ -190,7 +191,7 @@ class Book:
 
 
 def norm_axes(policy: Policy, topology: Topology) -> tuple[Axis, ...]:
-    """Returns the axes along which ranks exchange parts of a gradient norm: those inside a group with local steps."""
+    """Returns the axes along which ranks exchange parts of a gradient norm; with local steps, only inside a group."""
     if policy.local_steps is None:
         return (topology.world_axis,)
     axes, outside = topology.gather_axes(policy.group_ranks(topology))  # also with a gather of a user's own
