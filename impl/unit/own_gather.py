@@ -35,8 +35,8 @@ class GatherMethod(Method):
     """Gathers the weights of one unit on one rank; base class of gathers of one's own.
 
     A class need not inherit from this one: it needs :meth:`start` and :meth:`finish`, and may have the rest.
-    Between two gathers of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never),
-    and ``finish()`` once.  All ranks call them in the same order, also across units.
+    For each gather of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never), and
+    ``finish()`` once.  All ranks call them in the same order, also across units.
     """
 
     @abc.abstractmethod
@@ -62,7 +62,7 @@ class GatherMethod(Method):
     #     rank).
     # @staticmethod def error_bound(unit, **arguments): needed for the law ``bound``.
     # @staticmethod def full_rank(unit, **arguments): arguments for the law ``exact_at_full_rank``.
-    # @staticmethod def settles_after(unit, **arguments): gathers for the law ``settles``.
+    # @staticmethod def settles_after(unit, **arguments): number of gathers for the law ``settles``.
 
 
 class OwnGather(MethodDriver):

@@ -31,8 +31,8 @@ class ReductionMethod(Method):
     """Reduces the gradients of one unit on one rank; base class of reductions of one's own.
 
     A class need not inherit from this one: it needs :meth:`start` and :meth:`finish`, and may have the rest.
-    Between two reductions of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never),
-    and ``finish()`` once.  All ranks call them in the same order, also across units.
+    For each reduction of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never), and
+    ``finish()`` once.  All ranks call them in the same order, also across units.
     """
 
     @abc.abstractmethod

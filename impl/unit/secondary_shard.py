@@ -44,7 +44,7 @@ class SecondaryShard:
         geometry: the unit's layout.
         context: its policy is the unit's own.
         hops: the hops that the secondary shard makes unnecessary; none without hpZ.
-        offloaded: whether it is kept in host memory.
+        offloaded: whether the frames are kept in host memory.
     """
 
     def __init__(

@@ -30,9 +30,10 @@ A frame is one encoded shard, codes and scales, and has F bytes.
 :meth:`impl.unit.unit.Unit.all_gather` starts this sequence, starts the gathers of units that run next, as
 :mod:`impl.plan.prefetch_schedule` says, and waits.  docs/design/engine.md has a table of a parameter's states.
 
-What is sent along which hops is compiled by :mod:`impl.plan.hops`, once for each of three gathers: of the weights,
-of differences, and from the secondary shard.  :class:`~impl.comm.all_gather.FrameGather` runs the hops;
-:class:`WeightGather` chooses the gather, writes the messages by their ``source``, keeps what the hops say, and decodes.
+:mod:`impl.plan.hops` compiles the hops, once for each kind of gather (:data:`impl.plan.hops.Sends`): of the weights, of
+one plane of the weights, of differences, and from the secondary shard.  :class:`~impl.comm.all_gather.FrameGather` runs
+the hops; :class:`WeightGather` chooses the gather, writes the messages according to the ``source`` of their hops, keeps
+what the hops say, and decodes.
 """
 
 from __future__ import annotations
