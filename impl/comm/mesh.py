@@ -60,7 +60,7 @@ def default_group(backend: str, **options: Any) -> Iterator[None]:
 
 
 def limit_nccl(timeout: timedelta) -> None:
-    """Set the time-out of NCCL in the default group, if it has NCCL; that of gloo stays."""
+    """Set NCCL's time-out in the default group, if the group has NCCL; gloo's time-out stays as it is."""
     group = c10d._get_default_group()  # noqa: SLF001
     for device in group._device_types:  # noqa: SLF001
         backend = group._get_backend(device)  # noqa: SLF001
@@ -116,7 +116,9 @@ class Mesh:
             topology, group = None, topology
         elif not isinstance(topology, Topology | None):
             kind = type(topology).__name__
-            raise MeshError(f"topology {topology!r} is a {kind}: expected a Topology or torch's DeviceMesh")
+            raise MeshError(
+                f"topology {topology!r} is a {kind}: expected a Topology, torch's DeviceMesh or a process group"
+            )
         if isinstance(group, DeviceMesh):
             members, topology = _read(group, topology)
             kind, backend = group.device_type, dist.get_backend(group.get_group(0))
@@ -290,9 +292,9 @@ def make_mesh(
     """Make the mesh of all ranks, or of the ranks of ``group``; all of these must call it, and no others.
 
     Args:
-        nodes: the number of nodes; by default as many as ``ranks_per_node`` gives.
-        ranks_per_node: the number of ranks on each node; by default as many as ``nodes`` gives.  Without either
-            number, nodes are read from the device mesh, or from torchrun's ``LOCAL_WORLD_SIZE``, as
+        nodes: the number of nodes; by default the number of ranks divided by ``ranks_per_node``.
+        ranks_per_node: the number of ranks on each node; by default the number of ranks divided by ``nodes``.  If
+            neither number is given, nodes are read from the device mesh, or from torchrun's ``LOCAL_WORLD_SIZE``, as
             :meth:`Mesh.create` says.
         group: what ``dist.new_group([...])`` returned, or torch's ``DeviceMesh``; all ranks by default.
         device: the device of tensors; by default as in :meth:`Mesh.create`.

@@ -62,8 +62,8 @@ class Shifted(Sent):
 class MethodWire:
     """The wire of one unit's method on one rank.
 
-    An axis is named: ``world`` has all ranks; ``local`` the ranks of this rank's node; ``node`` the ranks with its
-    index on each node.
+    An axis is given by its name: ``world``, all ranks; ``local``, the ranks of this rank's node; ``node``, one rank of
+    each node, with the same index there as this rank has on its own.
 
     At most 16 messages of all units may be under way at once along an axis inside a node (transport ``shm``).
     """
@@ -71,7 +71,7 @@ class MethodWire:
     def __init__(self, wire: Wire, tag: Tag, dtype: torch.dtype = torch.float32) -> None:
         self._wire = wire
         self.tag = tag  # the purpose under which messages are booked; the engine sets it
-        self.dtype = dtype  # of gathered weights; means of gradients are fp32
+        self.dtype = dtype  # the type of gathered weights; means of gradients are fp32
         self.topology: Topology = wire.mesh.topology
         self.rank: int = wire.mesh.rank
         self.device: torch.device = wire.mesh.device

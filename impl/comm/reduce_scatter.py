@@ -59,7 +59,7 @@ class Reduction:
     """
 
     wire: Wire
-    # Hops of sums, the product of whose sizes is the world, then those that gather means; empty for one rank.
+    # The hops that sum, then the hops that gather means; empty for one rank.
     hops: Sequence[Hop]
     tag: Tag
     sums: Sums = "fp32"  # the type of partial sums
@@ -176,7 +176,7 @@ class Reduction:
         self._opened = None
 
     def _turns(self) -> list[list[tuple[int, int]]]:
-        """Return for each event of the hops of sums the messages to post."""
+        """Return, for each event of the hops that sum, the messages to post at this event, as (hop, chunk)."""
         return in_turns(len(self._summing), len(self._chunks))
 
     def _post_next(self, gradient: Tensor | None = None) -> None:

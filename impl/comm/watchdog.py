@@ -98,7 +98,7 @@ class Watchdog:
             _ = self.exposed_seconds
             if mark.seconds is None:
                 raise RuntimeError(
-                    "the device has not passed the waits before the mark: synchronise it first"
+                    "the device has not passed the waits before the mark: call torch.cuda.synchronize() first"
                 )
             return mark.seconds
 

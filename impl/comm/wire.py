@@ -69,14 +69,14 @@ class Observer:
     def local(self, unit: str, gradient: Tensor) -> None:
         """Called when a reduction of ``unit`` begins.
 
-        ``gradient`` (world * S,) is this rank's gradient, without carried errors.
+        ``gradient`` (P,) is this rank's gradient of the whole unit, without carried errors.
         """
 
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
         """Called before a hop's message is sent.
 
-        ``values`` (..., S) with carried errors were encoded as ``frames`` (..., F) uint8.  ``frames`` is None if
-        the elements themselves are sent.
+        ``frames`` (..., F) uint8 are the encoded ``values`` (..., n), to which carried errors have been added.
+        ``frames`` is None if the elements themselves are sent.
         """
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
@@ -100,7 +100,7 @@ class Wire:
 
     Raises:
         WireError: for the transport ``shm`` on a mesh that is not on CPUs; for a ``pacer`` on a GPU whose stream
-            waits for messages; and for both, or transport ``staged``, if the ranks are threads.
+            waits for messages; and, if the ranks are threads, for a ``pacer`` and for any transport but ``backend``.
     """
 
     def __init__(
@@ -201,10 +201,11 @@ class Wire:
         """Wait until all ranks have called this for ``purpose``.
 
         Call it before operations of torch, or of the ranks' store, that would wait for a missing rank for half an
-        hour.  Ranks that are threads have no store and do not wait.
+        hour.
 
         Raises:
-            WireError: after the wire's timeout; the message names the missing ranks.
+            WireError: after the wire's timeout, or, if ranks are threads, once no rank can go on; the message names the
+                missing ranks.
         """
         self._watchdog.meet(purpose, self._timeout)
 
@@ -334,9 +335,9 @@ class Wire:
     ) -> Tensor:
         """Gather the ``row`` (n,) of every rank, of any type and layout; all ranks must call it.
 
-        ``axes`` are those along which rows are gathered, one after the other; by default the one of all ranks.
+        Rows are gathered along ``axes``, one after the other; by default along the axis of all ranks.
 
-        Returns (ranks, n), with one axis in rank order; equal on all ranks.
+        Returns (ranks, n), equal on all ranks; along a single axis, the rows are in rank order.
         """
         rows = row.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8).view(1, -1)
         for axis in (self.mesh.topology.world_axis,) if axes is None else axes:
@@ -443,7 +444,7 @@ class Wire:
             return shared_memory.Arena(route.sent_bytes, route.group, self._timeout)
 
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
-        """Compute the route of such messages, and note what carries them for :meth:`describe`."""
+        """Compute the route of messages of this kind, axis, size and tag; :meth:`describe` then lists their carrier."""
         group, steps = self.group(axis), kind == "shift"
         carried = "cpu" if self.transport == "staged" else self.mesh.device.type
         backend = group.backend(carried)

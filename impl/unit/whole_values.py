@@ -104,7 +104,7 @@ class WholeValues:
 def assemble(
     geometry: UnitGeometry, number: int, part: Tensor, axes: Sequence[Axis], *, wire: Wire, tag: Tag
 ) -> Tensor:
-    """Gather the parameter of slot ``number`` from the parts of all ranks along ``axes``, and return it (shape) in fp32.
+    """Gather the parameter of slot ``number`` from the parts of all ranks along ``axes``; returns (shape) fp32.
 
     ``part`` (n,) is this rank's part.
     """
