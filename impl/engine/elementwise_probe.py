@@ -206,7 +206,7 @@ class _Twin:
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     def step(self, number: int, *, closure: bool) -> str | None:
-        """Take step ``number``; returns the error that it raised as one line, or None."""
+        """Take step ``number``; returns None, or the error that the step raised, as one line."""
 
         def evaluate() -> Tensor:
             losses = []

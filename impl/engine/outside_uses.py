@@ -259,7 +259,7 @@ class SavedTensors:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return the address of the memory of ``tensor``; 0 for sparse tensors and wrappers, which have no single one."""
+    """Return the address of the memory of ``tensor``; 0 for sparse tensors and wrappers, which have no one memory."""
     if tensor.layout is not torch.strided or (tensor.numel() and not tensor.data_ptr()):
         return 0
     return tensor.untyped_storage().data_ptr()

@@ -1,6 +1,6 @@
 """Divides a model into units, which are the parameters that are gathered and reduced together.
 
-It needs shapes and types only, so the model may be on the meta device.  :func:`find_blocks` finds the blocks,
+The division needs shapes and types only, so the model may be on the meta device.  :func:`find_blocks` finds the blocks,
 :func:`drafts_of` assigns each parameter to a unit, and :func:`geometries_of` lays the units out.
 """
 
@@ -36,7 +36,7 @@ class Draft(NamedTuple):
 
 
 def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
-    """Return the children of the outermost ``ModuleList`` and ``Sequential`` containers, in model order.
+    """Return the children with parameters of the outermost ``ModuleList`` and ``Sequential``, in model order.
 
     Args:
         model: the model.
