@@ -427,7 +427,7 @@ class OwnCodec(_Framed):
 
 
 def user_codec(source: Any, name: str | None = None) -> OwnCodec:
-    """Makes a codec of a user's object or class (docs/reference/codecs.md).
+    """Returns the codec that a user's object or class defines (docs/reference/codecs.md).
 
     ``name`` is what error messages call the codec; the default is the module and name of its class.  All ranks
     must give the same name.
@@ -513,5 +513,5 @@ def built_in(text: str) -> BuiltIn:
 
 
 def common_grain(*codecs: Codec) -> int:
-    """Returns a grain that suits all ``codecs``: a number of elements of which each shard has a multiple."""
+    """Returns the least number of elements of which every shard must have a multiple to suit all ``codecs``."""
     return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits fill a 16-byte vector
