@@ -55,7 +55,10 @@ def resolve(folder: Path) -> Path:
     """
     path = folder if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name) else latest(folder)
     if path is None:
-        raise CheckpointError(f"{folder}: {'no checkpoint in it' if folder.is_dir() else 'no such folder'}")
+        raise CheckpointError(
+            f"{folder}: {'no checkpoint in it' if folder.is_dir() else 'no such folder'}; name a checkpoint, or the "
+            "folder that was given to save()"
+        )
     return path
 
 

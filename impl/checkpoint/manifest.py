@@ -85,7 +85,7 @@ def read_manifest(path: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{path}: not a checkpoint: {MANIFEST}: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{file}: cut short, or not JSON") from None
+        raise CheckpointError(f"{file}: is cut short, or is not JSON") from None
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise CheckpointError(f"{file}: not a manifest of a {FORMAT}")
     if (version := fields.get("version")) != VERSION:

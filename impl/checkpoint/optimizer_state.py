@@ -33,7 +33,8 @@ class MasterRanges(NamedTuple):
 class SavedMasters:
     """The masters of one engine on one rank, with their optimizers.
 
-    ``copy`` is None, or with local steps how the names of what this rank saves begin: its group saves all elements.
+    ``copy`` is None without local steps.  With local steps each group of ranks saves all elements, and ``copy`` is the
+    prefix of the names under which this rank's group saves them.
 
     Raises CheckpointError: unless the optimizers hold only masters, and each master at most once.
     """
@@ -54,7 +55,7 @@ class SavedMasters:
         for number, optimizer in enumerate(optimizers):
             for key in map(id, _masters(optimizer)):
                 if key not in unclaimed:
-                    why = "a master of this engine that is already held"
+                    why = "a master of this engine that is already held by an optimizer"
                     if key not in self._ranges:
                         why = "a tensor that is not a master of this engine"
                     raise CheckpointError(
@@ -95,12 +96,16 @@ class SavedMasters:
     def check(self, saved: Sequence[dict[str, Any]]) -> None:
         """Raise CheckpointError for a saved state that these optimizers cannot load; changes nothing."""
         if len(saved) != (count := len(self._optimizers)):
-            raise CheckpointError(f"has the state of {len(saved)} optimizers, but {count} are to be loaded")
+            raise CheckpointError(
+                f"has the state of {len(saved)} optimizers, but {count} are to be loaded: pass as many as were "
+                "saved, or none"
+            )
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             kind, parameters = type(optimizer).__name__, entry["parameters"]
             if kind != entry["kind"]:
                 raise CheckpointError(
-                    f"has the state of {entry['kind']} for optimizer {number}, which is {kind}"
+                    f"has the state of {entry['kind']} for optimizer {number}, which is {kind}: pass an optimizer of "
+                    "the saved class"
                 )
             check_names(self._names(_masters(optimizer)), parameters, f"parameters of optimizer {number}")
             for group in optimizer.param_groups:
@@ -117,7 +122,8 @@ class SavedMasters:
         for name in names:
             if parameters[name][key] != parameters[names[0]][key]:
                 raise CheckpointError(
-                    f"has different {key} for {names[0]!r} and {name!r}, which share them here"
+                    f"has different {key} for {names[0]!r} and {name!r}, which share them here: have group_of= of "
+                    "shard() put the two into different groups"
                 )
         return from_json(parameters[names[0]][key]) if names else None
 

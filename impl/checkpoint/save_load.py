@@ -62,7 +62,7 @@ def together(
     Raises:
         CheckpointError: on all ranks, if ``attempt`` raises on any rank.  The message is that of the first such
             rank, and names the rank unless all ranks have the same message.  If ``unlike`` is given, also if a
-            rank's report differs from rank 0's; the message is then this rank and ``unlike``.
+            rank's report differs from rank 0's; the message then names this rank and goes on with ``unlike``.
     """
     failure, result = None, None
     try:
@@ -216,10 +216,10 @@ def _local_steps(policy: Policy) -> str:
 
 
 def _group(zero: Zero) -> str | None:
-    """Returns how the names of what this rank's group saves begin, with local steps; None without them.
+    """Returns the prefix of the names under which this rank's group saves its values; None without local steps.
 
-    The names of the first group begin as those of a run without local steps.  So a run of another topology or policy
-    loads the weights and optimizers of that group.
+    The prefix of the first group is empty, so that its names are those of a run without local steps.  A run of another
+    topology or policy therefore loads the weights and optimizers of the first group.
     """
     if zero.policy.local_steps is None:
         return None

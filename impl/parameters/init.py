@@ -56,7 +56,7 @@ class Init:
 
     Raises:
         ZeroError: on entering, inside another ``Init``; if both a mesh and a group are given.
-        MeshError: if no mesh can be made of them.
+        MeshError: if no mesh can be made of ``mesh`` or ``data_parallel_group``.
         PolicyError: if the policy does not fit the topology.
     """
 

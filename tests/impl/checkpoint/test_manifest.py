@@ -23,8 +23,8 @@ FIELDS = json.loads(EMPTY.text())
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[" * 200_000, "cut short, or not JSON"),
-        (EMPTY.text()[:-9], "cut short, or not JSON"),
+        ("[" * 200_000, "is cut short, or is not JSON"),
+        (EMPTY.text()[:-9], "is cut short, or is not JSON"),
         ('{"format": "pt"}', "not a manifest of a zeropp checkpoint"),
         ("[]", "not a manifest of a zeropp checkpoint"),
         (json.dumps({**FIELDS, "version": 1}), "version 1 of the format; this program reads version 2"),
