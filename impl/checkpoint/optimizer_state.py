@@ -86,7 +86,7 @@ class SavedMasters:
         return entries
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values (n,)) for each range that this rank saves, of state that has a value for each element."""
+        """Yield (name, values (n,)) for each range that this rank saves of the states with a value for each element."""
         for number, optimizer in enumerate(self._optimizers):
             for master in _masters(optimizer):
                 for key, value in optimizer.state.get(master, {}).items():
@@ -114,7 +114,9 @@ class SavedMasters:
                     self._shared(parameters, [master], "numbers")
 
     def _shared(self, parameters: dict[str, Any], masters: Sequence[Tensor], key: str) -> Any:
-        """Returns the saved ``key``, which all ``masters`` share: ``options`` or ``numbers``; None without parameters.
+        """Returns the saved ``key``, which all ``masters`` share: ``options`` or ``numbers``.
+
+        Returns None if the masters hold no parameters.
 
         Raises CheckpointError: if two parameters of ``masters`` were saved with different values.
         """
@@ -128,7 +130,7 @@ class SavedMasters:
         return from_json(parameters[names[0]][key]) if names else None
 
     def load(self, saved: Sequence[dict[str, Any]], parts: Parts, copy: str) -> None:
-        """Load a state that passed :meth:`check`, from names that begin with ``copy``."""
+        """Load a state that passed :meth:`check`, from the ranges whose names begin with ``copy``."""
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}
             masters, prefix = _masters(optimizer), f"{copy}optimizer{number}."
@@ -157,7 +159,7 @@ def _masters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _numbers(state: dict[str, Any], master: Tensor, number: int) -> dict[str, Any]:
-    """Returns a master's state that does not have a value for each element, in JSON's types.
+    """Returns, in JSON's types, the entries of a master's state that do not have a value for each element.
 
     Raises CheckpointError: for a tensor that can neither be cut by element nor saved as a number.
     """

@@ -117,7 +117,7 @@ class Parts:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def fill(self, whole: Tensor, kind: str, wanted: Iterable[Range]) -> Tensor:
-        """Write the saved values of the ranges ``wanted`` into ``whole``, a shard or master (n,); returns it."""
+        """Write the saved values of the ranges ``wanted`` into ``whole``, a shard or master (n,); returns ``whole``."""
         for part in wanted:
             whole[part.place] = self.read(kind, part.name, part.start, part.end)
         return whole

@@ -101,7 +101,7 @@ class Raw(_Framed):
 
     @property
     def grain(self) -> int:
-        """A shard must have a multiple of this number of elements."""
+        """The number of elements of which every shard must have a multiple."""
         return FRAME_ALIGNMENT // ITEM_BYTES[self.dtype]
 
     @property
@@ -135,7 +135,7 @@ class _Scaled(_Framed):
 
     @property
     def grain(self) -> int:
-        """A shard must have a multiple of this number of elements, so that no block spans two shards."""
+        """The number of elements of which every shard must have a multiple, so that no block spans two shards."""
         return max(1, self.hadamard) if self.block == "shard" else self.block
 
     @property
@@ -394,7 +394,7 @@ class OwnCodec(_Framed):
 
     @property
     def grain(self) -> int:
-        """A shard must have a multiple of this number of elements."""
+        """The number of elements of which every shard must have a multiple."""
         return self._contract.grain
 
     @property
@@ -429,7 +429,7 @@ class OwnCodec(_Framed):
 def user_codec(source: Any, name: str | None = None) -> OwnCodec:
     """Returns the codec that a user's object or class defines (docs/reference/codecs.md).
 
-    ``name`` is what error messages call the codec; the default is the module and name of its class.  All ranks
+    ``name`` is what error messages call the codec; the default is the module and name of the object's class.  All ranks
     must give the same name.
 
     Raises CodecError: naming an attribute that is missing or wrong.

@@ -123,7 +123,7 @@ class Zstd(_Lossless):
 
 
 class _Bf16(_Lossless):
-    """Casts to bf16 first: the message that a 16-bit baseline sends, without loss of anything more."""
+    """Casts elements to bf16 first, as a baseline with 16-bit messages does; nothing else is lost."""
 
     kinds: ClassVar[list[Dtype]] = ["fp32", "bf16"]
 
@@ -152,7 +152,7 @@ def _rounding(low: float, high: float, dtype: Dtype) -> float:
 
 
 def _within(x: Tensor, kind: torch.dtype) -> Tensor:
-    """Returns elements (S,) fp32 of which finite ones are saturated to the largest number of type ``kind``."""
+    """Returns ``x`` (S,) fp32 with its finite elements saturated to the largest number of type ``kind``."""
     largest = torch.finfo(kind).max
     return torch.where(x.isinf(), x, x.clamp(-largest, largest))
 

@@ -68,7 +68,7 @@ class OwnObject:
 
     @property
     def grain(self) -> int:
-        """A shard must have a multiple of this number of elements."""
+        """The number of elements of which every shard must have a multiple."""
         return 1 if self.block == "shard" else int(self.block)
 
 

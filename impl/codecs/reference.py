@@ -217,7 +217,7 @@ class Operations:
         return torch.cat([rows.sum(1), rows.sum(0), rest])
 
     def _sum_halves(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Add up in fp16, decoding one source after the other; backends with a kernel override this."""
+        """Write the sum of ``frames`` to ``out``, added up in fp16; backends with a kernel override this."""
         total = torch.zeros(out.shape, dtype=torch.float16, device=out.device)
         for source in frames:
             self.decode(codec, source, out)

@@ -149,7 +149,7 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: AnyMesh | None = None) -> Mesh:
-        """Return ``mesh`` itself, or the mesh of these ranks as :meth:`create` reads them.
+        """Return ``mesh`` if it is a :class:`Mesh`, otherwise the mesh that :meth:`create` makes of it.
 
         All calls with the same ranks on the same nodes return the same object, so that they share process groups.
 

@@ -32,7 +32,9 @@ class Sent:
         self._received: Tensor | None = None if exchange is not None else like.new_zeros(shape)
 
     def wait(self) -> Tensor:
-        """Wait for the message, and return what was received, in memory of the caller's; may be called again.
+        """Wait for the message, and return what was received; may be called again.
+
+        The result is in memory that belongs to the caller.
 
         Returns:
             For ``all_gather`` (ranks, *shape), a row for each rank of the axis; for ``all_to_all`` (ranks, *shape), the

@@ -71,7 +71,7 @@ class Reduction:
         self._sizes = [hop.axis.size for hop in self._summing]
         if self.hops:
             self._piece, self._chunks = self.hops[0].numel, self.hops[0].chunks
-            # shape and strides that view a gradient (world * piece,) as (axis 0, axis 1, ..., piece)
+            # shape and strides that view a gradient (n * piece,) as (axis 0, axis 1, ..., piece)
             strides = [hop.stride * self._piece for hop in self._summing]
             self._by_hops = (*self._sizes, self._piece), (*strides, 1)
             # For each event, the messages to post, as (number of the hop, chunk); all ranks post in this order.
@@ -108,7 +108,7 @@ class Reduction:
         return first.sends_elements(NAMES.get(dtype)) and (not rest or self.wire.shares_memory(first.axis))
 
     def open_message(self) -> Exchange:
-        """Open the first hop's exchange, whose ``send`` has (world * piece,) elements; needs :meth:`collects`."""
+        """Open the first hop's exchange, whose ``send`` has room for the whole gradient; needs :meth:`collects`."""
         return self.wire.all_to_all(self.hops[0].axis, self.hops[0].nbytes, self.tag)
 
     def start(
@@ -120,10 +120,11 @@ class Reduction:
         opened: Exchange | None = None,
         out: Tensor | None = None,
     ) -> None:
-        """Start the mean of all ranks' gradients: post the first messages.
+        """Start to average the ranks' gradients: post the first messages.
 
         Args:
-            gradient: (world * piece,) floating-point and contiguous; it is not used after the return.
+            gradient: (n * piece,) for n ranks that average, floating-point and contiguous; it is not used after the
+                return.
             key: the key of stochastic codecs' random bits, with this rank as the source.
             errors: the carried errors of error feedback.
             opened: the exchange of :meth:`open_message`, if the gradient was collected in it.

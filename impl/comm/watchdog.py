@@ -87,9 +87,9 @@ class Watchdog:
         return self._waited
 
     def mark_exposed(self) -> Callable[[], float]:
-        """Return a function that returns the exposed seconds until now.
+        """Return a function that returns the exposed seconds before this call.
 
-        If the device's stream waits for messages, call that function once the device has passed this moment.
+        If the device's stream waits for messages, use the function only once the device has passed this moment.
         """
         mark = _Mark()
         self._stalls.append(mark)

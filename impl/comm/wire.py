@@ -157,19 +157,19 @@ class Wire:
     def exposed_seconds(self) -> float:
         """Seconds that this rank has waited for messages.
 
-        If the stream of a GPU waits, synchronise the device before reading it.
+        If the stream of a GPU waits, synchronise the device before reading this property.
         """
         return self._watchdog.exposed_seconds
 
     @property
     def carried(self) -> int:
-        """Bytes that the transports have sent for this rank; they count them independently of the ledger."""
+        """Bytes sent by this rank, as the transports have counted them, independently of the ledger."""
         return self._watchdog.carried
 
     def mark_exposed(self) -> Callable[[], float]:
-        """Return a function that returns the exposed seconds until now, without waiting for a GPU here.
+        """Return a function that returns the exposed seconds before this call; does not wait for a GPU.
 
-        If the stream of a GPU waits, call that function once the device has passed this moment.
+        If the stream of a GPU waits, use the function only once the device has passed this moment.
         """
         return self._watchdog.mark_exposed()
 
@@ -298,12 +298,12 @@ class Wire:
             ring: whether the backend's own all-gather is used, whose bytes are booked as those of a ring.
             into: (ranks * nbytes,) uint8 to receive the messages, if the transport can do that.
             in_line: whether the caller waits for the messages as soon as they are posted.  If that is on a side
-                stream of a GPU, the exchange runs on this stream, which takes the host fewer events.
+                stream of a GPU, the exchange runs on this stream, so that the host records fewer events.
         """
         return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into, in_line=in_line)
 
     def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, in_line: bool = False) -> Exchange:
-        """Open an exchange in which every rank of the axis sends each rank a row of ``nbytes`` of its own.
+        """Open an exchange in which every rank of the axis sends a different row of ``nbytes`` to each rank.
 
         ``in_line`` is as in :meth:`all_gather`.
         """

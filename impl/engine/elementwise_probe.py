@@ -64,7 +64,7 @@ def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
     """Return why an optimizer must not step shards; None if it may.
 
     The returned text continues a sentence that begins with the name of the optimizer's class.  The optimizer,
-    all random number generators and the counters of its class are unchanged afterwards.
+    all random number generators and the attributes of its class are unchanged afterwards.
 
     Args:
         optimizer: the optimizer, with the states that it has.
@@ -295,7 +295,7 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
 
 @contextlib.contextmanager
 def _restored(optimizer: Optimizer) -> Iterator[Callable[[], bool]]:
-    """Context that restores random number generators and the counters of the optimizer's classes.
+    """Context that restores random number generators and the plain attributes of the optimizer's classes.
 
     Yields a function that returns whether random numbers have been drawn.
     """

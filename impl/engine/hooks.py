@@ -344,7 +344,8 @@ class Hooks:
     def collect_gradient(self, index: int, number: int) -> None:
         """Collect the gradient that has arrived at parameter ``number`` of unit ``index``.
 
-        A block's first gradient posts the next hops of reductions, and a unit's last one starts those that are ready.
+        At a block's first gradient, reductions post their next hops; at a unit's last gradient, all reductions that are
+        ready start.
         """
         if not self._passes.in_backward:
             self._begin_backward()

@@ -15,7 +15,7 @@ from impl.unit.unit import Unit
 
 
 class LocalSteps:
-    """The outer steps of one model on one rank."""
+    """Takes the outer steps of one model on one rank, after the optimizer steps at which they are due."""
 
     def __init__(self, policy: Policy, units: Sequence[Unit], masters: Masters) -> None:
         fragments = fragments_of(policy, [unit.geometry for unit in units])

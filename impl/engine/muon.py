@@ -39,7 +39,7 @@ _STATE: Final = "momentum_buffer"  # the name that torch.optim.Muon gives to the
 def hidden_parameters(model: nn.Module) -> set[str]:
     """Return the names of the parameters inside a model's blocks (:func:`impl.zero.find_blocks`), except embeddings.
 
-    A parameter that modules share is hidden if all of them are in blocks.
+    A parameter that several modules share is among them only if all these modules are inside blocks.
     """
     inside = {module for block in find_blocks(model) for module in block.modules()}
     names: dict[nn.Parameter, str] = {}  # the name of each parameter's first holder, as shard() names it

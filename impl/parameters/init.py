@@ -48,7 +48,7 @@ class Init:
             block is cut as a whole; a module outside of blocks is cut when its own constructor returns.
         wire: the wire that sends messages; a new one by default.
         remote_device: the device of new values and of slices.  None, and "none" as in Megatron's
-            ``--remote-device``, stand for the mesh's device.  On "meta" parameters have no values.
+            ``--remote-device``, stand for the mesh's device.  On "meta", parameters have no values.
         enabled: False makes the context do nothing.
         whole_below: parameters outside of blocks with fewer elements stay whole until the model is sharded.
         seed: the seed of torch's random numbers inside the context; the state of random numbers outside is

@@ -204,8 +204,8 @@ class OwnMethod:
     def error_bound(self, unit: MethodUnit) -> float:
         """Returns the largest error of an element that the class promises; infinity if it promises none.
 
-        The error of a reduction is relative to the mean over ranks of the largest magnitude that a rank's gradient has
-        in the shard, that of a gather to the largest magnitude in the shard.
+        For a gather, the error is a multiple of the largest magnitude of the weights in the shard.  For a reduction,
+        every rank's gradient has a largest magnitude in the shard, and the error is a multiple of the ranks' mean.
         """
         laws = self.laws
         if MethodLaw.EXACT in laws:
@@ -374,7 +374,7 @@ The function returns None if the method's class has no ``bytes()``."""
 def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> Declared:
     """Returns, for each trained unit that ``own`` reduces, the messages that the class declares for a reduction.
 
-    No rank needs to run for it.
+    Needs no running ranks.
 
     Raises MethodError: if the class cannot be imported or constructed, or its ``bytes()`` is wrong.
     """
@@ -387,7 +387,7 @@ def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeo
 def planned_gathers(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> DeclaredGathers:
     """Returns, for each trained unit that ``own`` gathers, a function that returns a gather's declared messages.
 
-    No rank needs to run for it.
+    Needs no running ranks.
 
     Raises MethodError: if the class cannot be imported or constructed; the functions raise it if ``bytes()`` is wrong.
     """

@@ -81,7 +81,7 @@ class Owners:
         return tuple(zip(*self._sizes(self.update), strict=True))
 
     def _sizes(self, codec: Codec) -> Sizes:
-        """Returns the bytes of all parts in ``codec``, by the rank that holds them and by their owner."""
+        """Returns ``sizes[holder][owner]``: bytes in ``codec`` of the holder's parts of the owner's matrices."""
         sizes = [[0] * self.axis.size for _ in self.parts]
         for row, parts in zip(sizes, self.parts, strict=True):
             for part in parts:

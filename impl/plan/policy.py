@@ -730,7 +730,7 @@ class Policy:
         return shaped if unit.trainable or self.frozen is None else replace(shaped, weights=self.frozen)
 
     def by_shape(self, shapes: Sequence[Sequence[int]], world: int, shard: int = 0) -> Policy:
-        """Returns the policy of a unit whose parameters have these ``shapes``, reduced by ``world`` ranks.
+        """Returns the policy of a unit whose parameters have these ``shapes``; ``world`` ranks reduce its gradient.
 
         Resolves ``blocks='shape'`` to sizes in elements, and sets ``planes=1`` for a unit without a matrix.
         Without shapes (a unit of which only the size is known) the gradients' blocks and the planes stay as
@@ -894,7 +894,7 @@ def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, in
 
 
 def weight_block(shard: int) -> int:
-    """Returns how many elements DeepSpeed has in a block of weights, for a ``shard`` of so many elements.
+    """Returns how many elements a block of weights has in DeepSpeed, for a shard of ``shard`` elements.
 
     This is the largest multiple of 8 that is at most 8000 and divides ``shard``; 1 if there is none.
     """

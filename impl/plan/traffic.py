@@ -64,7 +64,7 @@ class LedgerKey(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Payload bytes and number of messages, one for each destination."""
+    """Payload bytes and number of messages; a message to several destinations counts once for each."""
 
     bytes: int
     messages: int
@@ -115,7 +115,7 @@ def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Ma
 def uneven(topology: Topology, axis: Axis, rank: int, sizes: Sequence[int]) -> Mapping[Link, Sent]:
     """Returns what ``rank`` sends over each kind of link if it sends ``sizes[i]`` bytes to the i-th rank of its group.
 
-    It sends nothing to itself, and no message of 0 bytes.
+    The rank sends nothing to itself, and no message of 0 bytes.
     """
     sent: dict[Link, Sent] = {}
     for target, size in zip(axis.group(rank), sizes, strict=True):
@@ -321,7 +321,7 @@ def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Place
 
 
 def _chosen(sizes: Sequence[int], share: float) -> list[bool]:
-    """Returns for each size whether it is among the first that together reach ``share`` of the sum.
+    """Returns, for each size, whether it is chosen: the first sizes are, until they reach ``share`` of the whole sum.
 
     A size of 0 is never chosen.
     """

@@ -186,7 +186,7 @@ class InUnit:
 
 
 class Taken:
-    """The keeper of a parameter that a user took from the model before shard(), which replaced it there.
+    """The keeper of a parameter that a user took from the model before shard() replaced it there.
 
     It refuses every use, since computing with the old parameter would train nothing.
     """

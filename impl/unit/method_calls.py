@@ -30,7 +30,7 @@ _present: _Call | None = None  # one for the process: its engine calls one metho
 
 @contextlib.contextmanager
 def inside(what: str) -> Iterator[None]:
-    """Context in which the process is in the call ``what`` of a user's method."""
+    """Context that notes that the process is in the call ``what`` of a user's method."""
     global _present  # noqa: PLW0603  # state of the process, which another thread reads
     _present = _Call(what, threading.get_ident())
     try:

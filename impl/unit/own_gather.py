@@ -34,7 +34,7 @@ _RECORD: Final = "gather"  # the name of the engine's own entry in a unit's stat
 class GatherMethod(Method):
     """Gathers the weights of one unit on one rank; base class of gathers of one's own.
 
-    A class need not inherit from this one: it needs :meth:`start` and :meth:`finish`, and may have the rest.
+    A class need not inherit from this one: it needs :meth:`start` and :meth:`finish`; the rest is optional.
     For each gather of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never), and
     ``finish()`` once.  All ranks call them in the same order, also across units.
     """

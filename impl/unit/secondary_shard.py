@@ -92,7 +92,7 @@ class SecondaryShard:
         self.begun = None
 
     def keep(self, received: Tensor, version: Version, *, step: int = 0) -> None:
-        """Keep the frames (..., F) uint8 of this ``version`` of the weights, which the hops between nodes brought.
+        """Keep the frames (..., F) uint8 that the hops between nodes brought, of this ``version`` of the weights.
 
         ``step`` is the number of optimizer steps so far.
         """

@@ -267,7 +267,7 @@ class Unit:
     def end_use_outside(self, outputs: Collection[int]) -> None:
         """Reshard the weights that :meth:`gather_outside` gathered, unless they are still needed.
 
-        ``outputs`` are addresses: the module that used the weights has returned tensors in memory there.
+        ``outputs`` are the addresses of the memory of the tensors that the module has returned.
         """
         self._passes.escaped.discard(self.index)
         if not self.used_after(outputs, backward=torch.is_grad_enabled()):
@@ -299,7 +299,7 @@ class Unit:
     def written(self) -> Sequence[str]:
         """Return the names of the parameters that were written since modules have held them.
 
-        Empty while modules hold placeholders.
+        The list is empty while modules hold placeholders.
         """
         return self.flat.written()
 

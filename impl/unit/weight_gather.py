@@ -175,7 +175,7 @@ class WeightGather:
                 forward(hop, message, received)
 
     def _keep(self, hop: Hop, received: Tensor) -> None:
-        """Keep hpZ's copy of what the last ``hop`` between nodes has ``received``, or add it to the copy."""
+        """Make hpZ's copy of what the last ``hop`` between nodes has ``received``, or add this to the copy."""
         frames = received.view(len(received), -1, hop.frame_bytes[0])
         if len(hop.planes) > 1:
             frames = _plane(frames, "columns")
