@@ -63,7 +63,7 @@ def resolve(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Make and return the folder into which the next checkpoint is written; folders of interrupted saves are removed."""
+    """Make and return the folder into which the next checkpoint is written; remove folders of interrupted saves."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _LEFT.fullmatch(path.name):

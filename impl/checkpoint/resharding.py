@@ -112,7 +112,8 @@ class Parts:
             parts.append(values[max(start - low, 0) : max(end - low, 0)])
         if (count := sum(map(len, parts))) != end - start:
             raise CheckpointError(
-                f"{self.path}: has only {count} of the elements {start} to {end} of {kind} of {name!r}"
+                f"{self.path}: has only {count} of the elements {start} to {end} of {kind} of {name!r}: load another "
+                "checkpoint"
             )
         return torch.cat(parts) if parts else torch.empty(0)
 

@@ -396,7 +396,8 @@ def _placed(ranks: Sequence[int]) -> Topology:
     if len(set(counts.values())) > 1 or nodes != sorted(nodes):
         raise MeshError(
             f"global ranks {', '.join(map(str, ranks))} are on nodes {', '.join(map(str, nodes))} "
-            f"(LOCAL_WORLD_SIZE={each}), not equally many neighbouring ranks on each: pass the topology, such as "
+            f"(LOCAL_WORLD_SIZE={each}), but each node must have equally many, numbered one after the other: pass the "
+            "topology, such as "
             "zeropp.mesh(nodes=1, ranks_per_node=3, group=group)"
         )
     return Topology(len(counts), len(ranks) // len(counts))

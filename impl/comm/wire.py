@@ -175,9 +175,9 @@ class Wire:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of the buffers for messages of weights and gradients; they grow to the most in use at once.
+        """Bytes of the buffers for messages of weights and gradients, whether in use or kept for later messages.
 
-        :mod:`impl.plan.messages` predicts them for a GPU whose stream waits for messages.
+        :mod:`impl.plan.messages` predicts these bytes for a GPU whose stream waits for messages.
         """
         return self._buffers.held
 

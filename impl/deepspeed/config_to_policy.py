@@ -94,7 +94,7 @@ class Recipe:
     micro_batch: int | None  # sequences of one rank in a micro-batch; None if the configuration has none
     optimizer: AdamOptions | None  # None if the configuration leaves it to the caller
     schedule: Schedule | None  # of the learning rate; None if it is constant
-    peak: float | None  # learning rate at the end of the warm-up; None: the optimizer's
+    peak: float | None  # learning rate at the end of the warm-up; None: the optimizer's own rate
     findings: tuple[Finding, ...]  # one for each key, in the configuration's order
 
 

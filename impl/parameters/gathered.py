@@ -83,7 +83,7 @@ class GatheredParameters:
         if places and self._modifier is not None and not known:
             counting = places[0].wire.mesh.counting
             raise ZeroError(
-                f"modifier_rank {self._modifier} of {world} ranks: expected 0 to {world - 1}, or None{counting}"
+                f"modifier_rank={self._modifier} on {world} ranks: expected 0 to {world - 1}, or None{counting}"
             )
         try:
             for place in places:

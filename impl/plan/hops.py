@@ -88,8 +88,7 @@ class Hop:
     # Each shard is sent once for each plane listed here, with blocks along the plane's dimension.
     planes: tuple[Plane, ...] = ("rows",)
     ring: bool = False  # whether all messages of a rank go to the next rank of the axis
-    # How many shards or pieces of the unit lie between the start of a rank's and the start of the next rank's along
-    # the axis.
+    # Distance between the shards (or pieces) of two neighbours along the axis, counted in shards (or pieces).
     stride: int = 1
 
     @property

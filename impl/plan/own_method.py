@@ -109,7 +109,7 @@ class MethodUnit:
     slots: tuple[MethodSlot, ...]  # the parameters; elements outside of all slots are padding
     numel: int  # P, elements of the gradient, padding included
     start: int  # first element of this rank's shard
-    end: int  # one past its last element
+    end: int  # one past the last element of this rank's shard
 
     @classmethod
     def of(cls, geometry: UnitGeometry, rank: int) -> MethodUnit:
@@ -147,7 +147,7 @@ class MethodMessage(NamedTuple):
 
     kind: MessageKind
     axis: str  # ``world``, ``node`` or ``local``
-    nbytes: int  # to each other rank of the axis, without the padding to a multiple of 16
+    nbytes: int  # bytes to each other rank of the axis, without the padding to a multiple of 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +328,7 @@ class PlannedWire:
         return axis_of(self.topology, axis).digit(self.rank)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise MethodError("sends in its constructor: send in start(), advance() and finish() only")
+        raise MethodError("the method sends in its constructor: send in start(), advance() and finish() only")
 
     all_gather = all_to_all = shift = _refuse
 

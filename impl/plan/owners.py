@@ -37,8 +37,8 @@ class Part(NamedTuple):
     """The elements of one matrix that are in one rank's shard."""
 
     matrix: int  # index of the matrix
-    start: int  # first element in the shard
-    first: int  # first element in the matrix
+    start: int  # place of the part's first element in the shard
+    first: int  # place of the part's first element in the matrix
     numel: int
 
 

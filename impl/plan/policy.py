@@ -157,11 +157,11 @@ class Policy:
         "codec", "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes", implied=True,
         alters=lambda policy, _: _raw(policy.weights, policy.gradients),
     )  # fmt: skip
-    # 2 is MXFP8 in Megatron-FSDP (Megatron-LM's issue 7584).  With ``phase`` and hpZ, forward brings both planes
-    # between nodes, hpZ's copy keeps the columns, and backward sends nothing between nodes.  A unit without a matrix is
-    # sent in one plane.  A block along columns spans as many whole rows of a shard as the codec's block has elements;
-    # rows that are left over are quantised along rows in both planes.  No unit stays gathered for backward, and
-    # recomputing a block of the model in backward (activation checkpointing) is refused.
+    # 2 does what Megatron-FSDP does in MXFP8 (Megatron-LM's issue 7584).  With ``phase`` and hpZ, forward brings both
+    # planes between nodes, hpZ's copy keeps the columns, and backward sends nothing between nodes.  A unit without a
+    # matrix is sent in one plane.  A block along columns spans as many whole rows of a shard as the codec's block has
+    # elements; rows that are left over are quantised along rows in both planes.  No unit stays gathered for backward,
+    # and recomputing a block of the model in backward (activation checkpointing) is refused.
     planes: Literal[1, 2, "phase"] = setting(
         1, "1; or weights are quantised by rows for forward and by columns for backward. 2: every gather sends both; "
         "`phase`: each gather sends the one that its pass computes with", implied=True,
@@ -199,7 +199,7 @@ class Policy:
         alters=lambda policy, _: _raw(policy.weights, policy.gradients),
     )  # fmt: skip
     # Optimizer steps of each group between two exchanges with the other groups (DiLoCo, 2311.08105).  Gradients are
-    # then averaged inside a group only.  None: over all ranks, in every step.
+    # then averaged inside a group only.  None: gradients are averaged over all ranks, in every step.
     local_steps: int | None = setting(
         None, "whole number: optimizer steps that each group takes between exchanges with the others; or "
         "`none`",
@@ -774,7 +774,10 @@ class Policy:
                 way_out = "give its number of steps, policy.for_steps(steps)"
                 raise PolicyError(f"schedule ({self.schedule_in_words}) has shares of a run: {way_out}")
             if (end := self.schedule[-1].end) is not None:
-                raise PolicyError(f"the last span of schedule ends at step {end}: remove its until")
+                raise PolicyError(
+                    f"the last span of schedule ends at step {end}, and the steps after it have no span: remove its "
+                    "until"
+                )
             for phase in self.phases:
                 phase.check(topology)
             return

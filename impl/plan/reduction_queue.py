@@ -27,7 +27,7 @@ class Progress(enum.IntEnum):
 class Reducing(Protocol):
     """The reduction of one unit's gradient, as :class:`ReductionQueue` drives it."""
 
-    elements: int  # of the gradient, with padding
+    elements: int  # number of elements of the gradient, with padding
     progress: Progress
 
     def start(self) -> None:

@@ -43,7 +43,7 @@ class Setting:
     or_none: bool = False  # whether a suite may also give ``none``, which keeps the strategy's own value
     # Name of the field in names of configurations; empty: in no name, because it is part of the layout only.
     label: str | None = None  # None: the field's name
-    short: str = ""  # shorter than the label, where a value follows at once: ``w int8:64``
+    short: str = ""  # a shorter label, for places where a value follows at once: ``w int8:64``
     in_words: Callable[[Any], str] = _in_words  # text of a value in names of configurations
     # Whether the field concerns only the execution, and is left out of names where all configurations share it.
     execution: bool = False
@@ -55,7 +55,7 @@ class Setting:
     # Whether a trial that sets the field to its preset's own value has the same id as a trial that does not set it.
     implied: bool = False
 
-    name: str = ""  # of the field
+    name: str = ""  # the field's name
     part: str = ""  # field of the policy that has this field, such as ``memory``; empty: the policy itself
     kind: Any = None  # type of the field
 

@@ -61,7 +61,7 @@ class Machine:
     per_token: float  # seconds for each parameter and each token of a rank
     efficiency: float  # share of an adapter's nominal rate that messages achieve, above 0 and at most 1
     fewest: float  # fewest tokens of a rank with which ``fixed`` and ``per_token`` were measured
-    most: float  # most tokens of a rank with which they were measured
+    most: float  # most tokens of a rank with which ``fixed`` and ``per_token`` were measured
     smallest: float = 0.0  # parameters of the smallest model measured
     largest: float = 0.0  # parameters of the largest model measured; 0: models of any size are in range
     overlap: Literal["none", "full", "schedule"] = "none"  # how messages overlap computation
@@ -307,8 +307,8 @@ class OwnersTime:
     """Seconds in which Muon orthogonalises all matrices at their owners, with the exchanges before and after."""
 
     compute: float = 0.0  # Newton-Schulz of the owner with most operations
-    adapter: float = 0.0  # in which the busiest node sends
-    seconds: float = 0.0  # in all; nothing overlaps
+    adapter: float = 0.0  # seconds in which the busiest node sends
+    seconds: float = 0.0  # seconds in all; nothing overlaps
 
 
 def owners_time(machine: Machine, step: Step, owners: Owners) -> OwnersTime:

@@ -337,14 +337,14 @@ class _Sender:
     policy: Policy
     unit: UnitGeometry
     placement: Placement
-    # Returns the messages that a user's own gather declares; None without one.
+    # Returns the messages that a user's own gather declares; None if the policy has no such gather.
     own_gather: Callable[[GatherInfo], Sequence[MethodMessage] | None] | None = None
     gathered: bool = False  # whether the weights are still gathered from the pass before
     current: bool = False  # whether hpZ's copy holds the current weights
     uploaded: bool = False  # whether the device holds the current frame of an offloaded master
     # Optimizer steps since the weights themselves were sent; None: they are sent next, not differences.
     steps: int | None = None
-    change: Change = "loaded"  # how the weights have changed since the last gather of a user's own
+    change: Change = "loaded"  # how the weights have changed since the last call of a user's own gather
 
     def weights_changed(self, event: Event) -> None:
         """Mark all copies of the weights as stale.

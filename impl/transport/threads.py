@@ -127,7 +127,8 @@ class ThreadRank:
         if not self.wait(gathered.event):
             missing = [rank for rank in range(self.world.size) if rank not in gathered.values]
             raise ThreadRankError(
-                f"rank {self.rank} waits for {ranks_in_words(missing)} outside of the wire, and no rank can go on"
+                f"rank {self.rank} waits for {ranks_in_words(missing)} outside of the wire, and no rank can go on: all "
+                "ranks must make the same calls"
             )
         return [gathered.values[rank] for rank in range(self.world.size)]
 
@@ -223,7 +224,7 @@ class ThreadWorld:
             raise Stopped
 
     def stop(self, error: BaseException) -> None:
-        """End all ranks: those that wait at once, the running one when it next waits or sends."""
+        """End all ranks: the waiting ranks at once, and the running rank when it next waits or sends."""
         if self._failure is None:
             self._failure = error
         self._ended.set()
@@ -379,10 +380,13 @@ class _Round:
 
     whole: Tensor  # (ranks, bytes) uint8
     size: int  # number of ranks
-    marks: dict[int, int] = field(default_factory=dict)  # by index in the group, of ranks that have posted
+    marks: dict[int, int] = field(
+        default_factory=dict
+    )  # of the ranks that have posted, by index in the group
     event: Event = field(default_factory=Event)  # happens when all have posted
     done: int = 0  # number of ranks that have read
-    before: list[torch.cuda.Event] = field(default_factory=list)  # when the exchange before it had been read
+    # When the ranks had read the exchange that used the tensor before.
+    before: list[torch.cuda.Event] = field(default_factory=list)
     written: list[torch.cuda.Event] = field(default_factory=list)
     read: list[torch.cuda.Event] = field(default_factory=list)
 

@@ -61,7 +61,7 @@ class OwnReduction(MethodDriver):
 
     role: ClassVar[Role] = "reduce"
     prefix: ClassVar[str] = "method."
-    hops: ClassVar[tuple[Hop, ...]] = ()  # the plan knows none
+    hops: ClassVar[tuple[Hop, ...]] = ()  # the plan does not know the hops of a method
     mean: ClassVar[None] = None  # the mean is never taken before finish()
 
     def __init__(self, method: OwnMethod, geometry: UnitGeometry, wire: Wire) -> None:

@@ -164,7 +164,7 @@ def test_a_schedule_and_a_run_that_do_not_fit_are_refused() -> None:
         PolicyError, match=r"has shares of a run: give its number of steps, policy\.for_steps"
     ):
         scheduled(Span(until="5 %"), Span(**RAW)).check(FOUR)
-    with pytest.raises(PolicyError, match="the last span of schedule ends at step 5: remove its until"):
+    with pytest.raises(PolicyError, match="the last span of schedule ends at step 5, and the steps after it"):
         scheduled(Span(until=5)).check(FOUR)
 
 
