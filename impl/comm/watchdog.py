@@ -89,7 +89,7 @@ class Watchdog:
     def mark_exposed(self) -> Callable[[], float]:
         """Return a function that returns the exposed seconds before this call.
 
-        If the device's stream waits for messages, use the function only once the device has passed this moment.
+        If the device's stream waits for messages, call the function only after the device has passed this moment.
         """
         mark = _Mark()
         self._stalls.append(mark)

@@ -169,7 +169,7 @@ class Wire:
     def mark_exposed(self) -> Callable[[], float]:
         """Return a function that returns the exposed seconds before this call; does not wait for a GPU.
 
-        If the stream of a GPU waits, use the function only once the device has passed this moment.
+        If the stream of a GPU waits, call the function only after the device has passed this moment.
         """
         return self._watchdog.mark_exposed()
 

@@ -380,9 +380,8 @@ class _Round:
 
     whole: Tensor  # (ranks, bytes) uint8
     size: int  # number of ranks
-    marks: dict[int, int] = field(
-        default_factory=dict
-    )  # of the ranks that have posted, by index in the group
+    # Marks of the ranks that have posted, by index in the group.
+    marks: dict[int, int] = field(default_factory=dict)
     event: Event = field(default_factory=Event)  # happens when all have posted
     done: int = 0  # number of ranks that have read
     # When the ranks had read the exchange that used the tensor before.
