@@ -173,7 +173,7 @@ class Mesh:
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """The global rank, which is torch's, of each rank of the mesh."""
+        """For each rank of the mesh, its global rank, by which torch knows it."""
         return self.members or tuple(range(self.topology.world))
 
     @property

@@ -241,9 +241,9 @@ class Wire:
     def on_current_stream(self) -> Iterator[None]:
         """Enqueue the body's posts, waits and decoding on the current stream, which need not be the computation's.
 
-        An engine that is not ours calls collectives on streams of its own.  There a message buffer waits for its last
-        use even if the computation has waited for it already, and waits for messages are not exposed.  Where the host
-        waits for messages, this changes nothing.
+        An engine that is not ours calls collectives on streams of its own.  Such a stream waits for the last use of a
+        message buffer even if the computation has waited for this use already, and its waits for messages do not count
+        as exposed.  Where the host waits for messages, this context changes nothing.
         """
         if not self.streams:
             yield

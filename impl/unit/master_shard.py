@@ -1,4 +1,4 @@
-"""Holds a rank's shard of a unit: (S,) fp32 master weights, and the mean gradient that steps them.
+"""Holds a rank's shard of a unit: (S,) fp32 master weights, and the mean gradient with which the optimizer steps them.
 
 Frozen weights may be held as a codec's codes instead of in fp32.  An offloaded shard is in host memory,
 together with its gradient; its encoded frame is copied to the device for each gather.
