@@ -87,11 +87,13 @@ def read_manifest(path: Path) -> Manifest:
     try:
         fields = json.loads(regular_file.read_text(file))
     except OSError as error:
-        raise CheckpointError(f"{path}: not a checkpoint: {MANIFEST}: {error.strerror}") from None
+        raise CheckpointError(f"{path}: is not a checkpoint: {MANIFEST}: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{file}: is cut short, or is not JSON: load another checkpoint") from None
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise CheckpointError(f"{file}: not a manifest of a {FORMAT}")
+        raise CheckpointError(
+            f"{file}: is not a manifest of a {FORMAT}: name a folder that save() has written"
+        )
     if (version := fields.get("version")) != VERSION:
         raise CheckpointError(
             f"{file}: is of version {version!r} of the format; this program reads version {VERSION}"
@@ -102,7 +104,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     content = {name: value for name, value in fields.items() if name not in ("format", "version")}
     if (fault := _fault(content)) is not None:
-        raise CheckpointError(f"{file}: not a manifest of a {FORMAT}: {fault}")
+        raise CheckpointError(f"{file}: is not a manifest of a {FORMAT}: {fault}")
     return Manifest(**content)
 
 

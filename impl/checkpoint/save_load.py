@@ -336,7 +336,9 @@ def _check_model(entries: dict[str, dict[str, Any]], saved: dict[str, dict[str, 
     for name, entry in entries.items():
         # Extra states may change their form in training, so they need not agree.
         if entry != saved[name] and not state.is_extra(name):
-            raise CheckpointError(f"{name!r} is {saved[name]} in the checkpoint, but {entry} in the model")
+            raise CheckpointError(
+                f"{name!r} is {saved[name]} in the checkpoint, but {entry} in the model: load it into the saved model"
+            )
 
 
 def _unlike(zero: Zero, manifest: Manifest) -> list[str]:

@@ -116,9 +116,9 @@ class SecondaryShard:
         return self._frames
 
     def share_memory(self, others: Sequence[SecondaryShard]) -> None:
-        """Allocate the memory of this shard's frames now, and keep those of the smaller ``others`` in it too.
+        """Allocate the memory of this shard's frames now, and have the smaller ``others`` keep their frames there too.
 
-        Only one of them may be in use at a time; call :meth:`forget` when another one comes into use.
+        Only one of these shards may be in use at a time; call :meth:`forget` of a shard when it comes into use.
         """
         memory = self._memory()
         for other in others:

@@ -75,7 +75,7 @@ def test_what_was_checked_is_said(tmp_path: Path, zeropp: Zeropp) -> None:
             r"rank-00001.safetensors: has 3 bytes, but \d+ according to the manifest",
         ),
         ("manifest.json", b"{}", "manifest.json: "),
-        ("manifest.json", None, "not a checkpoint: manifest.json: No such file or directory"),
+        ("manifest.json", None, "is not a checkpoint: manifest.json: No such file or directory"),
     ],
 )
 def test_a_broken_checkpoint_hides_no_other(
