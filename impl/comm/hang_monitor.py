@@ -97,7 +97,7 @@ class HangMonitor:
 
 
 def _watch(monitor: weakref.ref[HangMonitor], closed: threading.Event, seconds: float) -> None:
-    """Look every so many ``seconds``, until the monitor is closed or no longer used, or ranks hang."""
+    """Look every ``seconds`` seconds, until the monitor is closed or no longer used, or ranks hang."""
     while not closed.wait(seconds):
         watched = monitor()
         if watched is None or watched.look():

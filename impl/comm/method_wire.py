@@ -113,7 +113,7 @@ class MethodWire:
         return self._post("shift", axis, row, tuple(row.shape), Shifted)
 
     def drain(self) -> None:
-        """Wait for all messages under way; what they bring is dropped."""
+        """Wait for all messages under way, and drop what they bring."""
         for sent in tuple(self.under_way):
             sent.wait()
 

@@ -228,7 +228,7 @@ class Reduction:
         return exchange
 
     def _open(self, hop: Hop, index: int) -> Exchange:
-        """Open the exchange of a chunk; those of several chunks are under way at once."""
+        """Open the exchange of a chunk; the exchanges of several chunks may be under way at once."""
         return self.wire.all_to_all(hop.axis, hop.sizes[index], self.tag, in_line=len(self._chunks) == 1)
 
     def _send_on(self, number: int, index: int) -> Exchange:

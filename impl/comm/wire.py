@@ -483,7 +483,7 @@ class Wire:
         )
 
     def _uneven_route(self, even: exchanges.Route, axis: Axis, tag: Tag, lengths: Lengths) -> exchanges.Route:
-        """Compute the route of an uneven all-to-all from that of an even one."""
+        """Compute the route of an uneven all-to-all from the route of an even one."""
         (sizes, mark), me = lengths, self.group(axis).index
         sent = uneven(self.mesh.topology, axis, self.mesh.rank, sizes[me])
         splits = exchanges.Splits(

@@ -79,8 +79,8 @@ class _Call:
     """Fills in the argument of a kernel, and computes the grid of its launch.
 
     ``tensors``, of equal leading dimensions, and ``codecs`` are given by the name of their field in the argument.
-    If there are several sources, ``frames`` (sources, ...) holds the frames of all of them, and ``tensors`` those of
-    the first.
+    If there are several sources, ``frames`` (sources, ...) holds the frames of all sources, and ``tensors`` has the
+    frames of the first source.
 
     Raises ValueError: for a row that is too long, or more rows than a grid covers.
     """

@@ -186,7 +186,7 @@ def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plan
 
 
 def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
-    """Returns what a gather in ``phase`` sends; ``sends`` is what it would send if it had to bring both planes.
+    """Returns what a gather in ``phase`` sends; ``sends`` is what this gather would send if it brought both planes.
 
     With ``planes='phase'`` a training forward pass with hpZ brings both planes between nodes, so that the backward
     pass finds its columns in hpZ's copy.  All other gathers bring only the plane that the pass computes with.  With

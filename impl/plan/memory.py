@@ -31,9 +31,9 @@ PARTS: Final = (
 
 
 def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
-    """Returns the ``parts`` that :func:`memory` has returned, changed from Adam to another optimizer.
+    """Returns ``parts``, which :func:`memory` has returned for Adam, as they are with another optimizer.
 
-    ``size`` is this optimizer's number of bytes of state for each element; Adam has 8.
+    ``size`` is the other optimizer's number of bytes of state for each element; Adam has 8.
     """
     return parts | {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
 
@@ -41,7 +41,7 @@ def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
 def with_muon(
     parts: dict[str, int], units: Sequence[UnitGeometry], owners: Owners, rank: int
 ) -> dict[str, int]:
-    """Returns the ``parts`` that :func:`memory` has returned, changed to Muon for matrices and AdamW for the rest.
+    """Returns ``parts``, which :func:`memory` has returned for Adam, as they are if Muon steps the matrices.
 
     - ``optimizer``: 4 bytes for each element of a matrix (the momentum), 8 for each other element
     - ``owned``: two buffers in fp32.  One is as large as the largest matrix that the rank owns; the other is as large

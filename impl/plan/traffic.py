@@ -103,7 +103,7 @@ def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Ev
 def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Mapping[Link, int]:
     """Returns how many messages ``rank`` sends over each kind of link in one exchange along ``axis``.
 
-    Each other rank of the group gets one message; in a ``ring`` the next rank of the group gets all of them.
+    Each other rank of the group gets one message; in a ``ring`` the next rank of the group gets all these messages.
     """
     group, me = axis.group(rank), axis.digit(rank)
     targets = [group[(me + 1) % axis.size]] * (axis.size - 1) if ring else [r for r in group if r != rank]

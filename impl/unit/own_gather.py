@@ -66,7 +66,7 @@ class GatherMethod(Method):
 
 
 class OwnGather(MethodDriver):
-    """Calls the object of a class that gathers, and checks what it returns."""
+    """Calls the object of a user's class that gathers, and checks what the object returns."""
 
     role: ClassVar[Role] = "gather"
     prefix: ClassVar[str] = "gather."
