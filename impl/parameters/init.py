@@ -95,7 +95,9 @@ class Init:
         if not self.enabled:
             return self
         if active() is not None:
-            raise ZeroError("Init inside Init: only one Init can lay the model out, so leave one of them out")
+            raise ZeroError(
+                "Init inside Init is refused: only one Init can lay the model out, so leave one of them out"
+            )
         with contextlib.ExitStack() as stack:
             if self._seed is not None:
                 devices = [self._device] if self._device.type == "cuda" else []

@@ -337,7 +337,8 @@ class ThreadStore:
     def wait(self, keys: Sequence[str], timeout: timedelta = timedelta.max) -> None:
         """Wait until all ``keys`` are there; raises a RuntimeError if they never will be.
 
-        A rank that is waiting for others gives up only if no rank can go on; ``timeout`` says who gives up first.
+        A rank that is waiting for others gives up only if no rank can go on; ranks with the longest ``timeout`` give up
+        first.
         """
         missing = {self.prefix + key for key in keys} - self._values.keys()
         if not missing:

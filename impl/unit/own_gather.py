@@ -173,7 +173,7 @@ class OwnWeightGather:
         return {_RECORD: torch.tensor([self._begun, _CHANGES.index(self._present())]), **self.own.state()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the :meth:`state` of the same rank."""
+        """Take over the :meth:`state` that the same rank returned."""
         self.own.load(state)
         self._begun, change = map(int, state[_RECORD])
         self._change, self._seen = _CHANGES[change], self._master_shard.version[1]

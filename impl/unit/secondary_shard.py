@@ -200,7 +200,10 @@ class SecondaryShard:
         return {"copy": self._values().clone(), "begun": begun}
 
     def load(self, state: Mapping[str, Tensor], version: Version) -> None:
-        """Take over the :meth:`state` of the same rank; ``version`` is the present version of the master."""
+        """Take over the :meth:`state` that the same rank returned.
+
+        ``version`` is the present version of the master.
+        """
         self._version = self.begun = self._settled = None
         if "copy" in state:
             self._values().copy_(state["copy"])

@@ -149,7 +149,7 @@ class WeightGather:
         return self.secondary.state(self.master_shard.version)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the :meth:`state` of the same rank."""
+        """Take over the :meth:`state` that the same rank returned."""
         self.secondary.load(state, self.master_shard.version)
 
     def _write(self, hop: Hop, message: Tensor, received: Tensor | None = None) -> None:
