@@ -96,8 +96,8 @@ class Mesh:
             topology: the nodes and the ranks on each, in rank order; or a device mesh or a process group, in place
                 of ``group``.  By default, torchrun's ``LOCAL_WORLD_SIZE`` tells which ranks share a node; without
                 this variable all ranks do.  This also holds for a device mesh of one dimension.  Of a device mesh
-                of two dimensions, the one called ``node``, ``inter``, ``replicate`` or ``dp_replicate`` is read as
-                the nodes, and the one called ``local``, ``intra``, ``shard`` or ``dp_shard`` as the ranks of a
+                of two dimensions, the dimension called ``node``, ``inter``, ``replicate`` or ``dp_replicate`` is read
+                as the nodes, and the dimension called ``local``, ``intra``, ``shard`` or ``dp_shard`` as the ranks of a
                 node; without names, the dimensions are read in this order.
             device: the device of tensors.  By default it is the device mesh's, with NCCL the current GPU,
                 otherwise the CPU.
@@ -351,8 +351,8 @@ def _read(device_mesh: DeviceMesh, topology: Topology | None) -> tuple[tuple[int
         first, second = (_NODE_NAMES.count(name) - _LOCAL_NAMES.count(name) for name in names)
         if (first, second) not in ((1, -1), (-1, 1)):
             raise MeshError(
-                f"the device mesh has dimensions {names[0]!r} and {names[1]!r}: call the one between nodes "
-                f"{_one_of(_NODE_NAMES)}, and the one inside a node {_one_of(_LOCAL_NAMES)}, or pass "
+                f"the device mesh has dimensions {names[0]!r} and {names[1]!r}: name the dimension between "
+                f"nodes {_one_of(_NODE_NAMES)}, and the dimension inside a node {_one_of(_LOCAL_NAMES)}, or pass "
                 "zeropp.mesh(nodes=..., ranks_per_node=..., group=device_mesh)"
             )
         ranks = ranks if first == 1 else ranks.t()

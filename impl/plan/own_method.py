@@ -313,7 +313,7 @@ def axis_of(topology: Topology, name: str) -> Axis:
 
 
 class PlannedWire:
-    """Replaces the wire where nothing is sent, so that a method can be made only to call its ``bytes()``."""
+    """Takes the place of a wire in a method's constructor, where only the method's ``bytes()`` is to be called."""
 
     def __init__(self, topology: Topology, rank: int = 0) -> None:
         self.topology, self.rank, self.device = topology, rank, "cpu"

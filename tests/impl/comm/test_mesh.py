@@ -300,7 +300,7 @@ REFUSED = {
     "size": "topology 1x2 needs 2 ranks, the process group has 3",
     "list": "group is a list: expected what dist.new_group",
     "text": "mesh is a str: expected zeropp.mesh(...), torch's DeviceMesh, a process group, or a Topology",
-    "names": "the device mesh has dimensions 'node' and 'dp': call the one between nodes 'node', 'inter', "
+    "names": "the device mesh has dimensions 'node' and 'dp': name the dimension between nodes 'node', 'inter', "
     "'replicate' or 'dp_replicate', and the one inside a node 'local', 'intra', 'shard' or 'dp_shard', or pass ",
     "numbers": "topology 3x1 needs 3 ranks, the process group has 4",
     "no nodes": "nodes=0: expected a number of 1 or more",
