@@ -301,7 +301,7 @@ REFUSED = {
     "list": "group is a list: expected what dist.new_group",
     "text": "mesh is a str: expected zeropp.mesh(...), torch's DeviceMesh, a process group, or a Topology",
     "names": "the device mesh has dimensions 'node' and 'dp': name the dimension between nodes 'node', 'inter', "
-    "'replicate' or 'dp_replicate', and the one inside a node 'local', 'intra', 'shard' or 'dp_shard', or pass ",
+    "'replicate' or 'dp_replicate', and the dimension inside a node 'local', 'intra', 'shard' or 'dp_shard', or pass ",
     "numbers": "topology 3x1 needs 3 ranks, the process group has 4",
     "no nodes": "nodes=0: expected a number of 1 or more",
     "tensor parallel": "the device mesh has a dimension 'tp', along which ranks hold different parts of a model",
