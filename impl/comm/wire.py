@@ -157,7 +157,7 @@ class Wire:
     def exposed_seconds(self) -> float:
         """Seconds that this rank has waited for messages.
 
-        If the stream of a GPU waits, synchronise the device before reading this property.
+        If the stream of a GPU waits, synchronise the device before reading it.
         """
         return self._watchdog.exposed_seconds
 
