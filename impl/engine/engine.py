@@ -501,7 +501,7 @@ class Zero:
     def _load_from_state_dict(
         self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: object
     ) -> None:
-        """Load all entries that the model has, so that ``load_state_dict()`` finds the others only."""
+        """Load and remove all entries that the model has; ``load_state_dict()`` then finds only the other entries."""
         self._loaded.clear()
         if self._all_shown():
             return

@@ -167,7 +167,8 @@ class Muon(WithAdamW):
             ``ns_coefficients``, ``eps``, ``ns_steps`` and ``adjust_lr_fn``.
 
     Raises:
-        ZeroError: if no trained parameter is in the group, if one of them is no matrix, or if masters are offloaded.
+        ZeroError: if no trained parameter is in the group, if a parameter of the group is no matrix, or if masters are
+            offloaded.
         ValueError: if torch refuses an argument.
         TypeError: for an argument that torch does not know.
     """
