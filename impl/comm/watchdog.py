@@ -87,9 +87,9 @@ class Watchdog:
         return self._waited
 
     def mark_exposed(self) -> Callable[[], float]:
-        """Return a function that returns the exposed seconds before this call.
+        """Return a function that returns the exposed seconds until now.
 
-        If the device's stream waits for messages, call the function only after the device has passed this moment.
+        If the device's stream waits for messages, call that function once the device has passed this moment.
         """
         mark = _Mark()
         self._stalls.append(mark)
@@ -98,7 +98,7 @@ class Watchdog:
             _ = self.exposed_seconds
             if mark.seconds is None:
                 raise RuntimeError(
-                    "the device has not passed the waits before the mark: call torch.cuda.synchronize() first"
+                    "the device has not passed the waits before the mark: synchronise it first"
                 )
             return mark.seconds
 
