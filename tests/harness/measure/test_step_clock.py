@@ -97,7 +97,7 @@ def test_a_mark_is_read_when_the_device_has_passed_it(monkeypatch: pytest.Monkey
     watchdog = Watchdog(mesh, streams=True)
     watchdog.wait(STEP, lambda: stream.queued.append(0.25))
     read = watchdog.mark_exposed()
-    with pytest.raises(RuntimeError, match="before the mark: call torch"):
+    with pytest.raises(RuntimeError, match="synchronise it first"):
         read()
     stream.run()
     assert read() == 0.25
