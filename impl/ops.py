@@ -43,7 +43,7 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
 
 
 def try_codec(operations: Operations, codec: Codec, device: torch.device) -> None:
-    """Encode and decode one octet of zeros with a codec that has kernels of its own, or sum it if it is a cast.
+    """Encode one octet of zeros, and decode it, with a codec that has kernels; with a cast, encode it and sum it.
 
     Raises:
         RuntimeError: if that fails; the message names the codec.
@@ -106,7 +106,7 @@ def warning_of(device: torch.device) -> str | None:
 
 @functools.cache
 def _choose(device: str) -> tuple[Operations, str | None]:
-    """Return the operations for a type of device, and the reason if they are only the reference's."""
+    """Return (operations for a type of device, the reason if they are only the reference's, otherwise None)."""
     if device == "cpu":
         try:
             return cpu.Kernels(build.library(build.user_folder())), None

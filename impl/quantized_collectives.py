@@ -7,9 +7,8 @@ They can be called from FSDP, from a DDP communication hook, or from a script::
     mean = zeropp.quantized_reduce_scatter(gradient, ("int4:256", "int4:256"), mesh)  # qgZ
 
 All ranks of the mesh must call them with equal shapes and options.  The mesh may also be torch's ``DeviceMesh``, a
-process group or a topology.
-Pass one :class:`~impl.comm.wire.Wire` to all calls to reuse its buffers and shared memory, and to read its
-ledger of bytes; without one, each call makes a wire of its own.
+process group or a topology.  Pass one :class:`~impl.comm.wire.Wire` to all calls to reuse its buffers and shared
+memory, and to read its ledger of bytes; without a wire, each call makes one of its own.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def shard(
         mesh: the ranks: a mesh, torch's ``DeviceMesh``, a process group or a topology, which :meth:`Mesh.create`
             reads; by default all ranks.
         policy: what is sharded, and how it is sent.
-        wire: the wire that sends all messages; a new one without options by default.
+        wire: the wire that sends all messages; by default a new wire without options.
         blocks: the modules that are gathered and resharded as a whole; by default those that
             :func:`find_blocks` finds.
         group_of: returns the number of a parameter's optimizer group from its name and the parameter; by

@@ -91,7 +91,7 @@ class InDDP(Joined):
             joined = reference()
             if joined is None:
                 raise HostError(
-                    "DDP reduces gradients, but the InDDP of its model was deleted: keep a reference"
+                    "DDP reduces gradients, but the InDDP of its model was deleted: keep a reference to the InDDP"
                 )
             return joined._take(bucket)  # noqa: SLF001  # the hook belongs to this class
 

@@ -72,15 +72,15 @@ def fsdp2(
     """Let a model that ``fully_shard`` has sharded send through this project's quantised collectives.
 
     All ranks of the model's device mesh must call this once, before the first forward pass and after the last call of
-    ``fully_shard``.  The training loop does not change.  It works on CPUs with gloo and on GPUs with NCCL, with
-    FSDP2's mixed precision, and with weights that stay gathered after forward or do not.
+    ``fully_shard``.  The training loop does not change.  The adapter works on CPUs with gloo and on GPUs with NCCL,
+    with or without FSDP2's mixed precision, and whether or not weights stay gathered after forward.
 
     Args:
         model: the root, itself sharded by ``fully_shard`` over one dimension of a device mesh, as are its blocks.
         policy: a policy, or the name of a preset, that sets ``weights``, ``gradients``, ``gather``, ``reduce`` or
             ``chunks``.
         mesh: which ranks share a node, for the hops: a topology, or a mesh over the same ranks.  By default torchrun's
-            ``LOCAL_WORLD_SIZE`` tells.
+            ``LOCAL_WORLD_SIZE`` says this.
 
     Returns:
         The adapter.  ``ledger`` counts the bytes that this rank sends, by purpose and link, and prints as a table.
@@ -112,7 +112,7 @@ class InFSDP2(Joined):
     """Gathers the weights and reduces the gradients of a model that ``fully_shard`` has sharded.
 
     All ranks must create it before the first forward pass.  Gathered weights and mean gradients equal those of
-    FSDP2's own collectives, except for the codecs and, with three or more ranks, for the order of sums.
+    FSDP2's own collectives, except for the errors of the codecs and, with three or more ranks, the order of sums.
 
     Args:
         model: the root, itself an ``FSDPModule``, sharded over all ranks of ``wire.mesh``.

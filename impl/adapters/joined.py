@@ -56,7 +56,7 @@ class Joined:
         return predict_hosted(self._host, *layout, rank=self.wire.mesh.rank, events=events)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the algorithms, transports and kernels that are used, for the record."""
+        """Returns the algorithms, transports and kernels that are used, for a trial's record."""
         device = self.wire.mesh.device
         warning = ops.warning_of(device)
         return {

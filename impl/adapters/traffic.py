@@ -173,7 +173,7 @@ def predict_hosted(
 
 
 def _reduced_steps(events: Iterable[Event]) -> int:
-    """Returns the number of steps that follow at least one backward pass."""
+    """Returns how many of the steps in ``events`` have at least one backward pass."""
     steps, waiting = 0, False
     for event in events:
         steps += waiting and event == "step"

@@ -51,16 +51,19 @@ def latest(folder: Path | str) -> Path | None:
 def resolve(folder: Path) -> Path:
     """Returns ``folder`` if it is a checkpoint, else the newest checkpoint in it.
 
-    Raises CheckpointError: if there is none.
+    Raises CheckpointError: if ``folder`` is no checkpoint, and has none in it.
     """
     path = folder if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name) else latest(folder)
     if path is None:
-        raise CheckpointError(f"{folder}: {'no checkpoint in it' if folder.is_dir() else 'no such folder'}")
+        raise CheckpointError(
+            f"{folder}: {'no checkpoint in it' if folder.is_dir() else 'no such folder'}; name a checkpoint, or the "
+            "folder that was given to save()"
+        )
     return path
 
 
 def begin(folder: Path) -> Path:
-    """Make the folder into which the next checkpoint is written, and remove folders of interrupted saves."""
+    """Make and return the folder into which the next checkpoint is written; remove folders of interrupted saves."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _LEFT.fullmatch(path.name):

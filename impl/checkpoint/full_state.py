@@ -19,7 +19,7 @@ from impl.errors import ZeroError
 
 
 def consolidated(folder: Path | str) -> dict[str, Any]:
-    """Returns the unsharded model's state dict from a checkpoint, or from the newest in a folder of checkpoints.
+    """Returns the unsharded model's state dict from a checkpoint, or from the newest checkpoint in a folder.
 
     Parameters are fp32; tied parameters are under all their names.
 
@@ -44,7 +44,8 @@ def export(
         folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
         path: the file to write, which must not exist yet.
         dtype: type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
-        allow_overflow: whether finite values beyond the type's range are written as infinity; if not, they raise.
+        allow_overflow: whether finite values beyond the type's range are written as infinity; if not, such
+            values are an error.
 
     Returns:
         A line for each kind of value that the cast changed or that is not finite.  The line says how many such

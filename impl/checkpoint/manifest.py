@@ -57,9 +57,13 @@ class Manifest:
             file = path / file_name(number)
             try:
                 if (size := regular_file.status(file).st_size) != nbytes:
-                    raise CheckpointError(f"{file}: has {size} bytes, but {nbytes} according to the manifest")
+                    raise CheckpointError(
+                        f"{file}: has {size} bytes, but {nbytes} according to the manifest: load another checkpoint"
+                    )
                 if number in numbers and digest_of(file)[1] != sha256:
-                    raise CheckpointError(f"{file}: altered since it was written: its digest differs")
+                    raise CheckpointError(
+                        f"{file}: altered since it was written: its digest differs; load another checkpoint"
+                    )
             except OSError as error:
                 raise CheckpointError(f"{file}: {error.strerror}") from None
 
@@ -83,20 +87,24 @@ def read_manifest(path: Path) -> Manifest:
     try:
         fields = json.loads(regular_file.read_text(file))
     except OSError as error:
-        raise CheckpointError(f"{path}: not a checkpoint: {MANIFEST}: {error.strerror}") from None
+        raise CheckpointError(f"{path}: is not a checkpoint: {MANIFEST}: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{file}: cut short, or not JSON") from None
+        raise CheckpointError(f"{file}: is cut short, or is not JSON: load another checkpoint") from None
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise CheckpointError(f"{file}: not a manifest of a {FORMAT}")
+        raise CheckpointError(
+            f"{file}: is not a manifest of a {FORMAT}: name a folder that save() has written"
+        )
     if (version := fields.get("version")) != VERSION:
         raise CheckpointError(
             f"{file}: is of version {version!r} of the format; this program reads version {VERSION}"
         )
     if fields.pop("sha256", None) != digest(fields):
-        raise CheckpointError(f"{file}: altered since it was written: its digest differs")
+        raise CheckpointError(
+            f"{file}: altered since it was written: its digest differs; load another checkpoint"
+        )
     content = {name: value for name, value in fields.items() if name not in ("format", "version")}
     if (fault := _fault(content)) is not None:
-        raise CheckpointError(f"{file}: not a manifest of a {FORMAT}: {fault}")
+        raise CheckpointError(f"{file}: is not a manifest of a {FORMAT}: {fault}")
     return Manifest(**content)
 
 

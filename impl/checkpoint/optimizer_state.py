@@ -33,7 +33,8 @@ class MasterRanges(NamedTuple):
 class SavedMasters:
     """The masters of one engine on one rank, with their optimizers.
 
-    ``copy`` is None, or with local steps how the names of what this rank saves begin: its group saves all elements.
+    ``copy`` is None without local steps.  With local steps each group of ranks saves all elements, and ``copy`` is the
+    prefix of the names under which this rank's group saves them.
 
     Raises CheckpointError: unless the optimizers hold only masters, and each master at most once.
     """
@@ -54,7 +55,7 @@ class SavedMasters:
         for number, optimizer in enumerate(optimizers):
             for key in map(id, _masters(optimizer)):
                 if key not in unclaimed:
-                    why = "a master of this engine that is already held"
+                    why = "a master of this engine that is already held by an optimizer"
                     if key not in self._ranges:
                         why = "a tensor that is not a master of this engine"
                     raise CheckpointError(
@@ -85,7 +86,7 @@ class SavedMasters:
         return entries
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values (n,)) for each range that this rank saves, of state that has a value for each element."""
+        """Yield (name, values (n,)) for each range that this rank saves of the states with a value for each element."""
         for number, optimizer in enumerate(self._optimizers):
             for master in _masters(optimizer):
                 for key, value in optimizer.state.get(master, {}).items():
@@ -95,12 +96,16 @@ class SavedMasters:
     def check(self, saved: Sequence[dict[str, Any]]) -> None:
         """Raise CheckpointError for a saved state that these optimizers cannot load; changes nothing."""
         if len(saved) != (count := len(self._optimizers)):
-            raise CheckpointError(f"has the state of {len(saved)} optimizers, but {count} are to be loaded")
+            raise CheckpointError(
+                f"has the state of {len(saved)} optimizers, but {count} are to be loaded: pass as many as were "
+                "saved, or none"
+            )
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             kind, parameters = type(optimizer).__name__, entry["parameters"]
             if kind != entry["kind"]:
                 raise CheckpointError(
-                    f"has the state of {entry['kind']} for optimizer {number}, which is {kind}"
+                    f"has the state of {entry['kind']} for optimizer {number}, which is {kind}: pass an optimizer of "
+                    "the saved class"
                 )
             check_names(self._names(_masters(optimizer)), parameters, f"parameters of optimizer {number}")
             for group in optimizer.param_groups:
@@ -109,7 +114,9 @@ class SavedMasters:
                     self._shared(parameters, [master], "numbers")
 
     def _shared(self, parameters: dict[str, Any], masters: Sequence[Tensor], key: str) -> Any:
-        """Returns the saved ``key``, which all ``masters`` share: ``options`` or ``numbers``; None without parameters.
+        """Returns the saved ``key``, which all ``masters`` share: ``options`` or ``numbers``.
+
+        Returns None if the masters hold no parameters.
 
         Raises CheckpointError: if two parameters of ``masters`` were saved with different values.
         """
@@ -117,12 +124,13 @@ class SavedMasters:
         for name in names:
             if parameters[name][key] != parameters[names[0]][key]:
                 raise CheckpointError(
-                    f"has different {key} for {names[0]!r} and {name!r}, which share them here"
+                    f"has different {key} for {names[0]!r} and {name!r}, which share them here: have group_of= of "
+                    "shard() put the two into different groups"
                 )
         return from_json(parameters[names[0]][key]) if names else None
 
     def load(self, saved: Sequence[dict[str, Any]], parts: Parts, copy: str) -> None:
-        """Load a state that passed :meth:`check`, from names that begin with ``copy``."""
+        """Load a state that passed :meth:`check`, from the ranges whose names begin with ``copy``."""
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}
             masters, prefix = _masters(optimizer), f"{copy}optimizer{number}."
@@ -151,7 +159,7 @@ def _masters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _numbers(state: dict[str, Any], master: Tensor, number: int) -> dict[str, Any]:
-    """Returns a master's state that does not have a value for each element, in JSON's types.
+    """Returns, in JSON's types, the entries of a master's state that do not have a value for each element.
 
     Raises CheckpointError: for a tensor that can neither be cut by element nor saved as a number.
     """

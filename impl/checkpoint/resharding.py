@@ -2,8 +2,8 @@
 
 Files hold *ranges*: elements [start, end) of one flattened parameter, under the name ``KIND/NAME@START``.  These
 names do not depend on units, shards or ranks, so a rank of another layout can read the elements of its own shards
-from the files of all ranks.  With local steps each group of ranks saves all elements, since groups have other values;
-all but the first group put their number before the name, as ``group1:KIND/NAME@START``.
+from the files of all ranks.  With local steps each group of ranks saves all elements, since values differ between
+groups; all but the first group put their number before the name, as ``group1:KIND/NAME@START``.
 
 Files have the safetensors format.
 """
@@ -112,18 +112,19 @@ class Parts:
             parts.append(values[max(start - low, 0) : max(end - low, 0)])
         if (count := sum(map(len, parts))) != end - start:
             raise CheckpointError(
-                f"{self.path}: has only {count} of the elements {start} to {end} of {kind} of {name!r}"
+                f"{self.path}: has only {count} of the elements {start} to {end} of {kind} of {name!r}: load another "
+                "checkpoint"
             )
         return torch.cat(parts) if parts else torch.empty(0)
 
     def fill(self, whole: Tensor, kind: str, wanted: Iterable[Range]) -> Tensor:
-        """Write the saved values of the ranges ``wanted`` into ``whole``, a shard or master (n,); returns it."""
+        """Write the saved values of the ranges ``wanted`` into ``whole``, a shard or master (n,); returns ``whole``."""
         for part in wanted:
             whole[part.place] = self.read(kind, part.name, part.start, part.end)
         return whole
 
     def tensors(self, number: int, kind: str) -> dict[str, Tensor]:
-        """Returns tensors of file ``number`` that are not ranges: those with the name ``kind/NAME``, by NAME."""
+        """Returns the tensors of file ``number`` that are named ``kind/NAME``, by NAME; they are not ranges."""
         file, prefix = self._files[number], f"{kind}/"
         keys = [key for key in file.offset_keys() if key.startswith(prefix)]
         return {key.removeprefix(prefix): file.get_tensor(key).clone() for key in keys}

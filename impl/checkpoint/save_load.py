@@ -62,7 +62,7 @@ def together(
     Raises:
         CheckpointError: on all ranks, if ``attempt`` raises on any rank.  The message is that of the first such
             rank, and names the rank unless all ranks have the same message.  If ``unlike`` is given, also if a
-            rank's report differs from rank 0's; the message is then this rank and ``unlike``.
+            rank's report differs from rank 0's; the message then names this rank and goes on with ``unlike``.
     """
     failure, result = None, None
     try:
@@ -216,10 +216,10 @@ def _local_steps(policy: Policy) -> str:
 
 
 def _group(zero: Zero) -> str | None:
-    """Returns how the names of what this rank's group saves begin, with local steps; None without them.
+    """Returns the prefix of the names under which this rank's group saves its values; None without local steps.
 
-    The names of the first group begin as those of a run without local steps.  So a run of another topology or policy
-    loads the weights and optimizers of that group.
+    The prefix of the first group is empty, so that its names are those of a run without local steps.  A run of another
+    topology or policy therefore loads the weights and optimizers of the first group.
     """
     if zero.policy.local_steps is None:
         return None
@@ -336,7 +336,9 @@ def _check_model(entries: dict[str, dict[str, Any]], saved: dict[str, dict[str, 
     for name, entry in entries.items():
         # Extra states may change their form in training, so they need not agree.
         if entry != saved[name] and not state.is_extra(name):
-            raise CheckpointError(f"{name!r} is {saved[name]} in the checkpoint, but {entry} in the model")
+            raise CheckpointError(
+                f"{name!r} is {saved[name]} in the checkpoint, but {entry} in the model: load it into the saved model"
+            )
 
 
 def _unlike(zero: Zero, manifest: Manifest) -> list[str]:

@@ -1,1 +1,1 @@
-"""Codecs, which turn elements into bytes: their values, their specification in PyTorch, and rounding noise."""
+"""Defines codecs, which turn elements into bytes, specifies them in PyTorch, and defines rounding noise."""

@@ -101,7 +101,7 @@ class Raw(_Framed):
 
     @property
     def grain(self) -> int:
-        """A shard must have a multiple of this number of elements."""
+        """The number of elements of which every shard must have a multiple."""
         return FRAME_ALIGNMENT // ITEM_BYTES[self.dtype]
 
     @property
@@ -135,7 +135,7 @@ class _Scaled(_Framed):
 
     @property
     def grain(self) -> int:
-        """A shard must have a multiple of this number of elements, so that no block spans two shards."""
+        """The number of elements of which every shard must have a multiple, so that no block spans two shards."""
         return max(1, self.hadamard) if self.block == "shard" else self.block
 
     @property
@@ -394,7 +394,7 @@ class OwnCodec(_Framed):
 
     @property
     def grain(self) -> int:
-        """A shard must have a multiple of this number of elements."""
+        """The number of elements of which every shard must have a multiple."""
         return self._contract.grain
 
     @property
@@ -427,9 +427,9 @@ class OwnCodec(_Framed):
 
 
 def user_codec(source: Any, name: str | None = None) -> OwnCodec:
-    """Makes a codec of a user's object or class (docs/reference/codecs.md).
+    """Returns the codec that a user's object or class defines (docs/reference/codecs.md).
 
-    ``name`` is what error messages call the codec; the default is the module and name of its class.  All ranks
+    ``name`` is what error messages call the codec; the default is the module and name of the object's class.  All ranks
     must give the same name.
 
     Raises CodecError: naming an attribute that is missing or wrong.
@@ -513,5 +513,5 @@ def built_in(text: str) -> BuiltIn:
 
 
 def common_grain(*codecs: Codec) -> int:
-    """Returns a grain that suits all ``codecs``: a number of elements of which each shard has a multiple."""
+    """Returns the least number of elements of which every shard must have a multiple to suit all ``codecs``."""
     return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits fill a 16-byte vector

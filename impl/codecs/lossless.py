@@ -1,4 +1,4 @@
-"""Codecs without loss: what the values of weights and gradients cost if nothing may change.
+"""Defines codecs without loss, which measure how many bytes weights and gradients take if no value may change.
 
 Mantissas and signs of weights and gradients are random bits, which no coder shortens.  Their exponents are not: most
 elements have one of a few exponents, so that about 2.6 of the 8 bits are information (ZipCCL, 2604.27844).  Elements
@@ -30,7 +30,7 @@ from impl.codecs.reference import DTYPES, NAMES
 HEADER: Final = 40  # bytes
 _KINDS: Final = tuple(DTYPES)
 _MOST_PLANES: Final = 4
-_RANDOM: Final = 7.8  # bits of entropy in a byte from which on compressing is not tried
+_RANDOM: Final = 7.8  # a plane with at least so many bits of entropy in a byte is not compressed
 
 Planes = NDArray[np.uint8]  # (bytes of an element, S)
 
@@ -123,7 +123,7 @@ class Zstd(_Lossless):
 
 
 class _Bf16(_Lossless):
-    """Casts to bf16 first: the message that a 16-bit baseline sends, without loss of anything more."""
+    """Casts elements to bf16 first, as a baseline with 16-bit messages does; nothing else is lost."""
 
     kinds: ClassVar[list[Dtype]] = ["fp32", "bf16"]
 
@@ -152,13 +152,13 @@ def _rounding(low: float, high: float, dtype: Dtype) -> float:
 
 
 def _within(x: Tensor, kind: torch.dtype) -> Tensor:
-    """Returns elements (S,) fp32 of which finite ones are saturated to the largest number of type ``kind``."""
+    """Returns ``x`` (S,) fp32 with its finite elements saturated to the largest number of type ``kind``."""
     largest = torch.finfo(kind).max
     return torch.where(x.isinf(), x, x.clamp(-largest, largest))
 
 
 def _sizes(frame: NDArray[np.uint8]) -> list[int]:
-    """Returns the bytes of a frame's planes as they are stored; 0 for planes that its type does not have."""
+    """Returns how many bytes each plane of a frame takes as it is stored; 0 for planes that its type does not have."""
     return [int(size) for size in np.frombuffer(frame[8:HEADER].tobytes(), "<i8")]
 
 
@@ -174,7 +174,7 @@ def _cut(x: Tensor) -> Planes:
 
 
 def _joined(planes: Planes, kind: torch.dtype) -> Tensor:
-    """Return the elements (S,) of type ``kind`` of their planes."""
+    """Return the elements (S,) of type ``kind`` that :func:`_cut` has cut into ``planes``."""
     size = len(planes)
     turned = np.ascontiguousarray(planes.T).view(f">u{size}").reshape(-1).astype(f"u{size}")
     bits = (turned >> 1) | (turned << (8 * size - 1))

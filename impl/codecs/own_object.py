@@ -59,7 +59,7 @@ class OwnObject:
     device: Any = "cpu"  # ``cpu``, ``cuda``, ``cuda:<number>``, or ``any``, for CPUs and GPUs
     decode_sum: Callable[..., None] | None = None
     decode_sum_encode: Callable[..., None] | None = None
-    used_bytes: Callable[..., Any] | None = None  # of a frame, if its size depends on the values
+    used_bytes: Callable[..., Any] | None = None  # counts a frame's used bytes, if they depend on the values
 
     @property
     def tried_on(self) -> str:
@@ -68,7 +68,7 @@ class OwnObject:
 
     @property
     def grain(self) -> int:
-        """A shard must have a multiple of this number of elements."""
+        """The number of elements of which every shard must have a multiple."""
         return 1 if self.block == "shard" else int(self.block)
 
 

@@ -36,7 +36,8 @@ def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Calla
             function(read, written, *random)
             if (after := (tuple(read.shape), tuple(written.shape))) != before:
                 raise CodecError(
-                    f"a codec's method changed the shapes of its tensors from {before} to {after}"
+                    f"a codec's method changed the shapes of its tensors from {before} to {after}: write to the "
+                    "tensors that the method is given, and leave their shapes as they are"
                 )
 
     return all_rows
@@ -79,7 +80,7 @@ def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
 def used_bytes(codec: Codec, frames: Tensor) -> int:
     """Returns how many bytes of ``frames`` (..., F) uint8 are used.
 
-    They are all, except those of codecs whose number of bytes depends on the values.
+    All bytes are used, except in the frames of codecs whose number of bytes depends on the values.
     """
     function = codec.definition.used_bytes if isinstance(codec, OwnCodec) else None
     if function is None:

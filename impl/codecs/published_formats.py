@@ -45,7 +45,7 @@ class _Format:
         return self.size
 
     def _parts(self, numel: int) -> list[int]:
-        """Returns the bytes of a frame's three parts: the codes, the blocks' further bytes, and the row's."""
+        """Returns the bytes of a frame's three parts: codes, further bytes of the blocks, further bytes of the row."""
         return [-(-numel * self.bits // 8), -(-numel // self.size) * self.beside, self.whole]
 
     def frame_bytes(self, numel: int) -> int:
@@ -89,7 +89,7 @@ class _Format:
         raise NotImplementedError
 
     def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        """Decodes the three tensors that :meth:`_codes` returns to values (n, size) fp32."""
+        """Decodes the codes and further bytes, as :meth:`_codes` returns them, to values (n, size) fp32."""
         raise NotImplementedError
 
 

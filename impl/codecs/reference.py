@@ -147,7 +147,9 @@ class Operations:
         if self._repeated(key, frames, out):
             return
         if out.dtype != torch.float32:
-            raise ValueError(f"{codec}: sums are written as fp32, got a tensor of {out.dtype}")
+            raise ValueError(
+                f"{codec}: sums are written as fp32, got a tensor of {out.dtype}: pass an fp32 tensor"
+            )
         _check(codec, out.shape, out.dtype, frames[0], out)
         _check_written(codec, out)
         if out.numel() > 0:
@@ -217,7 +219,7 @@ class Operations:
         return torch.cat([rows.sum(1), rows.sum(0), rest])
 
     def _sum_halves(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Add up in fp16, decoding one source after the other; backends with a kernel override this."""
+        """Write the sum of ``frames`` to ``out``, added up in fp16; backends with a kernel override this."""
         total = torch.zeros(out.shape, dtype=torch.float16, device=out.device)
         for source in frames:
             self.decode(codec, source, out)
@@ -320,7 +322,7 @@ def _address(x: Tensor) -> int:
         return x.data_ptr()
     except RuntimeError:  # includes NotImplementedError
         kind = str(x.layout).removeprefix("torch.") if x.layout != torch.strided else type(x).__name__
-        raise ValueError(f"codecs read and write dense tensors with memory, got {kind}") from None
+        raise ValueError(f"codecs read and write dense tensors with memory, got {kind}: pass one") from None
 
 
 def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, other: Tensor) -> None:

@@ -43,7 +43,9 @@ class Noise:
 
     philox: Words  # 4 words of 32 bits: the upper half of the counter, then the key
     start: int = 0  # number of the first row's first element
-    strides: tuple[int, ...] = ()  # for each leading dimension, the elements from one row to the next
+    strides: tuple[
+        int, ...
+    ] = ()  # for each leading dimension, the number of elements from one row to the next
 
     def __post_init__(self) -> None:
         for number in (self.start, *self.strides):

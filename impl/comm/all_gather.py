@@ -32,10 +32,11 @@ class FrameGather:
 
     Args:
         wire: sends the messages.
-        hops: the hops, of at least one axis.
+        hops: the hops, in the order in which they are posted.
         write: writes a further hop's message, given the hop, the message (bytes,) uint8 and what the hop before has
             received, (ranks along its axis, bytes) uint8.
-        keep: called with a hop that keeps something and what it has received, before the next hop is opened.
+        keep: is called for each hop that keeps something, before the next hop is opened, with the hop and with what
+            the hop has received.
     """
 
     def __init__(

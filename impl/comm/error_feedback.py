@@ -19,7 +19,7 @@ from impl.plan.policy import Feedback
 
 
 class Errors:
-    """The carried errors of one unit on one rank for the ``hops`` of its reduction, ``nbytes`` in all."""
+    """The carried errors of one unit on one rank, for the ``hops`` of its reduction; they have ``nbytes`` in all."""
 
     def __init__(self, feedback: Feedback, hops: Sequence[Hop], device: torch.device) -> None:
         self.feedback, dtype = feedback, DTYPES[feedback.state]
@@ -60,7 +60,7 @@ class Errors:
         return {**state, "since": torch.tensor(self._since)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the :meth:`state` of the same rank, topology and policy."""
+        """Take over the :meth:`state` that the same rank returned, in a run with the same topology and policy."""
         for hop, error in self._errors.items():
             error.copy_(state[f"hop{hop}"])
         self._since = int(state["since"])

@@ -67,7 +67,7 @@ class Arena(Protocol):
 
     @property
     def row_bytes(self) -> int:
-        """The largest message of a rank."""
+        """Bytes of the largest message that a rank can send."""
 
     def claim(self) -> int:
         """Return the number of the next exchange."""
@@ -98,8 +98,8 @@ class Pacer(Protocol):
 class Splits(NamedTuple):
     """Bytes of the messages of an uneven all-to-all on one rank, by index of the other rank in the group."""
 
-    come: list[int]
-    go: list[int]
+    come: list[int]  # of the messages that this rank receives
+    go: list[int]  # of the messages that this rank sends
     starts: list[int]  # for each source, where the message to this rank begins in the source's messages
 
 
@@ -216,7 +216,7 @@ class Buffers:
         if len(free) > spare:
             # With streams, take the buffer used longest ago; otherwise the last one, which caches may still hold.
             buffer, last = free.popleft() if self._streams else free.pop()
-            # If neither holds, the stream of the computation will use the buffer, and waits for its last use already.
+            # Otherwise the stream of the computation will use the buffer, and waits for the buffer's last use already.
             if self.arrival is not None or not last.joined:
                 last.join()
         else:

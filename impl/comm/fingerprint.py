@@ -52,7 +52,7 @@ def _code(fields: Fields, call: str) -> int:
 
 
 class CollectiveLog:
-    """The log of one rank's exchanges: their count, the fingerprint of their order, and the last 1024."""
+    """The log of one rank's exchanges: their count, the fingerprint of their order, and the last 1024 exchanges."""
 
     def __init__(self) -> None:
         self.count = self.fingerprint = 0

@@ -30,7 +30,7 @@ class Work(Protocol):
     """What ends when an exchange has arrived, such as torch's ``dist.Work``."""
 
     def is_completed(self) -> bool:
-        """Return whether it has ended."""
+        """Return whether the exchange has arrived."""
 
 
 def end_process(error: WireError) -> NoReturn:
@@ -43,7 +43,7 @@ def end_process(error: WireError) -> NoReturn:
 
 
 class HangMonitor:
-    """Watches the exchanges that this rank has posted; the thread starts with the first one.
+    """Watches the exchanges that this rank has posted, in a thread that starts with the first exchange.
 
     Args:
         watchdog: builds the error from the reports of all ranks.
@@ -55,9 +55,8 @@ class HangMonitor:
         self._watchdog, self._timeout, self._on_hang = watchdog, timeout, on_hang
         self._under_way: deque[tuple[Step, Sequence[Work]]] = deque()
         self._lock = threading.Lock()
-        self._progress = (
-            0.0  # time.monotonic() when an exchange was last seen to complete, or the first was posted
-        )
+        # time.monotonic() when an exchange was last seen to complete, or was posted while no other was under way.
+        self._progress = 0.0
         self._closed = threading.Event()
         self._started = False
 
@@ -98,7 +97,7 @@ class HangMonitor:
 
 
 def _watch(monitor: weakref.ref[HangMonitor], closed: threading.Event, seconds: float) -> None:
-    """Look every so many ``seconds``, until the monitor is closed or no longer used, or ranks hang."""
+    """Look every ``seconds`` seconds, until the monitor is closed or no longer used, or ranks hang."""
     while not closed.wait(seconds):
         watched = monitor()
         if watched is None or watched.look():

@@ -60,7 +60,7 @@ def default_group(backend: str, **options: Any) -> Iterator[None]:
 
 
 def limit_nccl(timeout: timedelta) -> None:
-    """Set the time-out of NCCL in the default group, if it has NCCL; that of gloo stays."""
+    """Set NCCL's time-out in the default group, if the group has NCCL; gloo's time-out stays as it is."""
     group = c10d._get_default_group()  # noqa: SLF001
     for device in group._device_types:  # noqa: SLF001
         backend = group._get_backend(device)  # noqa: SLF001
@@ -96,8 +96,8 @@ class Mesh:
             topology: the nodes and the ranks on each, in rank order; or a device mesh or a process group, in place
                 of ``group``.  By default, torchrun's ``LOCAL_WORLD_SIZE`` tells which ranks share a node; without
                 this variable all ranks do.  This also holds for a device mesh of one dimension.  Of a device mesh
-                of two dimensions, the one called ``node``, ``inter``, ``replicate`` or ``dp_replicate`` is read as
-                the nodes, and the one called ``local``, ``intra``, ``shard`` or ``dp_shard`` as the ranks of a
+                of two dimensions, the dimension called ``node``, ``inter``, ``replicate`` or ``dp_replicate`` is read
+                as the nodes, and the dimension called ``local``, ``intra``, ``shard`` or ``dp_shard`` as the ranks of a
                 node; without names, the dimensions are read in this order.
             device: the device of tensors.  By default it is the device mesh's, with NCCL the current GPU,
                 otherwise the CPU.
@@ -116,7 +116,9 @@ class Mesh:
             topology, group = None, topology
         elif not isinstance(topology, Topology | None):
             kind = type(topology).__name__
-            raise MeshError(f"topology {topology!r} is a {kind}: expected a Topology or torch's DeviceMesh")
+            raise MeshError(
+                f"topology {topology!r} is a {kind}: expected a Topology, torch's DeviceMesh or a process group"
+            )
         if isinstance(group, DeviceMesh):
             members, topology = _read(group, topology)
             kind, backend = group.device_type, dist.get_backend(group.get_group(0))
@@ -147,7 +149,7 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: AnyMesh | None = None) -> Mesh:
-        """Return ``mesh`` itself, or the mesh of these ranks as :meth:`create` reads them.
+        """Return ``mesh`` if it is a :class:`Mesh`, otherwise the mesh that :meth:`create` makes of it.
 
         All calls with the same ranks on the same nodes return the same object, so that they share process groups.
 
@@ -171,7 +173,7 @@ class Mesh:
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """The global rank, which is torch's, of each rank of the mesh."""
+        """For each rank of the mesh, its global rank, by which torch knows it."""
         return self.members or tuple(range(self.topology.world))
 
     @property
@@ -290,9 +292,9 @@ def make_mesh(
     """Make the mesh of all ranks, or of the ranks of ``group``; all of these must call it, and no others.
 
     Args:
-        nodes: the number of nodes; by default as many as ``ranks_per_node`` gives.
-        ranks_per_node: the number of ranks on each node; by default as many as ``nodes`` gives.  Without either
-            number, nodes are read from the device mesh, or from torchrun's ``LOCAL_WORLD_SIZE``, as
+        nodes: the number of nodes; by default the number of ranks divided by ``ranks_per_node``.
+        ranks_per_node: the number of ranks on each node; by default the number of ranks divided by ``nodes``.  If
+            neither number is given, nodes are read from the device mesh, or from torchrun's ``LOCAL_WORLD_SIZE``, as
             :meth:`Mesh.create` says.
         group: what ``dist.new_group([...])`` returned, or torch's ``DeviceMesh``; all ranks by default.
         device: the device of tensors; by default as in :meth:`Mesh.create`.
@@ -349,8 +351,8 @@ def _read(device_mesh: DeviceMesh, topology: Topology | None) -> tuple[tuple[int
         first, second = (_NODE_NAMES.count(name) - _LOCAL_NAMES.count(name) for name in names)
         if (first, second) not in ((1, -1), (-1, 1)):
             raise MeshError(
-                f"the device mesh has dimensions {names[0]!r} and {names[1]!r}: call the one between nodes "
-                f"{_one_of(_NODE_NAMES)}, and the one inside a node {_one_of(_LOCAL_NAMES)}, or pass "
+                f"the device mesh has dimensions {names[0]!r} and {names[1]!r}: name the dimension between "
+                f"nodes {_one_of(_NODE_NAMES)}, and the dimension inside a node {_one_of(_LOCAL_NAMES)}, or pass "
                 "zeropp.mesh(nodes=..., ranks_per_node=..., group=device_mesh)"
             )
         ranks = ranks if first == 1 else ranks.t()
@@ -394,7 +396,8 @@ def _placed(ranks: Sequence[int]) -> Topology:
     if len(set(counts.values())) > 1 or nodes != sorted(nodes):
         raise MeshError(
             f"global ranks {', '.join(map(str, ranks))} are on nodes {', '.join(map(str, nodes))} "
-            f"(LOCAL_WORLD_SIZE={each}), not equally many neighbouring ranks on each: pass the topology, such as "
+            f"(LOCAL_WORLD_SIZE={each}), but each node must have equally many, numbered one after the other: pass the "
+            "topology, such as "
             "zeropp.mesh(nodes=1, ranks_per_node=3, group=group)"
         )
     return Topology(len(counts), len(ranks) // len(counts))

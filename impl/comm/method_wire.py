@@ -32,7 +32,9 @@ class Sent:
         self._received: Tensor | None = None if exchange is not None else like.new_zeros(shape)
 
     def wait(self) -> Tensor:
-        """Wait for the message, and return what was received, in memory of the caller's; may be called again.
+        """Wait for the message, and return what was received; may be called again.
+
+        The result is in memory that belongs to the caller.
 
         Returns:
             For ``all_gather`` (ranks, *shape), a row for each rank of the axis; for ``all_to_all`` (ranks, *shape), the
@@ -62,8 +64,8 @@ class Shifted(Sent):
 class MethodWire:
     """The wire of one unit's method on one rank.
 
-    An axis is named: ``world`` has all ranks; ``local`` the ranks of this rank's node; ``node`` the ranks with its
-    index on each node.
+    An axis is given by its name: ``world``, all ranks; ``local``, the ranks of this rank's node; ``node``, one rank of
+    each node, with the same index there as this rank has on its own.
 
     At most 16 messages of all units may be under way at once along an axis inside a node (transport ``shm``).
     """
@@ -71,7 +73,7 @@ class MethodWire:
     def __init__(self, wire: Wire, tag: Tag, dtype: torch.dtype = torch.float32) -> None:
         self._wire = wire
         self.tag = tag  # the purpose under which messages are booked; the engine sets it
-        self.dtype = dtype  # of gathered weights; means of gradients are fp32
+        self.dtype = dtype  # the type of gathered weights; means of gradients are fp32
         self.topology: Topology = wire.mesh.topology
         self.rank: int = wire.mesh.rank
         self.device: torch.device = wire.mesh.device
@@ -111,7 +113,7 @@ class MethodWire:
         return self._post("shift", axis, row, tuple(row.shape), Shifted)
 
     def drain(self) -> None:
-        """Wait for all messages under way; what they bring is dropped."""
+        """Wait for all messages under way, and drop what they bring."""
         for sent in tuple(self.under_way):
             sent.wait()
 

@@ -59,7 +59,7 @@ class Reduction:
     """
 
     wire: Wire
-    # Hops of sums, the product of whose sizes is the world, then those that gather means; empty for one rank.
+    # The hops that sum, then the hops that gather means; empty for one rank.
     hops: Sequence[Hop]
     tag: Tag
     sums: Sums = "fp32"  # the type of partial sums
@@ -71,7 +71,7 @@ class Reduction:
         self._sizes = [hop.axis.size for hop in self._summing]
         if self.hops:
             self._piece, self._chunks = self.hops[0].numel, self.hops[0].chunks
-            # shape and strides that view a gradient (world * piece,) as (axis 0, axis 1, ..., piece)
+            # shape and strides that view a gradient (n * piece,) as (axis 0, axis 1, ..., piece)
             strides = [hop.stride * self._piece for hop in self._summing]
             self._by_hops = (*self._sizes, self._piece), (*strides, 1)
             # For each event, the messages to post, as (number of the hop, chunk); all ranks post in this order.
@@ -108,7 +108,7 @@ class Reduction:
         return first.sends_elements(NAMES.get(dtype)) and (not rest or self.wire.shares_memory(first.axis))
 
     def open_message(self) -> Exchange:
-        """Open the first hop's exchange, whose ``send`` has (world * piece,) elements; needs :meth:`collects`."""
+        """Open the first hop's exchange, whose ``send`` has room for the whole gradient; needs :meth:`collects`."""
         return self.wire.all_to_all(self.hops[0].axis, self.hops[0].nbytes, self.tag)
 
     def start(
@@ -120,10 +120,11 @@ class Reduction:
         opened: Exchange | None = None,
         out: Tensor | None = None,
     ) -> None:
-        """Start the mean of all ranks' gradients: post the first messages.
+        """Start to average the ranks' gradients: post the first messages.
 
         Args:
-            gradient: (world * piece,) floating-point and contiguous; it is not used after the return.
+            gradient: (n * piece,) for n ranks that average, floating-point and contiguous; it is not used after the
+                return.
             key: the key of stochastic codecs' random bits, with this rank as the source.
             errors: the carried errors of error feedback.
             opened: the exchange of :meth:`open_message`, if the gradient was collected in it.
@@ -176,7 +177,7 @@ class Reduction:
         self._opened = None
 
     def _turns(self) -> list[list[tuple[int, int]]]:
-        """Return for each event of the hops of sums the messages to post."""
+        """Return, for each event of the hops that sum, the messages to post at this event, as (hop, chunk)."""
         return in_turns(len(self._summing), len(self._chunks))
 
     def _post_next(self, gradient: Tensor | None = None) -> None:
@@ -227,7 +228,7 @@ class Reduction:
         return exchange
 
     def _open(self, hop: Hop, index: int) -> Exchange:
-        """Open the exchange of a chunk; those of several chunks are under way at once."""
+        """Open the exchange of a chunk; the exchanges of several chunks may be under way at once."""
         return self.wire.all_to_all(hop.axis, hop.sizes[index], self.tag, in_line=len(self._chunks) == 1)
 
     def _send_on(self, number: int, index: int) -> Exchange:

@@ -69,14 +69,14 @@ class Observer:
     def local(self, unit: str, gradient: Tensor) -> None:
         """Called when a reduction of ``unit`` begins.
 
-        ``gradient`` (world * S,) is this rank's gradient, without carried errors.
+        ``gradient`` (P,) is this rank's gradient of the whole unit, without carried errors.
         """
 
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
         """Called before a hop's message is sent.
 
-        ``values`` (..., S) with carried errors were encoded as ``frames`` (..., F) uint8.  ``frames`` is None if
-        the elements themselves are sent.
+        ``frames`` (..., F) uint8 are the encoded ``values`` (..., n), to which carried errors have been added.
+        ``frames`` is None if the elements themselves are sent.
         """
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
@@ -100,7 +100,7 @@ class Wire:
 
     Raises:
         WireError: for the transport ``shm`` on a mesh that is not on CPUs; for a ``pacer`` on a GPU whose stream
-            waits for messages; and for both, or transport ``staged``, if the ranks are threads.
+            waits for messages; and, if the ranks are threads, for a ``pacer`` and for any transport but ``backend``.
     """
 
     def __init__(
@@ -163,21 +163,21 @@ class Wire:
 
     @property
     def carried(self) -> int:
-        """Bytes that the transports have sent for this rank; they count them independently of the ledger."""
+        """Bytes sent by this rank, as the transports have counted them, independently of the ledger."""
         return self._watchdog.carried
 
     def mark_exposed(self) -> Callable[[], float]:
-        """Return a function that returns the exposed seconds until now, without waiting for a GPU here.
+        """Return a function that returns the exposed seconds before this call; does not wait for a GPU.
 
-        If the stream of a GPU waits, call that function once the device has passed this moment.
+        If the stream of a GPU waits, call the function only after the device has passed this moment.
         """
         return self._watchdog.mark_exposed()
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of the buffers for messages of weights and gradients; they grow to the most in use at once.
+        """Bytes of the buffers for messages of weights and gradients, whether in use or kept for later messages.
 
-        :mod:`impl.plan.messages` predicts them for a GPU whose stream waits for messages.
+        :mod:`impl.plan.messages` predicts these bytes for a GPU whose stream waits for messages.
         """
         return self._buffers.held
 
@@ -201,10 +201,11 @@ class Wire:
         """Wait until all ranks have called this for ``purpose``.
 
         Call it before operations of torch, or of the ranks' store, that would wait for a missing rank for half an
-        hour.  Ranks that are threads have no store and do not wait.
+        hour.
 
         Raises:
-            WireError: after the wire's timeout; the message names the missing ranks.
+            WireError: after the wire's timeout, or, if ranks are threads, once no rank can go on; the message names the
+                missing ranks.
         """
         self._watchdog.meet(purpose, self._timeout)
 
@@ -240,9 +241,9 @@ class Wire:
     def on_current_stream(self) -> Iterator[None]:
         """Enqueue the body's posts, waits and decoding on the current stream, which need not be the computation's.
 
-        An engine that is not ours calls collectives on streams of its own.  There a message buffer waits for its last
-        use even if the computation has waited for it already, and waits for messages are not exposed.  Where the host
-        waits for messages, this changes nothing.
+        An engine that is not ours calls collectives on streams of its own.  Such a stream waits for the last use of a
+        message buffer even if the computation has waited for this use already, and its waits for messages do not count
+        as exposed.  Where the host waits for messages, this context changes nothing.
         """
         if not self.streams:
             yield
@@ -297,12 +298,12 @@ class Wire:
             ring: whether the backend's own all-gather is used, whose bytes are booked as those of a ring.
             into: (ranks * nbytes,) uint8 to receive the messages, if the transport can do that.
             in_line: whether the caller waits for the messages as soon as they are posted.  If that is on a side
-                stream of a GPU, the exchange runs on this stream, which takes the host fewer events.
+                stream of a GPU, the exchange runs on this stream, so that the host records fewer events.
         """
         return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into, in_line=in_line)
 
     def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, in_line: bool = False) -> Exchange:
-        """Open an exchange in which every rank of the axis sends each rank a row of ``nbytes`` of its own.
+        """Open an exchange in which every rank of the axis sends a different row of ``nbytes`` to each rank.
 
         ``in_line`` is as in :meth:`all_gather`.
         """
@@ -334,9 +335,9 @@ class Wire:
     ) -> Tensor:
         """Gather the ``row`` (n,) of every rank, of any type and layout; all ranks must call it.
 
-        ``axes`` are those along which rows are gathered, one after the other; by default the one of all ranks.
+        Rows are gathered along ``axes``, one after the other; by default along the axis of all ranks.
 
-        Returns (ranks, n), with one axis in rank order; equal on all ranks.
+        Returns (ranks, n), equal on all ranks; along a single axis, the rows are in rank order.
         """
         rows = row.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8).view(1, -1)
         for axis in (self.mesh.topology.world_axis,) if axes is None else axes:
@@ -443,7 +444,7 @@ class Wire:
             return shared_memory.Arena(route.sent_bytes, route.group, self._timeout)
 
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
-        """Compute the route of such messages, and note what carries them for :meth:`describe`."""
+        """Compute the route of messages of this kind, axis, size and tag; :meth:`describe` then lists their carrier."""
         group, steps = self.group(axis), kind == "shift"
         carried = "cpu" if self.transport == "staged" else self.mesh.device.type
         backend = group.backend(carried)
@@ -482,7 +483,7 @@ class Wire:
         )
 
     def _uneven_route(self, even: exchanges.Route, axis: Axis, tag: Tag, lengths: Lengths) -> exchanges.Route:
-        """Compute the route of an uneven all-to-all from that of an even one."""
+        """Compute the route of an uneven all-to-all from the route of an even one."""
         (sizes, mark), me = lengths, self.group(axis).index
         sent = uneven(self.mesh.topology, axis, self.mesh.rank, sizes[me])
         splits = exchanges.Splits(

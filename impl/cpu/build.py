@@ -82,7 +82,8 @@ def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = 
                 _build(command, flags, path)
     except OSError as problem:  # includes filelock's Timeout
         raise BuildError(
-            f"cannot keep compiled kernels in {folder}: {problem.strerror or problem}"
+            f"cannot keep compiled kernels in {folder}: {problem.strerror or problem}; set XDG_CACHE_HOME to a folder "
+            "that can be written"
         ) from problem
     return path
 

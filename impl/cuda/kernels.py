@@ -79,8 +79,8 @@ class _Call:
     """Fills in the argument of a kernel, and computes the grid of its launch.
 
     ``tensors``, of equal leading dimensions, and ``codecs`` are given by the name of their field in the argument.
-    If there are several sources, ``frames`` (sources, ...) holds the frames of all of them, and ``tensors`` those of
-    the first.
+    If there are several sources, ``frames`` (sources, ...) holds the frames of all sources, and ``tensors`` has the
+    frames of the first source.
 
     Raises ValueError: for a row that is too long, or more rows than a grid covers.
     """
@@ -162,7 +162,7 @@ class _Call:
         return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * per_thread)), loops=loops)
 
     def extents(self, codec: Blocked, device: torch.device) -> Launch:
-        """Returns the launch that writes each block's extremes to memory, which is kept as long as this object."""
+        """Returns the launch that writes each block's extremes to memory that this object allocates and keeps."""
         block, blocks = codec.block_size(self.numel), codec.blocks(self.numel)
         self._extremes = torch.zeros(2 * blocks * math.prod(self.sizes), dtype=torch.int32, device=device)
         parts, coding = -(-block // SCANNED), _coding(codec, self.numel)
@@ -294,7 +294,11 @@ class Kernels(Operations):
     # Elements that are not quantised, and bits
 
     def _copy(self, codec: Raw, x: Tensor, frames: Tensor) -> Repeat | None:
-        """Write the frames of ``x``, if it has the codec's type; returns None if the kernel cannot."""
+        """Copy the elements of ``x`` to ``frames``, padding included, by one launch.
+
+        Returns None, and copies nothing, if ``x`` does not have the codec's type, or the kernel does not take the
+        tensors.
+        """
         elements = _elements(codec, frames, x.shape[-1])
         if elements is None or x.dtype != elements.dtype:
             return None
@@ -308,7 +312,7 @@ class Kernels(Operations):
     def _sum_elements(
         self, hops: tuple[Raw, Raw | None], frames: Tensor, out: Tensor, numel: int, *, divisor: int = 1
     ) -> Repeat | None:
-        """Sum frames of elements to ``out``; returns None if the kernel cannot.
+        """Sum frames of elements to ``out`` by one launch; returns None if the kernel does not take the tensors.
 
         ``hops`` are the codecs of ``frames`` and of ``out``, which is fp32 without a codec.
         """

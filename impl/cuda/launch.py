@@ -84,9 +84,8 @@ def on_device(launch: Launch, device: torch.device, *, idle_bytes: int = 0) -> N
         kernel(launch.grid, (launch.threads, 1, 1), (launch.arguments.view(BYTES),), shared_mem=idle_bytes)
 
 
-_LOADED: Final[
-    dict[tuple[str, str, int], str]
-] = {}  # SHA-256 of each loaded image by file, kernel and device
+# SHA-256 of each loaded image, by file, kernel and device.
+_LOADED: Final[dict[tuple[str, str, int], str]] = {}
 
 
 def loaded_sha256() -> str:

@@ -75,7 +75,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamOptions:
-    """The optimizer of a configuration; ``type`` is torch's name."""
+    """The optimizer of a configuration; ``type`` is the name of its class in torch."""
 
     type: Literal["Adam", "AdamW"]
     lr: float
@@ -94,7 +94,7 @@ class Recipe:
     micro_batch: int | None  # sequences of one rank in a micro-batch; None if the configuration has none
     optimizer: AdamOptions | None  # None if the configuration leaves it to the caller
     schedule: Schedule | None  # of the learning rate; None if it is constant
-    peak: float | None  # learning rate at the end of the warm-up; None: the optimizer's
+    peak: float | None  # learning rate at the end of the warm-up; None: the optimizer's own rate
     findings: tuple[Finding, ...]  # one for each key, in the configuration's order
 
 
@@ -162,7 +162,10 @@ class _Reading:
         stage = self.get(f"{ZERO}.stage")
         for path, value in self.values.items():
             if value and value != KEYS[path].default and stage < (least := KEYS[path].stage):
-                self.refuse(path, f"needs stage {least}, but {self.says(f'{ZERO}.stage')}")
+                self.refuse(
+                    path,
+                    f"needs stage {least}, but {self.says(f'{ZERO}.stage')}: raise the stage, or remove this key",
+                )
 
     def _take(self, key: Key, value: Any) -> None:
         """Check the type of a value, and store it by its current path."""
@@ -308,7 +311,9 @@ class _Reading:
         if not self.loco:
             return None
         if not self.get(switch := f"{ZERO}.zero_quantized_gradients"):
-            raise DeepSpeedError(f"{LOCO}: LoCo needs quantised gradients, but {self.says(switch)}")
+            raise DeepSpeedError(
+                f"{LOCO}: LoCo needs quantised gradients, but {self.says(switch)}: set it to true, or remove the table"
+            )
         decay, reset = float(self.get(f"{LOCO}.err_beta")), self.get(f"{LOCO}.reset_T")
         return Feedback(decay=decay, reset=reset, hops="all")
 

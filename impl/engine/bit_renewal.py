@@ -76,7 +76,7 @@ class Renewal(Observer):
                 choice.squares[share.units.index(unit)] += squares_of(share.codecs, values, key)
 
     def forget(self) -> None:
-        """Drop the measured errors, because their gradients are not used."""
+        """Drop the measured errors, because the gradients on which they were measured are not used."""
         self._squares.zero_()
 
     def stepped(self) -> None:
@@ -124,7 +124,7 @@ class Renewal(Observer):
         return torch.cat([torch.tensor(indices, dtype=torch.float64), self._squares.cpu()])
 
     def load(self, state: Tensor) -> None:
-        """Take over the :meth:`state` of the same rank; the clock must have been set to its step before."""
+        """Take over the :meth:`state` of the same rank; before, set the clock to the step at which it was taken."""
         sizes = [*(len(choice.chosen) for choice in self._choices), self._squares.numel()]
         *indices, squares = torch.split(state, sizes)
         for choice, chosen in zip(self._choices, indices, strict=True):

@@ -64,7 +64,7 @@ def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
     """Return why an optimizer must not step shards; None if it may.
 
     The returned text continues a sentence that begins with the name of the optimizer's class.  The optimizer,
-    all random number generators and the counters of its class are unchanged afterwards.
+    all random number generators and the attributes of its class are unchanged afterwards.
 
     Args:
         optimizer: the optimizer, with the states that it has.
@@ -74,7 +74,7 @@ def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
 
 
 def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
-    """Do the work of :func:`why_not`, with the first tensors of each group, or with ``every`` tensor."""
+    """Do the work of :func:`why_not`; with ``every``, all tensors of a group are stepped, otherwise the first ones."""
     wrong = "so on shards it would be another algorithm; use an elementwise optimizer, such as AdamW"
     task = _Task.draw()
     with _restored(optimizer) as drew:
@@ -206,7 +206,7 @@ class _Twin:
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     def step(self, number: int, *, closure: bool) -> str | None:
-        """Take step ``number``; returns the error that it raised as one line, or None."""
+        """Take step ``number``; returns None, or the error that the step raised, as one line."""
 
         def evaluate() -> Tensor:
             losses = []
@@ -295,7 +295,7 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
 
 @contextlib.contextmanager
 def _restored(optimizer: Optimizer) -> Iterator[Callable[[], bool]]:
-    """Context that restores random number generators and the counters of the optimizer's classes.
+    """Context that restores random number generators and the plain attributes of the optimizer's classes.
 
     Yields a function that returns whether random numbers have been drawn.
     """

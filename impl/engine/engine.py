@@ -375,7 +375,7 @@ class Zero:
 
     @property
     def current_policy(self) -> Policy:
-        """The policy of the present step, which has no schedule."""
+        """The policy of the present step; this policy has no schedule."""
         return self.policy.phases[self._phase]
 
     def follow_schedule(self, step: int) -> None:
@@ -441,8 +441,8 @@ class Zero:
     ) -> dict[str, Tensor]:
         """Gather the state dict of the unsharded model, parameters and buffers; all ranks must call it.
 
-        Units are gathered one after the other, and copied to ``device`` at once.  A GPU therefore holds one unit's
-        fp32 weights at a time, unless the result stays there.
+        Units are gathered one after the other, and each is copied to ``device`` before the next one is gathered.  A GPU
+        therefore holds one unit's fp32 weights at a time, unless the result stays there.
 
         Args:
             rank0_only: whether only rank 0 of the mesh gets the state dict; it is empty on all others.
@@ -501,7 +501,7 @@ class Zero:
     def _load_from_state_dict(
         self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: object
     ) -> None:
-        """Load all entries that the model has, so that ``load_state_dict()`` finds the others only."""
+        """Load and remove all entries that the model has; ``load_state_dict()`` then finds only the other entries."""
         self._loaded.clear()
         if self._all_shown():
             return
@@ -612,6 +612,6 @@ def find(parameter: Tensor) -> Owner | None:
             if unit.flat is keeper.flat():
                 return Owner(engine, unit, keeper.number)
     raise ZeroError(
-        "this parameter is of a sharded model whose engine is gone: keep the model, or the engine that shard() "
+        "this parameter belongs to a sharded model whose engine is gone: keep the model, or the engine that shard() "
         "returned, as long as its parameters are used"
     )

@@ -344,7 +344,8 @@ class Hooks:
     def collect_gradient(self, index: int, number: int) -> None:
         """Collect the gradient that has arrived at parameter ``number`` of unit ``index``.
 
-        A block's first gradient posts the next hops of reductions, and a unit's last one starts those that are ready.
+        At a block's first gradient, reductions post their next hops; at a unit's last gradient, all reductions that are
+        ready start.
         """
         if not self._passes.in_backward:
             self._begin_backward()
@@ -428,12 +429,14 @@ class Hooks:
     def check_finished(self, call: str) -> None:
         """Raise a ZeroError for ``call`` if a backward pass has not ended, or gradients are not reduced."""
         if self._passes.in_backward:
-            raise ZeroError(f"{call} after a backward pass that failed: call finish_backward() first")
+            raise ZeroError(
+                f"{call} is refused after a backward pass that failed: call finish_backward() first"
+            )
         for unit in self._units:
             if unit.reduction.local is not None:
                 raise ZeroError(
-                    f"{call} while gradients of accumulating() are not reduced yet: run the last micro-batch "
-                    "outside of accumulating(), or call drop_gradients()"
+                    f"{call} is refused while gradients of accumulating() are not reduced yet: run the last "
+                    "micro-batch outside of accumulating(), or call drop_gradients()"
                 )
 
     # Other ways to run

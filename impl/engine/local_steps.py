@@ -15,18 +15,17 @@ from impl.unit.unit import Unit
 
 
 class LocalSteps:
-    """The outer steps of one model on one rank."""
+    """Takes the outer steps of one model on one rank, after the optimizer steps at which they are due."""
 
     def __init__(self, policy: Policy, units: Sequence[Unit], masters: Masters) -> None:
         fragments = fragments_of(policy, [unit.geometry for unit in units])
         self._policy, self._units = policy, list(zip(units, fragments, strict=True))
         self._masters = masters
-        self._waiting = (
-            False  # whether optimizers have stepped some of the masters that have gradients, but not all
-        )
+        # Whether optimizers have stepped some of the masters that have gradients, but not all.
+        self._waiting = False
 
     def stepped(self, step: int, *, first: bool) -> None:
-        """Note that an optimizer has stepped, and take the outer steps that are due once all masters were stepped.
+        """Note that an optimizer has stepped; once all masters with gradients were stepped, take the due outer steps.
 
         Args:
             step: the number of optimizer steps so far.

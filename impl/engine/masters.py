@@ -71,7 +71,9 @@ class Masters:
         """Compute the global norm () fp64 of the gradients; see :meth:`impl.engine.engine.Zero.grad_norm`."""
         power, largest = float(norm_type), norm_type == math.inf
         if not (largest or 0 < power <= LARGEST_POWER):
-            raise ZeroError(f"norm_type = {norm_type}: expected inf, or above 0 and at most {LARGEST_POWER}")
+            raise ZeroError(
+                f"norm_type = {norm_type}: expected inf, or a number above 0 and at most {LARGEST_POWER}"
+            )
         add = torch.maximum if largest else torch.add  # both propagate NaN
 
         def part_of(gradient: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class ModuleBuffers:
 
     @staticmethod
     def changed_by(module: nn.Module) -> bool:
-        """Return whether a pass of ``module`` without gradients may still change buffers, as batch norm does."""
+        """Return whether even a forward pass of ``module`` under no_grad() may change buffers, as batch norm's does."""
         return any(part.training and part._buffers for part in module.modules())  # noqa: SLF001
 
     @contextlib.contextmanager

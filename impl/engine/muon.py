@@ -2,7 +2,7 @@
 
 Muon (Jordan et al., 2024; Moonlight, 2502.16982) orthogonalises the momentum of each matrix by Newton-Schulz, for
 which it needs the whole matrix.  Masters, gradients and momentum stay in shards, where the momentum is computed
-element by element; :mod:`impl.plan.owners` says where a matrix is whole, and for how long.
+element by element; :mod:`impl.plan.owners` says which rank gets the whole of a matrix.
 
 The list follows a matrix through one step:
 
@@ -39,7 +39,7 @@ _STATE: Final = "momentum_buffer"  # the name that torch.optim.Muon gives to the
 def hidden_parameters(model: nn.Module) -> set[str]:
     """Return the names of the parameters inside a model's blocks (:func:`impl.zero.find_blocks`), except embeddings.
 
-    A parameter that modules share is hidden if all of them are in blocks.
+    A parameter that several modules share is among them only if all these modules are inside blocks.
     """
     inside = {module for block in find_blocks(model) for module in block.modules()}
     names: dict[nn.Parameter, str] = {}  # the name of each parameter's first holder, as shard() names it
@@ -148,7 +148,7 @@ class _Piece(NamedTuple):
     update: slice  # of the messages to holders
 
 
-@elementwise  # it is not, but it gets the whole of each matrix from the other ranks' shards
+@elementwise  # Muon is not elementwise, but it gets the whole of each matrix from the other ranks' shards
 class Muon(WithAdamW):
     """Steps the masters of a sharded model: matrices with Muon, all other parameters with AdamW.
 
@@ -167,7 +167,8 @@ class Muon(WithAdamW):
             ``ns_coefficients``, ``eps``, ``ns_steps`` and ``adjust_lr_fn``.
 
     Raises:
-        ZeroError: if no trained parameter is in the group, if one of them is no matrix, or if masters are offloaded.
+        ZeroError: if no trained parameter is in the group, if a parameter of the group is no matrix, or if masters are
+            offloaded.
         ValueError: if torch refuses an argument.
         TypeError: for an argument that torch does not know.
     """
@@ -204,7 +205,8 @@ class Muon(WithAdamW):
         if found.axis.size > 1:
             zero.wire.make_groups([found.axis])
         self._held, self._owned = self._find_held(me, group), self._find_owned(me)
-        # (n,) fp32, the direction of one unit's masters, and later the update of a part; and one whole matrix.
+        # Two buffers, fp32: ``_direction`` has the direction of one unit's masters, and later the update of a part;
+        # ``_whole`` has one whole matrix.
         spans = [held.master.numel() for held in self._held]
         wholes = [matrix.slot.spec.numel for matrix, _ in self._owned]
         self._direction, self._whole = (

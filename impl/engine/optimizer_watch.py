@@ -38,7 +38,8 @@ from impl.errors import ZeroError
 from impl.transport.threads import ThreadRank, current, here
 from impl.unit.placeholder import Placeholder
 
-# engines in order of creation; of thread ranks, those of each rank apart: 128 ranks do not search each other's
+# The live engines, in order of creation.  Each thread rank has a table of its own, so that 128 ranks do not search one
+# another's engines.
 _engines: defaultdict[ThreadRank | None, weakref.WeakValueDictionary[int, Any]]
 _engines = defaultdict(weakref.WeakValueDictionary)
 _numbers = itertools.count()
@@ -263,7 +264,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _check_elementwise(optimizer: Optimizer, *, closure: bool) -> None:
     """Raise a ZeroError for an optimizer that is not elementwise.
 
-    It is tested once, and again whenever an option that is a boolean or a text has changed.
+    An optimizer is tested once, and again whenever an option that is a boolean or a text has changed.
     """
     groups = optimizer.param_groups
     switches = [value for group in groups for value in group.values() if isinstance(value, bool | str)]

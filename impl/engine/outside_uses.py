@@ -97,7 +97,7 @@ def _gathered_again(unit: Unit, view: View, version: Version) -> Tensor:
 
 
 def _as_it_was(tensor: Tensor, version: int) -> Tensor:
-    """Return a saved tensor; raises a ZeroError if it was changed in place since.
+    """Return a saved tensor; raises a ZeroError if it was changed in place after it was saved.
 
     Torch makes this check itself only where there are no saved-tensor hooks.
     """
@@ -159,7 +159,7 @@ class SavedTensors:
 
     @property
     def active(self) -> bool:
-        """Whether a call is running."""
+        """Whether a call of a hooked module is running."""
         return bool(self.calls)
 
     def take_over(self, *, needed: bool = True) -> None:
@@ -259,7 +259,7 @@ class SavedTensors:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return the address of the memory of ``tensor``; 0 for sparse tensors and wrappers, which have no single one."""
+    """Return the address of the memory of ``tensor``; 0 for sparse tensors and wrappers, which have no one memory."""
     if tensor.layout is not torch.strided or (tensor.numel() and not tensor.data_ptr()):
         return 0
     return tensor.untyped_storage().data_ptr()

@@ -89,7 +89,7 @@ def check_value(name: str, held: Tensor, value: object) -> None:
             narrowing = Narrowing(dtype)
             narrowing.cast(name, value.detach())
             if (overflow := narrowing.overflow()) is not None:
-                raise ZeroError(f"state: {overflow}")
+                raise ZeroError(f"state: {overflow}; clip these values before loading")
         return
     # A parameter with one byte for each element is quantised, and its scales are not in this tensor.
     codes = isinstance(held, nn.Parameter) and value.itemsize == 1

@@ -1,6 +1,6 @@
 """Divides a model into units, which are the parameters that are gathered and reduced together.
 
-It needs shapes and types only, so the model may be on the meta device.  :func:`find_blocks` finds the blocks,
+The division needs shapes and types only, so the model may be on the meta device.  :func:`find_blocks` finds the blocks,
 :func:`drafts_of` assigns each parameter to a unit, and :func:`geometries_of` lays the units out.
 """
 
@@ -36,7 +36,7 @@ class Draft(NamedTuple):
 
 
 def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
-    """Return the children of the outermost ``ModuleList`` and ``Sequential`` containers, in model order.
+    """Return those children of the outermost ``ModuleList`` and ``Sequential`` that have parameters, in model order.
 
     Args:
         model: the model.
@@ -110,7 +110,7 @@ def check_shapes(model: nn.Module) -> None:
 def drafts_of(
     model: nn.Module, blocks: Sequence[nn.Module] | None, group_of: GroupOf | None, policy: Policy
 ) -> list[Draft]:
-    """Assign every parameter to exactly one draft of a unit.
+    """Assign every parameter to exactly one draft of a unit, and return the drafts.
 
     A parameter that several blocks share, or that is outside of all blocks, belongs to the root's unit.
     Parameters with fewer elements than the policy's ``persist_below`` together form a persistent unit, up to

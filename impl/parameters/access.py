@@ -60,7 +60,7 @@ class _Values(ABC):
 
     @abstractmethod
     def _get(self) -> Tensor | None:
-        """Return the local values (n,), or () for a state that is a single number."""
+        """Return the local values (n,), or () for a state that is a single number; None if there is no gradient yet."""
 
     @abstractmethod
     def _set(self, part: Tensor) -> None:

@@ -83,7 +83,7 @@ class GatheredParameters:
         if places and self._modifier is not None and not known:
             counting = places[0].wire.mesh.counting
             raise ZeroError(
-                f"modifier_rank {self._modifier} of {world} ranks: expected 0 to {world - 1}, or None{counting}"
+                f"modifier_rank={self._modifier} on {world} ranks: expected 0 to {world - 1}, or None{counting}"
             )
         try:
             for place in places:
@@ -212,8 +212,8 @@ class _Place(abc.ABC):
 
     def _nested_error(self) -> ZeroError:
         return ZeroError(
-            f"GatheredParameters of {self.name!r} inside another GatheredParameters of this parameter: leave the "
-            "outer context first"
+            f"GatheredParameters of {self.name!r} is refused inside another GatheredParameters of this parameter: "
+            "leave the outer context first"
         )
 
 
@@ -329,7 +329,7 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
             places.append(_BeforeSharding(parameter, cut.wire(), cut))
         elif (keeper := keeper_of(parameter)) is not None:
             raise ZeroError(
-                f"GatheredParameters of {keeper.name!r}, which was taken from its module before the model "
+                f"GatheredParameters got parameter {keeper.name!r}, which was taken from its module before the model "
                 "was sharded: take it from the module again"
             )
         elif init is not None:

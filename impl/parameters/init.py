@@ -48,7 +48,7 @@ class Init:
             block is cut as a whole; a module outside of blocks is cut when its own constructor returns.
         wire: the wire that sends messages; a new one by default.
         remote_device: the device of new values and of slices.  None, and "none" as in Megatron's
-            ``--remote-device``, stand for the mesh's device.  On "meta" parameters have no values.
+            ``--remote-device``, stand for the mesh's device.  On "meta", parameters have no values.
         enabled: False makes the context do nothing.
         whole_below: parameters outside of blocks with fewer elements stay whole until the model is sharded.
         seed: the seed of torch's random numbers inside the context; the state of random numbers outside is
@@ -56,7 +56,7 @@ class Init:
 
     Raises:
         ZeroError: on entering, inside another ``Init``; if both a mesh and a group are given.
-        MeshError: if no mesh can be made of them.
+        MeshError: if no mesh can be made of ``mesh`` or ``data_parallel_group``.
         PolicyError: if the policy does not fit the topology.
     """
 
@@ -95,7 +95,9 @@ class Init:
         if not self.enabled:
             return self
         if active() is not None:
-            raise ZeroError("Init inside Init: only one Init can lay the model out, so leave one of them out")
+            raise ZeroError(
+                "Init inside Init is refused: only one Init can lay the model out, so leave one of them out"
+            )
         with contextlib.ExitStack() as stack:
             if self._seed is not None:
                 devices = [self._device] if self._device.type == "cuda" else []

@@ -82,7 +82,7 @@ class Cut:
 
     @property
     def parameters(self) -> list[nn.Parameter | None]:
-        """The parameters in slot order; None for one that was replaced and no longer exists."""
+        """The parameters in slot order; None for a parameter that was replaced and no longer exists."""
         return [reference() for reference in self._parameters]
 
     def number(self, parameter: Tensor) -> int:
@@ -164,7 +164,7 @@ _whole: MutableMapping[Tensor, weakref.ref[Cut]] = WeakTensorKeyDictionary()
 
 
 def cut_of(parameter: Tensor) -> Cut | None:
-    """Return the cut that ``parameter`` belongs to, even if it is whole now; None if there is none."""
+    """Return the cut that ``parameter`` belongs to, even if the cut is whole now; None if it belongs to no cut."""
     if (keeper := keeper_of(parameter)) is not None:
         return keeper.cut if isinstance(keeper, _InCut) else None
     reference = _whole.get(parameter)
@@ -178,7 +178,7 @@ def drawn_numbers(parameters: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _keeping(parameter: Tensor) -> Cut | None:
-    """Return the cut that ``parameter`` belongs to; None if there is none, or if it is whole."""
+    """Return the cut that ``parameter`` belongs to; None if it belongs to no cut, or if the cut is whole."""
     cut = cut_of(parameter)
     return None if cut is None or cut.whole else cut
 

@@ -1,8 +1,8 @@
-"""Chooses each unit's codec so that the sum of encoding errors is least within a budget of bytes.
+"""Chooses a codec for each unit: all messages together fit into a budget of bytes, and the sum of errors is smallest.
 
-This is a multiple-choice knapsack, solved greedily.  Every unit starts in its smallest codec.  Then, among the
-changes of a unit's codec that still fit into the budget, the change that saves most error per byte is made, until
-none is left.  The result is never worse than the best single codec that fits for all units.
+This is a multiple-choice knapsack, solved greedily.  Every unit starts in its smallest codec.  Then, as long as the
+change of some unit's codec reduces the error and fits into the rest of the budget, the change that reduces the error
+most for each additional byte is made.  The result is never worse than the best choice of one codec for all units.
 
 :func:`shares_of` derives the budget in bytes from a policy, :class:`Share` chooses from measured errors, and
 :func:`at_most` bounds the traffic of any choice.
@@ -36,7 +36,7 @@ class Cost(NamedTuple):
 
 
 def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
-    """Returns the name of the chosen codec for each part, within ``budget`` bytes for all parts together.
+    """Returns, for each part, the name of the codec chosen for it; all parts together take at most ``budget`` bytes.
 
     For each part, ``parts`` holds the cost in each codec; all parts have the same codecs.
 
@@ -45,7 +45,9 @@ def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
     chosen = [min(part, key=part.__getitem__) for part in parts]
     spent = total(parts, chosen).bytes
     if spent > budget:
-        raise ValueError(f"a budget of {budget} bytes is too small: the smallest codecs take {spent}")
+        raise ValueError(
+            f"a budget of {budget} bytes is too small: the smallest codecs take {spent} bytes; allow at least these"
+        )
     while steps := [
         (saved / extra if extra > 0 else math.inf, index, name, extra)
         for index, part in enumerate(parts)
@@ -74,11 +76,14 @@ class Share:
     hop: str  # name of the axis along which reductions cross nodes; empty for gathers
     codecs: tuple[Codec, ...]  # the candidates, the policy's own first
     units: tuple[str, ...]  # names of the units whose codec is chosen, in model order
-    bytes: tuple[tuple[int, ...], ...]  # bytes of a step's frames between nodes, by unit and codec
-    limit: int  # most bytes for all units together
+    bytes: tuple[tuple[int, ...], ...]  # ``bytes[unit][codec]``: bytes of a rank's frames in a step
+    limit: int  # most bytes that the frames of all units may take together
 
     def choose(self, errors: Sequence[Sequence[float]]) -> list[int]:
-        """Returns for each unit the index of its codec; ``errors`` (unit, codec) are sums over all ranks."""
+        """Returns, for each unit, the index in ``codecs`` of the codec chosen for it.
+
+        ``errors[unit][codec]`` is the sum of squared errors over all ranks.
+        """
         parts = [dict(enumerate(map(Cost, *costs))) for costs in zip(self.bytes, errors, strict=True)]
         return choose(parts, self.limit)
 
@@ -89,7 +94,7 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
     ``units`` are in model order; frozen and persistent units keep their codecs and are left out.
 
     Raises PolicyError: if the policy's own codecs, with which training begins, take more than the budget, or
-    if no unit is left to choose for.
+    if all units are frozen or persistent.
     """
     kept, shares = kept_units(policy, units), []
     for purpose, codecs in policy.candidates.items():

@@ -45,7 +45,8 @@ message of its own, or each sends the next rank a message in every step of a rin
 Sends = Literal["weights", "differences", "copy", "rows", "columns"]
 """What the first hop of a gather sends: the masters' values, how they differ from hpZ's copy, or hpZ's copy.
 
-With ``planes='phase'`` it may also be the masters' values in one plane only (:func:`in_phase`).
+``rows`` and ``columns``, which only ``planes='phase'`` has, are the masters' values in this one plane
+(:func:`in_phase`).
 """
 
 Plane = Literal["rows", "columns"]
@@ -79,15 +80,16 @@ class Hop:
     axis: Axis
     codec: Codec
     source: Source
-    frames: int  # encoded shards, or in a reduction encoded pieces, in the message to each other rank
+    frames: int  # number of encoded shards (in a reduction: encoded pieces) in the message to each other rank
     # (start, end) of the parts into which each shard or piece is cut.  Each part is encoded and sent by itself.
     chunks: tuple[tuple[int, int], ...]
     crosses: bool  # whether ranks on several nodes take part
     keeps: Keeps = "nothing"
-    # Each shard is sent once for each, with blocks along this dimension.
+    # Each shard is sent once for each plane listed here, with blocks along the plane's dimension.
     planes: tuple[Plane, ...] = ("rows",)
     ring: bool = False  # whether all messages of a rank go to the next rank of the axis
-    stride: int = 1  # distance, in shards or pieces of the unit, between those of neighbours along the axis
+    # Distance between the shards (or pieces) of two neighbours along the axis, counted in shards (or pieces).
+    stride: int = 1
 
     @property
     def numel(self) -> int:
@@ -101,12 +103,12 @@ class Hop:
 
     @functools.cached_property
     def frame_bytes(self) -> tuple[int, ...]:
-        """Bytes of a shard or piece as it is sent, with all its planes, for each chunk."""
+        """For each chunk, the bytes in which this part of one shard or piece is sent, with all its planes."""
         return tuple(len(self.planes) * self.codec.frame_bytes(end - start) for start, end in self.chunks)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of the message to each other rank, for each chunk."""
+        """For each chunk, the bytes of the message to each other rank."""
         return tuple(self.frames * nbytes for nbytes in self.frame_bytes)
 
     @functools.cached_property
@@ -115,7 +117,7 @@ class Hop:
         return sum(self.sizes)
 
     def sends_elements(self, dtype: str | None) -> bool:
-        """Returns whether a message is just the elements of its shards, in the type ``dtype``, bit by bit."""
+        """Returns whether a message has the elements of its shards in the type ``dtype``, and nothing else."""
         codec = self.codec
         same = isinstance(codec, Raw) and codec.dtype == dtype
         return same and self.frame_bytes == tuple(codec.code_bytes(end - start) for start, end in self.chunks)
@@ -127,9 +129,9 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
     ``policy`` is the unit's own (:meth:`Policy.for_unit`).  A policy without differences, or without hpZ's copy, sends
     weights whatever ``sends`` says.
 
-    Axes of one rank are left out, since a rank need not send itself a message.  One such axis stays if the hops up
-    to hpZ's copy, or the hops from there on, have no other: then the rank copies the message to itself.  A user's own
-    gather has no hops.
+    Axes of one rank are left out, since a rank need not send itself a message.  But if all axes before hpZ's copy, or
+    all axes after hpZ's copy, have one rank, one of them stays, and the rank copies this hop's message to itself.  A
+    user's own gather has no hops.
     """
     axes, outside = policy.gather_axes(topology)
     hops, frames = list[Hop](), 1
@@ -170,7 +172,7 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
 
 
 def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plane, ...]]:
-    """Returns the planes of the hops up to hpZ's copy, and those of the hops after it, or of all hops without hpZ.
+    """Returns (planes of the hops before hpZ's copy, planes of the hops after it); without hpZ all hops come after.
 
     With ``planes='phase'`` hpZ's copy holds columns, which a gather of the weights brings together with the rows that
     the forward pass computes with.
@@ -184,11 +186,11 @@ def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plan
 
 
 def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
-    """Returns what a gather in ``phase`` sends; ``sends`` is what it would send if it had to bring both planes.
+    """Returns what a gather in ``phase`` sends; ``sends`` is what this gather would send if it brought both planes.
 
     With ``planes='phase'`` a training forward pass with hpZ brings both planes between nodes, so that the backward
-    pass finds its columns in hpZ's copy.  All other gathers bring only the plane that the pass computes with.  For
-    other policies this is ``sends``.
+    pass finds its columns in hpZ's copy.  All other gathers bring only the plane that the pass computes with.  With
+    any other value of ``planes``, ``sends`` is returned.
     """
     if policy.planes != "phase":
         return sends
@@ -198,13 +200,16 @@ def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
 
 
 def casts_alone(hops: Sequence[Hop], dtype: str) -> bool:
-    """Returns whether one rank gathers from itself by a cast to ``dtype``, the type of gathered weights."""
+    """Returns whether the gather of a lone rank only casts its masters to ``dtype``, the type of gathered weights."""
     hop = hops[-1]
     return hop.source == "master" and hop.axis.size == 1 and hop.sends_elements(dtype)
 
 
 def forwards_in_place(hops: Sequence[Hop]) -> bool:
-    """Returns whether a gather's first hop can be received in the message of the second, which only forwards it."""
+    """Returns whether the second hop of a gather only forwards what the first hop receives.
+
+    If so, the first hop can receive directly into the second hop's message.
+    """
     return len(hops) > 1 and hops[1].source == "received" and hops[0].axis.size > 1 < hops[1].axis.size
 
 
@@ -222,10 +227,10 @@ def copy_bytes(policy: Policy, topology: Topology, shard: int, kept: Codec | Non
 def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
     """Returns the hops of a reduction of gradients.
 
-    After it each rank has the mean of ``piece`` elements.  If several groups of ranks hold copies of a shard, further
-    hops gather the pieces of the shard from these groups.  With local steps the reduction stays inside a group, and
-    each rank has the group's mean of a whole shard, which has as many pieces as there are groups.
-    Chunks start on multiples of ``grain`` elements.  One rank has no hops.
+    After the reduction each rank has the mean of ``piece`` elements.  If several groups of ranks hold copies of a
+    shard, further hops gather the pieces of the shard from these groups.  With local steps the reduction stays inside a
+    group, and each rank has the group's mean of a whole shard, which has as many pieces as there are groups.
+    Chunks start on multiples of ``grain`` elements.  With one rank there are no hops.
     """
     group, sums = policy.group_ranks(topology), policy.reduce_axes(topology)
     if policy.local_steps is None:
@@ -235,10 +240,10 @@ def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -
 
 
 def outer_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
-    """Returns the hops of an outer step: groups average how far their masters have moved, (shard,) elements.
+    """Returns the hops of an outer step, in which groups average how far their masters have moved.
 
     These are the hops between groups that a reduction without local steps has: after the sums each rank has the mean of
-    ``piece`` elements, and the last hops gather the pieces of the shard.  Empty without local steps.
+    ``piece`` elements, and the last hops gather the pieces of the shard.  Without local steps, the tuple is empty.
     """
     if policy.local_steps is None:
         return ()
@@ -257,9 +262,9 @@ def _reduction(
     ranks: int,
     outer: bool = False,
 ) -> tuple[Hop, ...]:
-    """Returns hops that average over ``ranks`` ranks along the axes of ``sums``, and those that gather the means.
+    """Returns the hops that average over ``ranks`` ranks along the axes of ``sums``, then the hops that gather means.
 
-    ``outer`` says that what is averaged is a shard of each group, and not the whole of a unit.
+    With ``outer``, each group's shard is averaged; otherwise each rank's gradient of a whole unit.
     """
     group = policy.group_ranks(topology)
     kind: Kind = "shift" if policy.reduce == "ring" else "all_to_all"
@@ -283,7 +288,7 @@ def _reduction(
         )
 
     hops, frames = list[Hop](), ranks
-    # With local steps, the errors of the last hop are those of the outer step's.
+    # With local steps, ``hops="last"`` of feedback means the last hop of the outer step.
     last = len(sums) if outer or policy.local_steps is None else 0
     for number, (axis, codec) in enumerate(sums, 1):
         frames //= axis.size
@@ -298,10 +303,11 @@ def _reduction(
 
 
 def in_turns(hops: int, chunks: int) -> list[list[tuple[int, int]]]:
-    """Returns for each event of a reduction in so many ``hops`` the messages that are posted then, as (hop, chunk).
+    """Returns, for each event of a reduction of ``hops`` hops and ``chunks`` chunks, the messages posted at this event.
 
-    The first event is the reduction's start.  A chunk is posted on its next hop as soon as the following chunk has been
-    posted on the present one.  Thus all links are in use while most of the gradient is still to be encoded.
+    A message is given as (hop, chunk).  The first event is the reduction's start.  A chunk is posted on its next hop as
+    soon as the following chunk has been posted on the present hop.  Thus all links are in use while most of the
+    gradient is still to be encoded.
     """
     turns = [
         [(hop, turn - hop) for hop in range(hops) if 0 <= turn - hop < chunks]

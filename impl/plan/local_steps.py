@@ -15,7 +15,9 @@ from impl.plan.shard_layout import UnitGeometry
 
 
 def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | None]:
-    """Returns the fragment of each unit, in model order; None for frozen units, and for all without local steps.
+    """Returns the number of each unit's fragment, in model order.
+
+    The fragment is None for frozen units, and for all units if the policy has no local steps.
 
     Raises PolicyError: if there are fewer trained units than fragments.
     """
@@ -34,7 +36,10 @@ def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | No
 
 
 def meets(policy: Policy, step: int, fragment: int | None) -> bool:
-    """Returns whether groups exchange a fragment after optimizer step number ``step``, counted from 1."""
+    """Returns whether groups exchange the fragment with this number after optimizer step ``step``, counted from 1.
+
+    Returns False for the fragment None, and for every fragment without local steps.
+    """
     if policy.local_steps is None or fragment is None or step < 1:
         return False
     return (step - fragment * policy.local_steps // policy.local_fragments) % policy.local_steps == 0

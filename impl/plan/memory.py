@@ -31,21 +31,24 @@ PARTS: Final = (
 
 
 def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
-    """Returns ``parts`` of :func:`memory`, for an optimizer with ``size`` bytes of state an element instead of Adam."""
+    """Returns ``parts``, which :func:`memory` has returned for Adam, as they are with another optimizer.
+
+    ``size`` is the other optimizer's number of bytes of state for each element; Adam has 8.
+    """
     return parts | {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
 
 
 def with_muon(
     parts: dict[str, int], units: Sequence[UnitGeometry], owners: Owners, rank: int
 ) -> dict[str, int]:
-    """Returns ``parts`` of :func:`memory`, for a ``rank`` whose matrices are stepped by Muon and the rest by AdamW.
+    """Returns ``parts``, which :func:`memory` has returned for Adam, as they are if Muon steps the matrices.
 
     - ``optimizer``: 4 bytes for each element of a matrix (the momentum), 8 for each other element
-    - ``owned``: two buffers in fp32, of the largest matrix that the rank owns, and of the largest unit's matrices in
-      its shard
+    - ``owned``: two buffers in fp32.  One is as large as the largest matrix that the rank owns; the other is as large
+      as the matrices' part of the rank's shard, in the unit where this part is largest
 
-    Ranks differ by the matrices that their shards hold and that they own.  The messages of the exchanges with owners
-    are not counted.
+    The bytes are those of ``rank``; other ranks own other matrices and hold other parts of matrices.  The messages of
+    the exchanges with owners are not counted.
     """
     group = owners.matrices[0].slot.spec.group
     spans = [
@@ -74,7 +77,7 @@ def memory(
 
     With S the elements of all of the rank's shards, the parts are:
 
-    - ``masters``: 4 S, the fp32 weights; ``frozen`` instead for frozen weights that are kept as codes
+    - ``masters``: 4 S, the fp32 weights; frozen weights that are kept as codes count as ``frozen`` instead
     - ``gradients``: 4 S, the mean gradients of trainable units
     - ``optimizer``: 8 S, Adam's two moments of trainable units
     - ``secondary``: hpZ's copy; with a budget or a schedule, in the largest of its codecs
@@ -95,8 +98,8 @@ def memory(
     With offload, parts in host memory have the prefix ``host_``, and there are further parts.  The device
     holds ``frames``, the encoded weights of offloaded masters, unless the encoded weights are offloaded too.  It
     also holds ``staging``, two of the largest mean gradients while they are copied to the host.  The host holds
-    ``host_frames``, the encoded weights of its fp32 shards.  It holds gradients twice if micro-batches are added
-    up in shards.
+    ``host_frames``, the encoded weights of its fp32 shards.  The host holds gradients twice if micro-batches are
+    added up in shards.
     """
     item = ITEM_BYTES[policy.compute]
     parts = dict.fromkeys(PARTS, 0)
@@ -146,7 +149,7 @@ def memory(
 
 
 def outer_bytes(policy: Policy, shard: int) -> int:
-    """Returns the bytes that outer steps hold for a shard of so many elements: its anchor, and the momentum if any."""
+    """Returns the bytes that outer steps need for ``shard`` elements: the anchor, and the outer momentum if any."""
     return MASTER_BYTES * shard * (2 if policy.outer_momentum else 1)
 
 
@@ -175,7 +178,7 @@ def _around_and_most(units: Sequence[UnitGeometry], sizes: Sequence[int]) -> int
 def secondary_either_way(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry]
 ) -> tuple[int, int] | None:
-    """Returns the bytes of hpZ's copy on one rank if it is kept as frames, and if it is kept in 16 bits.
+    """Returns (bytes of hpZ's copy on one rank if the copy is kept as frames, its bytes if kept in 16 bits).
 
     Returns None for a policy without hpZ.  With a schedule, the first span with hpZ counts.
     """

@@ -31,13 +31,15 @@ from impl.plan.prefetch_schedule import kept_units
 from impl.plan.shard_layout import UnitGeometry
 from impl.plan.topology import Topology
 
-SPARE: Final = 1  # free buffers of a class that are not reused, so that a user seldom waits for the last one
+# Number of free buffers of each class that are left unused.  The next message takes the buffer that was used longest
+# ago, and so seldom has to wait until the buffer's last use has ended.
+SPARE: Final = 1
 _SMALLEST: Final = 512  # bytes of the smallest class, as in torch's allocator
 _FINENESS: Final = 4  # significant bits of a class: there are eight classes from one power of two to the next
 
 
 def size_class(nbytes: int) -> int:
-    """Returns the bytes of the buffer for a message of ``nbytes``: at most an eighth more, or 512."""
+    """Returns the bytes of the buffer for a message of ``nbytes``: at least 512, else at most an eighth more."""
     step = 1 << max(0, nbytes.bit_length() - _FINENESS)
     return max(_SMALLEST, -(-nbytes // step) * step)
 
@@ -52,9 +54,10 @@ def message_bytes(
 ) -> int:
     """Returns the bytes of all buffers for one rank's messages of weights and gradients, from the third step on.
 
-    The arguments are those of :func:`impl.plan.memory.memory`.  With a schedule, these are the buffers of all its spans
-    together.  The result is an upper bound with a budget, for any choice of its codecs, and with differences that are
-    never refreshed, since the first step alone sends weights.
+    The arguments are those of :func:`impl.plan.memory.memory`.  With a schedule, the buffers of all its spans are
+    counted.  With a budget, the result is an upper bound for any choice of codecs.  With differences that are never
+    refreshed, the result is an upper bound too, since the buffers for weights are counted, and only the first step
+    sends weights.
     """
     most = Counter[int]()  # by class, the most buffers in use at once
     kept = kept_units(policy, units)
@@ -79,7 +82,10 @@ def message_bytes(
 def _gathers(
     policy: Policy, topology: Topology, unit: UnitGeometry, *, again: bool, backward: bool
 ) -> Iterator[Sequence[int]]:
-    """Yield the bytes of the buffers in use at each moment of a unit's gathers; ``again`` from hpZ's copy too."""
+    """Yield the bytes of the buffers in use at each moment of a unit's gathers.
+
+    With ``again``, the gathers from hpZ's copy are included.
+    """
     forward = "forward" if backward else "evaluate"
     every: list[tuple[str, Sends]] = [(forward, "weights"), (forward, "differences")]
     if again:
@@ -93,11 +99,10 @@ def _gathers(
 def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
     """Yield the bytes of the buffers in use at each moment of a reduction with the hops ``every``."""
     hops = [hop for hop in every if hop.kind == "all_to_all"]
-    # Each step ends before the next one begins.
+    # Each step of a ring ends before the next step begins.
     yield from ([hop.nbytes] * 2 for hop in every if hop.kind == "shift")
-    under_way = dict[
-        int, int
-    ]()  # by chunk, the message of its present hop, as large as what the rank receives
+    # By chunk, the bytes of its message on the present hop; the rank receives as many.
+    under_way = dict[int, int]()
     for number, chunk in itertools.chain(*in_turns(len(hops), len(hops[0].chunks) if hops else 0)):
         size = hops[number].axis.size * hops[number].sizes[chunk]
         yield [*under_way.values(), size] * 2
@@ -108,8 +113,9 @@ def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
 def _forwarded(hops: Sequence[Hop]) -> Iterator[Sequence[int]]:
     """Yield the bytes of the buffers in use at each hop of a gather.
 
-    A hop's own message lies in what it receives.  The first hop is received there, if the second only forwards it; what
-    later hops receive is copied to the next hop's message.
+    A hop receives into one buffer, in which the rank's own message lies too.  If the second hop only forwards what the
+    first hop receives, the first hop needs no buffer of its own.  What later hops receive is copied to the next hop's
+    buffer.
     """
     sizes, first = [hop.axis.size * hop.nbytes for hop in hops], int(forwards_in_place(hops))
     yield from (sizes[max(first, number - 1) : number + 1] for number in range(first, len(sizes)))

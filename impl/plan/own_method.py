@@ -1,9 +1,10 @@
-"""Names a user's own reduction of gradients or gather of weights, and describes what such a class gets and declares.
+"""Names a user's class that reduces gradients or gathers weights, and defines what the class is given and declares.
 
-A *method* reduces a unit's gradient in a way of its own: in low rank, with an exchange of indices, by a vote of signs,
-or a step late.  ``Policy(reduce=method(PowerSGD, rank=4))`` uses it, and so does ``policy.reduce = "mine:PowerSGD"`` in
-a suite.  :mod:`impl.unit.own_reduction` runs it, and documents the class that a user writes.  Or it gathers a unit's
-weights (``Policy(gather=method(Differences))``); :mod:`impl.unit.own_gather` runs and documents such a class.
+Such a class is called a *method*.  A method of reduction reduces a unit's gradient in a way of its own: in low rank,
+with an exchange of indices, by a vote of signs, or a step late.  ``Policy(reduce=method(PowerSGD, rank=4))`` uses the
+method, and so does ``policy.reduce = "mine:PowerSGD"`` in a suite; :mod:`impl.unit.own_reduction` runs it, and
+documents the class that a user writes.  A method of gathering gathers a unit's weights
+(``Policy(gather=method(Differences))``); :mod:`impl.unit.own_gather` runs it, and documents its class.
 
 Pure: no torch.  The module of a user's class is imported on first use, so that records and plans that name the class
 can be read where its module is missing.
@@ -31,30 +32,33 @@ MessageKind = Literal["all_gather", "all_to_all", "shift"]
 of its own, or each sends the next rank a tensor."""
 
 Role = Literal["reduce", "gather"]
-"""What a method does, which is the field of the policy that names it."""
+"""What a method does; this is also the name of the policy's field that names the method."""
 
 Change = Literal["stepped", "loaded", "unchanged"]
 """Why weights are gathered anew: an optimizer stepped them, something else wrote them, or nothing changed."""
 
 
 class GatherInfo(NamedTuple):
-    """What a method that gathers weights is told of a gather; it is the same on all ranks."""
+    """Describes one gather to the method that carries it out; all ranks get the same description."""
 
     phase: Literal["forward", "backward", "evaluate"]  # the pass that needs the weights
-    # How the weights have changed since the unit's last gather.  ``loaded`` is also the first gather, and the one after
-    # a failed pass was dropped: ranks may then not rely on what earlier gathers have sent.
+    # How the weights have changed since the unit's last gather.  It is ``loaded`` also in the first gather, and in the
+    # first gather after a failed pass was dropped: ranks may then not rely on what earlier gathers have sent.
     change: Change
     steps: int  # optimizer steps since the last gather whose change was ``loaded``
 
 
 class MethodError(ValueError):
-    """A method is not what it must be, or has failed; the message names the class and says what is wrong."""
+    """A user's class lacks what a method must have, or its code has failed.
+
+    The message names the class and says what is wrong.
+    """
 
 
 class MethodLaw(enum.Enum):
     """A property that a method can promise; ``zeropp check method`` tests exactly the promised ones."""
 
-    SAME_ON_ALL_RANKS = "every rank finds the same mean, bit by bit, however it is sharded"
+    SAME_ON_ALL_RANKS = "every rank finds the same mean, bit by bit, however the mean is sharded"
     ZERO = "a new method turns gradients of zeros into a mean of zeros"
     EXACT = "a new method returns the mean, up to rounding in fp32"
     EXACT_AT_FULL_RANK = (
@@ -62,7 +66,7 @@ class MethodLaw(enum.Enum):
     )
     BOUND = "the error of each element of a new method's result is within error_bound"
     UNBIASED = "the mean of repeated results for the same gradients is their mean"
-    SETTLES = "weights that no longer change are found after settles_after() gathers"
+    SETTLES = "after settles_after() gathers of weights that do not change, the result is these weights, up to rounding"
 
 
 LAWS: Final = {law.name.lower(): law for law in MethodLaw}
@@ -105,7 +109,7 @@ class MethodUnit:
     slots: tuple[MethodSlot, ...]  # the parameters; elements outside of all slots are padding
     numel: int  # P, elements of the gradient, padding included
     start: int  # first element of this rank's shard
-    end: int  # one past its last element
+    end: int  # one past the last element of this rank's shard
 
     @classmethod
     def of(cls, geometry: UnitGeometry, rank: int) -> MethodUnit:
@@ -143,7 +147,7 @@ class MethodMessage(NamedTuple):
 
     kind: MessageKind
     axis: str  # ``world``, ``node`` or ``local``
-    nbytes: int  # to each other rank of the axis, without the padding to a multiple of 16
+    nbytes: int  # bytes to each other rank of the axis, without the padding to a multiple of 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +204,8 @@ class OwnMethod:
     def error_bound(self, unit: MethodUnit) -> float:
         """Returns the largest error of an element that the class promises; infinity if it promises none.
 
-        The error of a reduction is relative to the mean over ranks of the largest magnitude that a rank's gradient has
-        in the shard, that of a gather to the largest magnitude in the shard.
+        For a gather, the error is a multiple of the largest magnitude of the weights in the shard.  For a reduction,
+        every rank's gradient has a largest magnitude in the shard, and the error is a multiple of the ranks' mean.
         """
         laws = self.laws
         if MethodLaw.EXACT in laws:
@@ -214,16 +218,21 @@ class OwnMethod:
 
 
 def method(source: type[Any] | str, **arguments: Any) -> OwnMethod:
-    """Makes a policy's ``reduce`` or ``gather`` of a user's class or its name, and of the class's arguments.
+    """Returns the value of a policy's ``reduce`` or ``gather`` that names a user's class and gives it ``arguments``.
 
-    Raises MethodError: if a class lacks what a method must have, or an argument is neither a number nor a text.
+    ``source`` is the class, or its name as ``module:Class``.
+
+    Raises MethodError: if a class lacks what a method must have, if the name has another form, or if an argument is
+    no number, text, bool, list or tuple.
     """
     values = tuple(
         (name, tuple(value) if isinstance(value, list) else value) for name, value in arguments.items()
     )
     for name, value in values:
         if not isinstance(value, bool | int | float | str | tuple):
-            raise MethodError(f"{name}={value!r}: an argument of a method is a number, a text, true or false")
+            raise MethodError(
+                f"{name}={value!r}: an argument of a method must be a number, text, bool or list"
+            )
     if isinstance(source, str):
         if not is_name(source):
             raise MethodError(f"{source!r}: expected 'module:Class'")
@@ -265,14 +274,17 @@ def checked(name: str, kind: Any) -> type[Any]:
         if (needed := _NEEDS.get(LAWS[law])) is not None and not callable(getattr(kind, needed, None)):
             raise MethodError(f"{name}: has no method {needed!r}, which the law {law!r} needs")
         if LAWS[law] is MethodLaw.SETTLES and role_of(kind) == "reduce":
-            raise MethodError(f"{name}: the law {law!r} is one of gathers, and the class reduces gradients")
+            raise MethodError(
+                f"{name}: only a class that gathers weights can promise the law {law!r}, and this class reduces "
+                f"gradients: remove {law!r} from laws"
+            )
     return kind
 
 
 def role_of(kind: type[Any]) -> Role | None:
     """Returns what a class is for: with ``start(gradient)`` it reduces, with ``start(weights, gather)`` it gathers.
 
-    Returns None for a ``start()`` that takes any number of arguments.
+    Returns None if ``start()`` takes any number of arguments, or has no signature that Python can read.
     """
     try:
         parameters = list(inspect.signature(kind.start).parameters.values())
@@ -290,7 +302,7 @@ def _axes(topology: Topology) -> tuple[Axis, ...]:
 
 
 def axis_of(topology: Topology, name: str) -> Axis:
-    """Returns the axis that a method names.
+    """Returns the axis that a method calls ``name``.
 
     Raises MethodError: for any name but ``world``, ``node`` and ``local``.
     """
@@ -301,7 +313,7 @@ def axis_of(topology: Topology, name: str) -> Axis:
 
 
 class PlannedWire:
-    """Stands for a wire where nothing is sent, so that a method can be asked for its ``bytes()``."""
+    """Takes the place of a wire in a method's constructor, where only the method's ``bytes()`` is to be called."""
 
     def __init__(self, topology: Topology, rank: int = 0) -> None:
         self.topology, self.rank, self.device = topology, rank, "cpu"
@@ -316,7 +328,7 @@ class PlannedWire:
         return axis_of(self.topology, axis).digit(self.rank)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise MethodError("sends in its constructor: send in start(), advance() and finish() only")
+        raise MethodError("the method sends in its constructor: send in start(), advance() and finish() only")
 
     all_gather = all_to_all = shift = _refuse
 
@@ -324,7 +336,9 @@ class PlannedWire:
 def declared(
     own: OwnMethod, instance: Any, unit: MethodUnit, topology: Topology, *gather: GatherInfo
 ) -> tuple[MethodMessage, ...] | None:
-    """Returns the messages that ``bytes()`` declares for a reduction or a ``gather``; None if it declares none.
+    """Returns the messages that ``bytes()`` declares for a reduction, or for a ``gather``.
+
+    Returns None if the class has no ``bytes()``.
 
     Raises MethodError: if ``bytes()`` raises, or returns anything but tuples of kind, axis and bytes.
     """
@@ -341,22 +355,26 @@ def declared(
                 rows.append(MethodMessage(kind, axis, nbytes))  # type: ignore[arg-type]  # as the guard says
                 continue
         raise MethodError(
-            f"{own}: bytes() has {row!r}: expected (kind, axis, bytes) with a kind of "
+            f"{own}: bytes() returned {row!r}: expected (kind, axis, bytes) with a kind of "
             f"{', '.join(get_args(MessageKind))}, and an axis of {', '.join(axes)}"
         )
     return tuple(row._replace(nbytes=padded_bytes(row.nbytes)) for row in rows)
 
 
 Declared = Mapping[str, tuple[MethodMessage, ...] | None]
-"""By unit, the messages of each reduction as a method declares them; None if it declares none."""
+"""By unit, the messages that a method declares for each reduction; None if its class has no ``bytes()``."""
 
 
 DeclaredGathers = Mapping[str, Callable[[GatherInfo], tuple[MethodMessage, ...] | None]]
-"""By unit, a function that returns the messages of a gather as a method declares them; None if it declares none."""
+"""By unit, a function that returns the messages that a method declares for a gather.
+
+The function returns None if the method's class has no ``bytes()``."""
 
 
 def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> Declared:
-    """Returns the declared messages of the trained units that ``own`` reduces, before anything runs.
+    """Returns, for each trained unit that ``own`` reduces, the messages that the class declares for a reduction.
+
+    Needs no running ranks.
 
     Raises MethodError: if the class cannot be imported or constructed, or its ``bytes()`` is wrong.
     """
@@ -367,9 +385,11 @@ def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeo
 
 
 def planned_gathers(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> DeclaredGathers:
-    """Returns functions for the declared messages of the trained units that ``own`` gathers, before anything runs.
+    """Returns, for each trained unit that ``own`` gathers, a function that returns a gather's declared messages.
 
-    Raises MethodError: as :func:`planned_messages`; the functions raise it if ``bytes()`` is wrong.
+    Needs no running ranks.
+
+    Raises MethodError: if the class cannot be imported or constructed; the functions raise it if ``bytes()`` is wrong.
     """
 
     def messages(unit: MethodUnit, instance: Any, gather: GatherInfo) -> tuple[MethodMessage, ...] | None:
@@ -389,7 +409,10 @@ def declares(own: OwnMethod) -> bool:
 def _planned(
     own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry], role: Role
 ) -> Iterator[tuple[str, MethodUnit, Any]]:
-    """Yield the name of each trained unit, the unit, and an object of the class; None if that declares no bytes."""
+    """Yield (name, unit, an object of the class) for each trained unit that is not persistent.
+
+    The object is None if the class has no ``bytes()``.
+    """
     own.check_role(role)
     for geometry in units:
         if geometry.trainable and not geometry.persistent:

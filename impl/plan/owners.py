@@ -37,8 +37,8 @@ class Part(NamedTuple):
     """The elements of one matrix that are in one rank's shard."""
 
     matrix: int  # index of the matrix
-    start: int  # first element in the shard
-    first: int  # first element in the matrix
+    start: int  # place of the part's first element in the shard
+    first: int  # place of the part's first element in the matrix
     numel: int
 
 
@@ -57,7 +57,7 @@ class Matrix:
 
 
 Sizes = tuple[tuple[int, ...], ...]
-"""Bytes of the message from each rank to each rank, ``sizes[source][destination]``, itself included."""
+"""``sizes[source][destination]``: bytes of the message from one rank to another, or to itself."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Owners:
         return tuple(zip(*self._sizes(self.update), strict=True))
 
     def _sizes(self, codec: Codec) -> Sizes:
-        """Returns the bytes of all parts in ``codec``, by the rank that holds them and by their owner."""
+        """Returns ``sizes[holder][owner]``: bytes in ``codec`` of the holder's parts of the owner's matrices."""
         sizes = [[0] * self.axis.size for _ in self.parts]
         for row, parts in zip(sizes, self.parts, strict=True):
             for part in parts:
@@ -102,7 +102,7 @@ class Owners:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A text that is the same on ranks with the same assignment, and differs on others."""
+        """A hash of the assignment and its codecs: equal on two ranks exactly if they have the same assignment."""
         text = repr([(matrix.unit, matrix.slot.spec.name, matrix.owner) for matrix in self.matrices])
         return hashlib.sha256(f"{text} {self.momentum} {self.update}".encode()).hexdigest()[:12]
 
@@ -128,7 +128,9 @@ def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) 
 def owners_of(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], group: int = MATRICES
 ) -> Owners | None:
-    """Assigns an owner to each trained parameter of optimizer group ``group``; None if there is none.
+    """Assigns an owner to each trained parameter of optimizer group ``group``.
+
+    Returns None if the group has no trained parameter with elements.
 
     The operations of Newton-Schulz are spread evenly over ranks.  As far as this allows, a matrix belongs to the rank
     that holds most of it, since this part is not sent.
@@ -182,9 +184,10 @@ def owners_of(
 def _assign(costs: Sequence[float], held: Sequence[Sequence[int]]) -> list[int]:
     """Returns the owner of each matrix, from the ``costs`` of matrices and the elements ``held`` by each rank.
 
-    The most expensive matrix is assigned first.  A first pass gives each to the rank with the least cost so far, and so
-    finds a limit of the ranks' costs.  The second pass gives each to the rank that holds most of it among those that it
-    does not lift above this limit.  If there is none at some point, the owners are those of the first pass.
+    There are two passes, and each assigns the most expensive matrices first.  The first pass gives a matrix to the rank
+    with the least cost so far; the largest cost that a rank then has is the limit of the second pass.  The second pass
+    gives a matrix to the rank that holds most of it, among the ranks that stay within the limit.  If no rank would stay
+    within the limit, the owners of the first pass are returned.
     """
     ranks, order = range(len(held[0])), sorted(range(len(costs)), key=lambda number: -costs[number])
     loads, even = [0.0] * len(ranks), [0] * len(costs)

@@ -128,8 +128,9 @@ class Policy:
     # Codec of hpZ's copy in place of ``secondary_format``; forward then also sends the copy inside its group.  A suite
     # gives it as the first of two codecs of ``weights``.
     inside: Codec | None = setting(None, in_words=lambda codec: str(codec or "as sent"))
-    # In the hops before an hpZ group: how the masters differ from hpZ's copy (SDP4Bit, 2410.15526).  Every rank adds
-    # the decoded differences to its copy.  The rank that owns the masters does so too, so that all copies stay equal.
+    # Codec in which the hops before an hpZ group send how the masters differ from hpZ's copy (SDP4Bit, 2410.15526).
+    # Every rank adds the decoded differences to its copy.  The rank that holds the masters does so too, so that all
+    # copies stay equal.
     differences: Codec | None = setting(
         None, "codec of the differences from hpZ's copy, which are sent instead of weights; or `none`",
         read=parse_codec, alters=lambda policy, _: policy.differences is None,
@@ -156,17 +157,18 @@ class Policy:
         "codec", "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes", implied=True,
         alters=lambda policy, _: _raw(policy.weights, policy.gradients),
     )  # fmt: skip
-    # 2 is MXFP8 in Megatron-FSDP (Megatron-LM's issue 7584).  With ``phase`` and hpZ, forward brings both planes
-    # between nodes, hpZ's copy keeps the columns, and backward sends nothing between nodes.  A unit without a matrix is
-    # sent in one plane.  A block along columns spans as many whole rows of a shard as the codec's block has elements;
-    # rows that are left over are quantised along rows in both planes.  No unit stays gathered for backward, and
-    # recomputing a block of the model in backward (activation checkpointing) is refused.
+    # 2 does what Megatron-FSDP does in MXFP8 (Megatron-LM's issue 7584).  With ``phase`` and hpZ, forward brings both
+    # planes between nodes, hpZ's copy keeps the columns, and backward sends nothing between nodes.  A unit without a
+    # matrix is sent in one plane.  A block along columns spans as many whole rows of a shard as the codec's block has
+    # elements; rows that are left over are quantised along rows in both planes.  No unit stays gathered for backward,
+    # and recomputing a block of the model in backward (activation checkpointing) is refused.
     planes: Literal[1, 2, "phase"] = setting(
         1, "1; or weights are quantised by rows for forward and by columns for backward. 2: every gather sends both; "
         "`phase`: each gather sends the one that its pass computes with", implied=True,
         alters=lambda policy, _: _raw(policy.weights),
     )  # fmt: skip
-    reduce_every: Literal["stage", "micro_batch", "step"] = setting(  # the stage's: ``step`` below 2, else the other
+    # ``stage`` means ``step`` in stages 0 and 1, and ``micro_batch`` in stages 2 and 3.
+    reduce_every: Literal["stage", "micro_batch", "step"] = setting(
         "stage", "`micro_batch` reduces after each micro-batch and adds up in shards; `step` adds up locally and "
         "reduces once; `stage`: as the stage implies",
         in_words=lambda every: every.replace("_", "-"), execution=True, scope="training",
@@ -183,8 +185,8 @@ class Policy:
     frozen: Codec | None = setting(  # None: kept in fp32, sent as ``weights``
         None, "codec in which untrained weights are stored and sent, or `none`", read=parse_codec
     )
-    # Of the two exchanges with which Muon orthogonalises a matrix at its owner (:mod:`impl.plan.owners`).  Messages in
-    # bf16 change no bit, also in ``exact``, because Newton-Schulz computes in bf16.
+    # Codecs of the two exchanges with which Muon orthogonalises a matrix at its owner (:mod:`impl.plan.owners`).  Even
+    # in ``exact``, messages in bf16 change no bit of the result, because Newton-Schulz computes in bf16.
     owned: tuple[Codec, Codec] = setting(
         (BF16, BF16), "codec; or a list of two: with Muon, of the momentum that is sent to the owners of matrices, and "
         "of the updates that come back", read=parse, pair=True, scope="training",
@@ -197,7 +199,7 @@ class Policy:
         alters=lambda policy, _: _raw(policy.weights, policy.gradients),
     )  # fmt: skip
     # Optimizer steps of each group between two exchanges with the other groups (DiLoCo, 2311.08105).  Gradients are
-    # then averaged inside a group only.  None: over all ranks, in every step.
+    # then averaged inside a group only.  None: gradients are averaged over all ranks, in every step.
     local_steps: int | None = setting(
         None, "whole number: optimizer steps that each group takes between exchanges with the others; or "
         "`none`",
@@ -225,8 +227,8 @@ class Policy:
         1, "whole number: parameters start on multiples of so many elements; a suite sets it for all its policies",
         least=1, unset=1, label="",
     )  # fmt: skip
-    # What changes while training, span by span: a step has the fields of its span, and else the policy's own.  In
-    # suites the key is a list of tables (``SpanChanges`` in ``harness.suites.trial``).
+    # What changes while training, span by span: a step has the fields that its span changes, and the policy's own
+    # values of all other fields.  In suites the key is a list of tables (``SpanChanges`` in ``harness.suites.trial``).
     schedule: tuple[Span, ...] = setting((), in_words=_schedule_in_words)
 
     def __post_init__(self) -> None:
@@ -255,7 +257,11 @@ class Policy:
             raise PolicyError(reason)
 
     def _read_method(self, name: Role, known: Sequence[str]) -> None:
-        """Make a method of field ``name``, if its value is the name of a class and not one of the ``known`` words."""
+        """Replace the name of a user's class in the field ``name`` with a method of this class.
+
+        Raises PolicyError: for a value that is no method, no name of a class and none of the ``known`` words, and for
+        a class that does not suit the field.
+        """
         value = getattr(self, name)
         if isinstance(value, str) and is_name(value):
             value = method(value)
@@ -444,13 +450,16 @@ class Policy:
         groups = {phase.secondary for phase in phases} - {0}
         if len(groups) > 1:
             values = ", ".join(f"secondary={group!r}" for group in sorted(groups, key=str))
-            yield f"schedule has {values}, and copies of other groups are on other ranks: use one of them, or 0"
+            yield f"schedule has {values}, whose copies lie on different ranks: use one of these values, or 0"
         carried = {phase.feedback for phase in phases} - {None}
         if len(carried) > 1:
             values = ", ".join(f"'{feedback}'" for feedback in carried)
-            yield f"schedule has feedback of {values}, whose errors differ in memory: use one of them, or none"
+            yield f"schedule has feedback {values}, whose kept errors differ: use one of these values, or none"
         if carried and len({phase.reduce for phase in phases if phase.feedback is not None}) > 1:
-            yield "schedule changes reduce, and with it the memory of feedback's errors: remove one of the two"
+            yield (
+                "schedule changes reduce, so that the errors which feedback keeps would have other sizes: set one "
+                "reduce for all spans, or remove feedback"
+            )
         if any(phase.own_reduce != phases[0].own_reduce for phase in phases):
             yield "schedule changes reduce to or from a class of your own, which keeps a state: use it in all spans"
         if any(phase.own_gather != phases[0].own_gather for phase in phases):
@@ -533,7 +542,8 @@ class Policy:
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec whose messages cannot be cut into chunks.
 
-        Checks either the users' codecs, whose modules are imported for it, or all other codecs.
+        With ``user_codecs``, only codecs from named modules are checked, which are imported for it; otherwise only all
+        other codecs.
         """
         for codec in (*self.gradients, *self.candidates.get("gradients", ())) if self.chunks > 1 else ():
             if isinstance(codec, OwnCodec) == user_codecs and codec.block == "shard":
@@ -542,7 +552,7 @@ class Policy:
 
     @property
     def grain(self) -> int:
-        """Every parameter and every shard starts on a multiple of this number of elements."""
+        """The grain, in elements: every parameter and every shard starts on a multiple of this number."""
         return math.lcm(self.align, common_grain(*self.codecs))
 
     @property
@@ -572,11 +582,14 @@ class Policy:
 
     @property
     def phases(self) -> tuple[Policy, ...]:
-        """The different policies of a run's steps, which have no schedule, in the order of their first steps."""
+        """The different policies that the steps of a run have, in the order in which a run first uses them.
+
+        None of these policies has a schedule.
+        """
         return _compiled(self)[0] if self.schedule else (self,)
 
     def phase_at(self, step: int) -> int:
-        """Returns the number, in :attr:`phases`, of the policy of the step after ``step`` optimizer steps."""
+        """Returns the index in :attr:`phases` of the policy that holds for the step after ``step`` optimizer steps."""
         begin = 0
         for end, every, changed, own in _compiled(self)[1] if self.schedule else ():
             if step < end:
@@ -585,9 +598,9 @@ class Policy:
         return 0
 
     def phase_counts(self, begin: int, end: int) -> dict[int, int]:
-        """Returns by number, in :attr:`phases`, how many of the steps ``begin`` to ``end - 1`` have that policy.
+        """Returns, by index in :attr:`phases`, how many of the steps ``begin`` to ``end - 1`` have this policy.
 
-        A phase without such a step has no entry.
+        A policy that none of these steps has is left out.
         """
         counts, start = Counter[int](), 0
         rows = _compiled(self)[1] if self.schedule else ((math.inf, 1, 0, 0),)
@@ -602,11 +615,11 @@ class Policy:
         return {number: count for number, count in counts.items() if count}
 
     def policy_at(self, step: int) -> Policy:
-        """Returns the policy, without a schedule, of the step after ``step`` optimizer steps."""
+        """Returns the policy that holds for the step after ``step`` optimizer steps; this policy has no schedule."""
         return self.phases[self.phase_at(step)]
 
     def for_steps(self, steps: int) -> Policy:
-        """Returns the policy for a run of so many optimizer steps, in which each span of its schedule has its steps.
+        """Returns this policy for a run of ``steps`` optimizer steps: each span of its schedule ends at a known step.
 
         Raises PolicyError: if a span has no step, or if the spans do not end with the run.
         """
@@ -624,7 +637,8 @@ class Policy:
     def gathering(self) -> tuple[object, ...]:
         """The fields that decide how weights are gathered.
 
-        At a step whose policy has other values here than the one before, weights themselves are gathered anew.
+        If a step's policy has other values of these fields than the step before, the weights themselves are gathered
+        anew, and neither differences nor hpZ's copy are sent.
         """
         if self.own_gather is not None:
             return (self.gather,)
@@ -662,7 +676,7 @@ class Policy:
 
     @property
     def readable(self) -> bool:
-        """Whether the attributes of all its codecs may be read (:attr:`impl.codecs.codec.OwnCodec.readable`)."""
+        """Whether the attributes of all codecs may be read (:attr:`impl.codecs.codec.OwnCodec.readable`)."""
         return all(codec.readable for codec in self.own_codecs)
 
     @property
@@ -690,7 +704,8 @@ class Policy:
         """
         if self.schedule:
             raise PolicyError(
-                "the units of a policy with a schedule differ from step to step: ask one of its phases"
+                "a policy with a schedule gives its units other policies from step to step: call for_kind() on one of "
+                "its phases"
             )
         changes: dict[str, Any] = {}
         if persistent:
@@ -715,7 +730,7 @@ class Policy:
         return shaped if unit.trainable or self.frozen is None else replace(shaped, weights=self.frozen)
 
     def by_shape(self, shapes: Sequence[Sequence[int]], world: int, shard: int = 0) -> Policy:
-        """Returns the policy of a unit whose parameters have these ``shapes``, reduced by ``world`` ranks.
+        """Returns the policy of a unit whose parameters have these ``shapes``; ``world`` ranks reduce its gradient.
 
         Resolves ``blocks='shape'`` to sizes in elements, and sets ``planes=1`` for a unit without a matrix.
         Without shapes (a unit of which only the size is known) the gradients' blocks and the planes stay as
@@ -750,15 +765,19 @@ class Policy:
 
         Users' codecs are not checked where their modules must not be imported.
 
-        Raises PolicyError: if the topology cannot be cut into the policy's groups, if a user's codec does not fit
-        the policy, or if a budget needs a second node.
+        Raises PolicyError: if the topology cannot be cut into the policy's groups, if groups with local steps have no
+        other group to exchange with, if a user's codec does not fit the policy, if a budget needs a second node, or if
+        the spans of a schedule have no known ends.
         """
         if self.schedule:
             if any(span.until is not None and span.end is None for span in self.schedule[:-1]):
                 way_out = "give its number of steps, policy.for_steps(steps)"
                 raise PolicyError(f"schedule ({self.schedule_in_words}) has shares of a run: {way_out}")
             if (end := self.schedule[-1].end) is not None:
-                raise PolicyError(f"the last span of schedule ends at step {end}: remove its until")
+                raise PolicyError(
+                    f"the last span of schedule ends at step {end}, and the steps after it have no span: remove its "
+                    "until"
+                )
             for phase in self.phases:
                 phase.check(topology)
             return
@@ -808,9 +827,9 @@ class Policy:
         return topology.world if self.local_steps is None else self.group_ranks(topology)
 
     def gather_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], int]:
-        """Returns the hops of a weight gather, first hop first, and how many of them hpZ's copy saves.
+        """Returns (axes of the hops of a weight gather, number of these hops that hpZ's copy saves), first hop first.
 
-        There are none for a user's own gather, whose messages are not known here.
+        A user's own gather has no axes here, since its messages are not known.
         """
         if self.own_gather is not None:
             return (), 0
@@ -823,9 +842,9 @@ class Policy:
         return topology.gather_axes(self.secondary_ranks(topology))
 
     def replica_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], Codec]:
-        """Returns the hops that gather a mean gradient between groups, and their codec.
+        """Returns (axes of the hops that gather a mean gradient between groups, the codec of these hops).
 
-        There are none for one group, nor for a user's own reduction, after which every group has the mean.
+        There are no axes for one group, nor for a user's own reduction, after which every group has the mean.
         """
         if self.own_reduce is not None:
             return (), self.gradients[0]
@@ -834,9 +853,9 @@ class Policy:
         return between, self.gradients[any(map(topology.crosses, between))]
 
     def reduce_axes(self, topology: Topology) -> tuple[tuple[Axis, Codec], ...]:
-        """Returns the hops of a gradient reduction with their codecs, first hop first, without hops of one rank.
+        """Returns (axis, codec) of each hop of a gradient reduction, first hop first; axes of one rank are left out.
 
-        There are none for a user's own reduction, whose messages are not known here.
+        A user's own reduction has no hops here, since its messages are not known.
         """
         if self.own_reduce is not None:
             return ()
@@ -878,7 +897,7 @@ def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, in
 
 
 def weight_block(shard: int) -> int:
-    """Returns how many elements DeepSpeed has in a block of weights, for a ``shard`` of so many elements.
+    """Returns how many elements a block of weights has in DeepSpeed, for a shard of ``shard`` elements.
 
     This is the largest multiple of 8 that is at most 8000 and divides ``shard``; 1 if there is none.
     """

@@ -90,7 +90,8 @@ class MemoryLimits:
         50_000_000, "elements that are gathered ahead of their use. The next unit is gathered ahead even if it is "
         "larger; 0: no unit is", least=0, execution=True, scope="stage 3",
     )  # fmt: skip
-    # The units in use alone may exceed it.  None: ``MOST_LIVE``, but the next unit is gathered ahead whatever its size.
+    # The units in use may exceed this limit by themselves.  None: ``MOST_LIVE``, but the next unit is gathered ahead
+    # whatever its size.
     max_live: int | None = setting(
         None, "most elements that are gathered at the same time: beyond this number no further unit is gathered ahead "
         "or kept. Not given: 1,000,000,000, and the next unit is gathered ahead even beyond this number",
@@ -134,7 +135,8 @@ class Offload:
     Raises PolicyError: for shares outside [0, 1].
     """
 
-    # Mean gradients are there too, where the optimizer steps the masters; the device keeps the encoded weights.
+    # The mean gradients of these elements are on the host too, and the optimizer steps the masters there; the device
+    # keeps the encoded weights.
     optimizer: float = setting(
         0.0, "share of trained elements whose masters and optimizer state are on the host", key="offload_optimizer",
         least=0, most=1, execution=True, label="optimizer on the host", in_words="{:g}".format,
@@ -251,11 +253,11 @@ def parse_feedback(text: str) -> Feedback | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BitBudget:
-    """A limit on bits, within which codecs are chosen unit by unit while training (:mod:`impl.plan.bit_budget`).
+    """A limit on the bits that units send, for which :mod:`impl.plan.bit_budget` chooses codecs while training.
 
     Training begins with the policy's own codecs.  After step 1, and then every ``every`` steps, all candidates
-    encode that step's weights and gradients.  Then the units get those codecs with which the sum of all units'
-    errors is least within the limit.
+    encode that step's weights and gradients.  Then each unit gets a codec, so that the units together keep to the
+    limit and the sum of their errors is smallest.
 
     Raises PolicyError: for numbers out of range, no codecs, or neither weights nor gradients.
     """

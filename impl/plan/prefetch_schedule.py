@@ -28,16 +28,17 @@ class Schedule:
     sizes: Sequence[int]  # padded elements of each unit, by index
     order: tuple[int, ...]  # the units that run one after the other, in forward order
     outer: tuple[int, ...]  # the units in use during the whole pass (the root's, and the persistent ones)
-    prefetch: int  # most elements gathered ahead; the next unit may exceed this limit; 0: none
-    # Most elements gathered at once; nothing is gathered ahead beyond it.  None: ``MOST_LIVE``, but the next unit
-    # is gathered ahead whatever its size.
+    # Most elements gathered ahead; the next unit may exceed this limit.  0: nothing is gathered ahead.
+    prefetch: int
+    # Most elements gathered at once; nothing is gathered ahead beyond this number.  None: ``MOST_LIVE``, but the next
+    # unit is gathered ahead whatever its size.
     max_live: int | None = None
     kept: frozenset[int] = frozenset()  # the units that stay gathered from forward to backward
     # Whether gradients are reduced in reverse model order; else in reverse forward order, in which gradients
     # arrive, so that no reduction waits for its turn.
     in_model_order: bool = False
     frozen: frozenset[int] = frozenset()  # the units without gradients, which are not reduced
-    blocks: Sequence[str] = ()  # for each unit, the block with which it runs; empty: each runs by itself
+    blocks: Sequence[str] = ()  # for each unit, the block with which it runs; empty: each unit runs by itself
 
     @classmethod
     def for_units(cls, policy: Policy, units: Sequence[UnitGeometry]) -> Schedule:

@@ -27,7 +27,7 @@ class Progress(enum.IntEnum):
 class Reducing(Protocol):
     """The reduction of one unit's gradient, as :class:`ReductionQueue` drives it."""
 
-    elements: int  # of the gradient, with padding
+    elements: int  # number of elements of the gradient, with padding
     progress: Progress
 
     def start(self) -> None:
@@ -97,7 +97,7 @@ class ReductionQueue:
         return sum(r.elements for r in self._under_way if r.progress is Progress.REDUCING)
 
     def _start(self, reduction: Reducing) -> None:
-        """Start the next reduction, after those under way have posted a hop and enough of them have ended to fit it."""
+        """Start ``reduction``, after those under way have posted a hop, and enough of them have ended to make room."""
         self.post_next_hops()
         for earlier in self._under_way:
             if self.elements_under_way + reduction.elements <= self._bucket:

@@ -26,7 +26,7 @@ def _in_words(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is known of a policy's field, besides its type and default.
+    """Describes a field of a policy, apart from the field's type and default.
 
     :func:`settings` adds the last three attributes.
     """
@@ -43,19 +43,19 @@ class Setting:
     or_none: bool = False  # whether a suite may also give ``none``, which keeps the strategy's own value
     # Name of the field in names of configurations; empty: in no name, because it is part of the layout only.
     label: str | None = None  # None: the field's name
-    short: str = ""  # shorter than the label, where a value follows at once: ``w int8:64``
+    short: str = ""  # a shorter label, for places where a value follows at once: ``w int8:64``
     in_words: Callable[[Any], str] = _in_words  # text of a value in names of configurations
     # Whether the field concerns only the execution, and is left out of names where all configurations share it.
     execution: bool = False
-    # ``alters(policy, value)``: whether a suite's ``value`` for all its strategies would make another strategy of a
-    # preset with this ``policy``, which then keeps its own value.
+    # ``alters(policy, value)``: whether a preset with this ``policy`` would become another strategy if a suite set the
+    # field to ``value`` for all its strategies.  If so, the preset keeps its own value.
     alters: Callable[[Any, Any], bool] = lambda *_: False
     # Where the field has an effect: in ``training`` only, on ``links`` between nodes, or at ``stage 3``.
     scope: Scope = "all"
-    # Whether a trial whose value is its preset's has the id of a trial without the key.
+    # Whether a trial that sets the field to its preset's own value has the same id as a trial that does not set it.
     implied: bool = False
 
-    name: str = ""  # of the field
+    name: str = ""  # the field's name
     part: str = ""  # field of the policy that has this field, such as ``memory``; empty: the policy itself
     kind: Any = None  # type of the field
 

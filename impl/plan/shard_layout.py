@@ -160,9 +160,9 @@ class UnitGeometry:
         return low + first, low + end
 
     def spans(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Returns (group, start, end) in ``rank``'s shard for each optimizer group, with its padding.
+        """Returns (group, start, end) for each optimizer group: its elements in ``rank``'s shard, padding included.
 
-        A span may be empty.
+        ``start`` and ``end`` are relative to the shard, and may be equal.
         """
         starts: dict[int, int] = {}  # the first element of each group in the unit
         for slot in self.slots:
@@ -237,9 +237,9 @@ def lay_out(
 
 
 def padding_share(units: Iterable[tuple[int, int]]) -> float:
-    """Returns padding over elements for ``units``, each given as (elements, elements with padding).
+    """Returns the number of elements of padding in all ``units``, divided by their number of elements without padding.
 
-    Returns 0 if there are no elements.
+    Each unit is given as (elements, elements with padding).  Returns 0 if there are no elements.
     """
     sizes = list(units)
     numel = sum(elements for elements, _ in sizes)

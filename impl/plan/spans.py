@@ -1,8 +1,8 @@
 """Defines :class:`Span`, a part of a run in which some fields of a policy have other values.
 
 ``Policy(schedule=(Span(until="50 %", gradients=...), Span()))`` changes while it trains.  A schedule may change what
-is sent, but nothing that would move memory between ranks or give it another layout (:data:`FIXED`), so that a step's
-messages follow from its number alone.  :meth:`impl.plan.policy.Policy.policy_at` is that function.
+is sent, but nothing that would move memory between ranks or give it another layout (:data:`FIXED`).  So the messages
+of a step follow from the step's number alone: :meth:`impl.plan.policy.Policy.policy_at` returns the step's policy.
 
 Pure: no torch.
 """
@@ -52,7 +52,7 @@ class SpanError(ValueError):
 
 
 def refusal(name: str) -> str | None:
-    """Returns why a span must not set the field ``name`` of a policy; None if it may."""
+    """Returns why a span must not set the field ``name`` of a policy; None if a span may set it."""
     if name in VARYING:
         return None
     why = FIXED.get(name, "it holds for the whole run")
@@ -61,13 +61,13 @@ def refusal(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Span:
-    """The fields that a policy changes from the end of the span before to ``until``.
+    """A part of a run, from the end of the span before it to ``until``, in which fields of the policy are changed.
 
     Args:
         until: the number of optimizer steps at which the span ends, or a share of the run such as ``"50 %"``.  None,
             for the last span only, stands for the end of the run.
-        every: the changes hold in the first of every so many steps of the span; the other steps have the policy's own
-            fields.  With 2, steps alternate.
+        every: the changes hold only in the span's first step and in each ``every``-th step after it; the other steps
+            have the policy's own fields.  With 2, steps alternate.
         changes: values of fields of the policy.  ``secondary=0`` also removes the fields that need hpZ.
 
     Raises:
@@ -77,7 +77,8 @@ class Span:
     until: int | str | None
     every: int
     changes: tuple[tuple[str, Any], ...]
-    # Number of optimizer steps at which it ends; None if it is not known, or the end of the run.
+    # Number of optimizer steps after which the span ends; None if this number is not known, or if the span ends with
+    # the run.
     end: int | None
 
     def __init__(self, *, until: int | str | None = None, every: int = 1, **changes: Any) -> None:
@@ -129,7 +130,7 @@ def _share(until: Any) -> Fraction:
         raise SpanError(f"until = {until!r}: expected a step of 1 or more, or a share such as '50 %'")
     share = Fraction(match[1]) / 100
     if not 0 < share <= 1:
-        raise SpanError(f"until = {until!r}: is beyond the run; expected a share above 0 and at most 100 %")
+        raise SpanError(f"until = {until!r}: expected a share above 0 and at most 100 %")
     return share
 
 
@@ -143,7 +144,8 @@ def check_order(spans: Sequence[Span]) -> Iterator[str]:
     last = spans[-1].until if spans else None
     if isinstance(last, str) and _share(last) < 1:
         yield (
-            f"the last span of schedule ends at {last} of the run, and the steps after it have none: remove its until"
+            f"the last span of schedule ends at {last} of the run, and the steps after it have no span: remove its "
+            "until"
         )
 
 
@@ -159,7 +161,7 @@ def _overlap(number: int, end: str, before: str) -> str:
 
 
 def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
-    """Returns the spans with their ends in a run of so many optimizer steps; the last one has no end.
+    """Returns the spans with the steps at which they end in a run of ``steps`` optimizer steps; the last has no end.
 
     A share of the run is rounded to the nearest step.
 
@@ -176,7 +178,7 @@ def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
         end = int(span.until or 0) if share is None else math.floor(share * steps + Fraction(1, 2))
         if end > steps:
             raise SpanError(
-                f"span {number} of schedule (until {end}) ends beyond the run of {steps} steps: lower it"
+                f"span {number} of schedule (until {end}) ends beyond the run of {steps} steps: lower its until"
             )
         if end <= before:
             raise SpanError(_overlap(number, f"until step {end} of {steps}", f"until step {before}"))
@@ -184,8 +186,8 @@ def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
         before = end
     if before != steps:
         raise SpanError(
-            f"the last span of schedule ends at step {before} of {steps}, and the steps after it have none: remove its "
-            "until"
+            f"the last span of schedule ends at step {before} of {steps}, and the steps after it have no span: remove "
+            "its until"
         )
     return tuple(span.ending(end if end < steps else None) for span, end in zip(spans, ends, strict=True))
 

@@ -61,7 +61,7 @@ class Machine:
     per_token: float  # seconds for each parameter and each token of a rank
     efficiency: float  # share of an adapter's nominal rate that messages achieve, above 0 and at most 1
     fewest: float  # fewest tokens of a rank with which ``fixed`` and ``per_token`` were measured
-    most: float  # most tokens of a rank with which they were measured
+    most: float  # most tokens of a rank with which ``fixed`` and ``per_token`` were measured
     smallest: float = 0.0  # parameters of the smallest model measured
     largest: float = 0.0  # parameters of the largest model measured; 0: models of any size are in range
     overlap: Literal["none", "full", "schedule"] = "none"  # how messages overlap computation
@@ -102,7 +102,7 @@ class Machine:
             )
 
     def compute(self, parameters: float, tokens: float, units: int = 0) -> float:
-        """Returns the seconds of forward and backward over ``tokens``, on a processor of its own."""
+        """Returns the seconds of forward and backward over ``tokens``, for a rank with a processor of its own."""
         return units * self.launch + parameters * (self.fixed + tokens * self.per_token)
 
     def knows(self, parameters: float, tokens: float) -> bool:
@@ -125,7 +125,7 @@ class Machine:
         return "not calibrated"
 
     def times(self, codec: Codec) -> bool:
-        """Returns whether a codec of the same type and bits was measured; True if no codec was."""
+        """Returns whether a codec of the same type and bits was measured; True if no codec at all was measured."""
         family = str(codec).split(":")[0]
         return not self.codecs or any(text.split(":")[0] == family for text in self.codecs)
 
@@ -142,10 +142,10 @@ class Machine:
 
 
 def _likeness(text: str, other: str) -> tuple[bool, bool, int]:
-    """Returns how similar two codecs are, as a tuple to compare.
+    """Returns how similar two codecs are; of two such tuples, the larger means more similar.
 
-    The tuple says whether type and bits agree, and whether the type agrees; last is minus the number of options
-    that only one of the codecs has.  Block sizes do not count.
+    The tuple is (whether type and bits agree, whether the type agrees, minus the number of options that only one of the
+    codecs has).  Block sizes do not count.
     """
     (head, *options), (other_head, *other_options) = text.split(":"), other.split(":")
     same_type = re.sub(r"[0-9].*", "", head) == re.sub(r"[0-9].*", "", other_head)
@@ -169,7 +169,7 @@ class StepTime:
     """The prediction of one step, in seconds."""
 
     compute: float  # the model's passes and the optimizer
-    wire: float  # sending messages between nodes, including what computation hides
+    wire: float  # sending messages between nodes, also while the rank computes
     seconds: float  # the whole step
     calibrated: bool  # whether the model, the batch and the codecs are within the machine's measured range
     exposed: float = math.nan  # time in which the rank waits for messages; NaN if the schedule is not known
@@ -268,7 +268,7 @@ class _Outer:
 
     @classmethod
     def of(cls, machine: Machine, step: Step) -> _Outer:
-        """Returns the mean over the steps of a policy."""
+        """Returns these seconds for a ``step`` on a ``machine``."""
         if (every := step.policy.local_steps) is None:
             return cls()
         seconds = _Seconds(machine, step.topology, step.rate)
@@ -307,16 +307,16 @@ class OwnersTime:
     """Seconds in which Muon orthogonalises all matrices at their owners, with the exchanges before and after."""
 
     compute: float = 0.0  # Newton-Schulz of the owner with most operations
-    adapter: float = 0.0  # in which the busiest node sends
-    seconds: float = 0.0  # in all; nothing overlaps
+    adapter: float = 0.0  # seconds in which the busiest node sends
+    seconds: float = 0.0  # seconds in all; nothing overlaps
 
 
 def owners_time(machine: Machine, step: Step, owners: Owners) -> OwnersTime:
     """Predicts the seconds of Muon's exchanges with the owners of matrices, and of Newton-Schulz.
 
-    Newton-Schulz is assumed to have the rate of the model's passes.  Each exchange takes the time of the node that
-    sends most and of the rank that sends most inside its node; before it, the rank with the most elements encodes and
-    decodes them.
+    Newton-Schulz is assumed to have the rate of the model's passes.  Each exchange takes as long as the node that sends
+    most needs, or the rank that sends most inside its node, if that is longer.  In addition, the rank with the most
+    elements encodes and decodes them.
     """
     topology, stretch = step.topology, machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
     compute = max(owners.loads) * machine.per_token / (2 * (1 + BACKWARD)) * stretch
@@ -416,11 +416,8 @@ class _Seconds:
 
     def _reduced(self, hops: Sequence[Hop]) -> Collective:
         """Returns the collective of hops that average, followed by hops that gather the mean."""
-        chunked, timed, after = (
-            list[list[TimedHop]](),
-            list[TimedHop](),
-            0.0,
-        )  # ``after``: to decode the hop before
+        # ``after``: seconds in which the rank decodes what the hop before has brought.
+        chunked, timed, after = list[list[TimedHop]](), list[TimedHop](), 0.0
         for hop in hops:
             if hop.kind == "all_gather":
                 timed.append(self._timed(hop, hop.nbytes, after))

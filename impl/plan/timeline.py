@@ -56,7 +56,7 @@ class Collective:
 
 
 def in_chunks(hops: Sequence[Sequence[TimedHop]]) -> tuple[TimedHop, ...]:
-    """Returns the hops of a reduction's chunks, given as (hop, chunk), in the order in which they are posted.
+    """Returns the hops of a reduction in chunks, ``hops[hop][chunk]``, in the order in which they are posted.
 
     The order is that of :func:`impl.plan.hops.in_turns`.
     """
@@ -221,7 +221,7 @@ class Pass:
         self.seconds = self.seconds + seconds
 
     def turn(self, least: Seconds) -> None:
-        """End the forward pass, at ``least`` or later; only the units that the schedule keeps stay gathered."""
+        """End the forward pass, not before the time ``least``; only the units that the schedule keeps stay gathered."""
         self.seconds = self.forward = np.maximum(self.seconds, least)
         self._gathers = {unit: self._gathers[unit] for unit in self._gathers.keys() & self._schedule.kept}
         self._backward = True

@@ -89,12 +89,12 @@ class Topology:
             )
 
     def gather_axes(self, secondary: int) -> tuple[tuple[Axis, ...], int]:
-        """Returns the hops of a hierarchical gather, first hop first, and how many come before hpZ's copy.
+        """Returns (axes of a hierarchical gather's hops, number of hops before hpZ's copy), first hop first.
 
         ``secondary`` ranks share one copy; 0 means that there is none, and any other number must pass
-        :meth:`check_group`.  After the hops that come before the copy, a rank holds its part of it, so that a
-        backward gather repeats only the other hops.  The product of the hops' sizes is the world size, and a hop of
-        size 1 sends nothing.
+        :meth:`check_group`.  After the hops before hpZ's copy a rank holds its part of the copy, so that a backward
+        gather repeats only the other hops.  The product of the axes' sizes is the world size, and the hop along an
+        axis of one rank sends nothing.
         """
         per_node = self.ranks_per_node
         if secondary in (0, per_node):

@@ -64,7 +64,7 @@ class LedgerKey(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Payload bytes and number of messages, one for each destination."""
+    """Payload bytes and number of messages; a message to several destinations counts once for each."""
 
     bytes: int
     messages: int
@@ -90,7 +90,7 @@ class Decision(NamedTuple):
 
 
 def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Event]:
-    """Returns the events of a step with so many ``micro_batches``; ``accumulate`` is a backward without reduction.
+    """Returns the events of a step with ``micro_batches``; ``accumulate`` is a backward pass that reduces nothing.
 
     ``norms`` is how often a gradient norm is computed before the optimizer steps.
     """
@@ -103,7 +103,7 @@ def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Ev
 def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Mapping[Link, int]:
     """Returns how many messages ``rank`` sends over each kind of link in one exchange along ``axis``.
 
-    Each other rank of the group gets one message; in a ``ring`` the next rank of the group gets all of them.
+    Each other rank of the group gets one message; in a ``ring`` the next rank of the group gets all these messages.
     """
     group, me = axis.group(rank), axis.digit(rank)
     targets = [group[(me + 1) % axis.size]] * (axis.size - 1) if ring else [r for r in group if r != rank]
@@ -115,7 +115,7 @@ def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Ma
 def uneven(topology: Topology, axis: Axis, rank: int, sizes: Sequence[int]) -> Mapping[Link, Sent]:
     """Returns what ``rank`` sends over each kind of link if it sends ``sizes[i]`` bytes to the i-th rank of its group.
 
-    It sends nothing to itself, and no message of 0 bytes.
+    The rank sends nothing to itself, and no message of 0 bytes.
     """
     sent: dict[Link, Sent] = {}
     for target, size in zip(axis.group(rank), sizes, strict=True):
@@ -134,7 +134,8 @@ class Book:
     rank: int
     sent: dict[LedgerKey, Sent] = field(default_factory=dict)
     copied: Counter[CopyKey] = field(default_factory=Counter)
-    # Bytes sent over each kind of link so far, without evaluations: now, and at the end of each optimizer step.
+    # Bytes sent over each kind of link so far, evaluations left out: ``trained`` now, and ``steps`` at the end of each
+    # optimizer step.
     trained: Counter[Link] = field(default_factory=Counter)
     steps: list[dict[Link, int]] = field(default_factory=list)
 
@@ -169,7 +170,7 @@ class Book:
             size *= axis.size
 
     def uneven(self, tag: Tag, axis: Axis, sizes: Sequence[int]) -> None:
-        """Count a message of ``sizes[i]`` bytes to the i-th rank along ``axis``, where that is not this rank or 0."""
+        """Count a message of ``sizes[i]`` bytes to the i-th rank along ``axis``, except to this rank or of 0 bytes."""
         for link, (nbytes, messages) in uneven(self.topology, axis, self.rank, sizes).items():
             key = LedgerKey(*tag, axis.name, link)
             before = self.sent.get(key, (0, 0))
@@ -177,7 +178,7 @@ class Book:
             self.trained[link] += nbytes
 
     def optimizer_step(self, owners: Owners) -> None:
-        """Count what Muon sends to the owners of matrices, and what these send back."""
+        """Count what this rank sends in a step of Muon: momentum to the owners of matrices, and updates as an owner."""
         me = owners.axis.digit(self.rank)
         self.uneven(MOMENTUM, owners.axis, owners.to_owners[me])
         self.uneven(UPDATE, owners.axis, owners.from_owners[me])
@@ -190,7 +191,7 @@ class Book:
 
 
 def norm_axes(policy: Policy, topology: Topology) -> tuple[Axis, ...]:
-    """Returns the axes along which ranks exchange parts of a gradient norm: those inside a group with local steps."""
+    """Returns the axes along which ranks exchange parts of a gradient norm; with local steps, only inside a group."""
     if policy.local_steps is None:
         return (topology.world_axis,)
     axes, outside = topology.gather_axes(policy.group_ranks(topology))  # also with a gather of a user's own
@@ -320,7 +321,7 @@ def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Place
 
 
 def _chosen(sizes: Sequence[int], share: float) -> list[bool]:
-    """Returns for each size whether it is among the first that together reach ``share`` of the sum.
+    """Returns, for each size, whether it is chosen: the first sizes are, until they reach ``share`` of the whole sum.
 
     A size of 0 is never chosen.
     """
@@ -336,14 +337,14 @@ class _Sender:
     policy: Policy
     unit: UnitGeometry
     placement: Placement
-    # Returns the messages that a user's own gather declares; None without one.
+    # Returns the messages that a user's own gather declares; None if the policy has no such gather.
     own_gather: Callable[[GatherInfo], Sequence[MethodMessage] | None] | None = None
     gathered: bool = False  # whether the weights are still gathered from the pass before
     current: bool = False  # whether hpZ's copy holds the current weights
     uploaded: bool = False  # whether the device holds the current frame of an offloaded master
     # Optimizer steps since the weights themselves were sent; None: they are sent next, not differences.
     steps: int | None = None
-    change: Change = "loaded"  # how the weights have changed since the last gather of a user's own
+    change: Change = "loaded"  # how the weights have changed since the last call of a user's own gather
 
     def weights_changed(self, event: Event) -> None:
         """Mark all copies of the weights as stale.

@@ -51,7 +51,7 @@ class Members(NamedTuple):
 
 
 def members_of(parameters: Sequence[Placed], blocks: Sequence[str], limits: MemoryLimits) -> list[Members]:
-    """Assign every parameter to exactly one unit.
+    """Assign every parameter to exactly one unit, and return the units.
 
     Parameters outside all blocks, or shared by several, belong to the root's unit.  Parameters with fewer than
     ``limits.persist_below`` elements form a persistent unit, up to ``limits.persist_most`` elements in all.
@@ -79,7 +79,7 @@ def members_of(parameters: Sequence[Placed], blocks: Sequence[str], limits: Memo
 
 
 def geometries_of(units: Sequence[Contents], topology: Topology, policy: Policy) -> list[UnitGeometry]:
-    """Lay out all units.
+    """Lay out all units, and return their layouts in the same order.
 
     Raises:
         PaddingError: if a unit has more padding than the policy's ``max_padding`` allows; the message names

@@ -11,7 +11,10 @@ import torch
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """The end of some work on a side stream; without an event, the work has ended already."""
+    """The end of some work on a side stream.
+
+    Without an event there is nothing to wait for: the work has ended already, or is still being enqueued.
+    """
 
     event: torch.cuda.Event | None = None  # recorded on the side stream after the work
     joined: bool = False  # whether the stream of the computation waits for the end already

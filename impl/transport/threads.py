@@ -88,7 +88,7 @@ class ThreadRank:
         self.world, self.rank = world, rank
         self.turn = threading.Lock()  # released to give this rank the turn
         self.turn.acquire()
-        self.patience = 0.0  # seconds that a process would wait at most; of its present wait
+        self.patience = 0.0  # seconds for which a process would wait at most, in the present wait
         self.generators: list[Tensor] = []  # states of torch's generators while other ranks run
         # How many arenas it has made, by the ranks of the group.
         self.arenas: Counter[tuple[int, ...]] = Counter()
@@ -97,8 +97,9 @@ class ThreadRank:
     def wait(self, event: Event, patience: float = math.inf) -> bool:
         """Pass the turn on until ``event`` has happened.
 
-        Returns False if no rank can go on, so that it never will.  If several ranks wait then, those with the most
-        ``patience`` give up first, because others may have given up already and wait for their reports.
+        Returns False if no rank can go on, because the event then never happens.  If several ranks wait at that moment,
+        those with the most ``patience`` give up first: the others may be ranks that have given up already and wait for
+        reports.
         """
         self.world.check()
         if not event.happened:
@@ -126,7 +127,8 @@ class ThreadRank:
         if not self.wait(gathered.event):
             missing = [rank for rank in range(self.world.size) if rank not in gathered.values]
             raise ThreadRankError(
-                f"rank {self.rank} waits for {ranks_in_words(missing)} outside of the wire, and no rank can go on"
+                f"rank {self.rank} waits for {ranks_in_words(missing)} outside of the wire, and no rank can go on: all "
+                "ranks must make the same calls"
             )
         return [gathered.values[rank] for rank in range(self.world.size)]
 
@@ -156,9 +158,8 @@ class ThreadWorld:
         self.arenas: dict[tuple[tuple[int, ...], int], _Rounds] = {}  # by ranks of the group, and number
         self.free: dict[int, list[_Round]] = defaultdict(list)  # by bytes, exchanges whose tensors are free
         self._ready = deque(self.ranks)  # ranks that can go on, the one that waited longest first
-        self._waiting: dict[
-            ThreadRank, None
-        ] = {}  # ranks that cannot go on, in the order in which they stopped
+        # Ranks that cannot go on, in the order in which they stopped.
+        self._waiting: dict[ThreadRank, None] = {}
         self._running: ThreadRank | None = None
         self._since = 0.0  # time.monotonic() when the running rank got its turn
         self._left = size  # number of ranks that have not ended
@@ -223,7 +224,7 @@ class ThreadWorld:
             raise Stopped
 
     def stop(self, error: BaseException) -> None:
-        """End all ranks: those that wait at once, the running one when it next waits or sends."""
+        """End all ranks: the waiting ranks at once, and the running rank when it next waits or sends."""
         if self._failure is None:
             self._failure = error
         self._ended.set()
@@ -316,7 +317,10 @@ class ThreadStore:
         return total
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set ``key`` to ``desired`` if its value is ``expected``, or missing if that is empty; returns its value."""
+        """Set ``key`` to ``desired`` if its value is ``expected``; returns the value that the key has afterwards.
+
+        A missing key counts as an empty value.
+        """
         found = self._values.get(self.prefix + key, b"")
         if found == expected.encode():
             self._set(self.prefix + key, found := desired.encode())
@@ -333,7 +337,8 @@ class ThreadStore:
     def wait(self, keys: Sequence[str], timeout: timedelta = timedelta.max) -> None:
         """Wait until all ``keys`` are there; raises a RuntimeError if they never will be.
 
-        A rank that is waiting for others gives up only if no rank can go on; ``timeout`` says who gives up first.
+        A rank that is waiting for others gives up only if no rank can go on; ranks with the longest ``timeout`` give up
+        first.
         """
         missing = {self.prefix + key for key in keys} - self._values.keys()
         if not missing:
@@ -376,10 +381,12 @@ class _Round:
 
     whole: Tensor  # (ranks, bytes) uint8
     size: int  # number of ranks
-    marks: dict[int, int] = field(default_factory=dict)  # by index in the group, of ranks that have posted
+    # Marks of the ranks that have posted, by index in the group.
+    marks: dict[int, int] = field(default_factory=dict)
     event: Event = field(default_factory=Event)  # happens when all have posted
     done: int = 0  # number of ranks that have read
-    before: list[torch.cuda.Event] = field(default_factory=list)  # when the exchange before it had been read
+    # When the ranks had read the exchange that used the tensor before.
+    before: list[torch.cuda.Event] = field(default_factory=list)
     written: list[torch.cuda.Event] = field(default_factory=list)
     read: list[torch.cuda.Event] = field(default_factory=list)
 

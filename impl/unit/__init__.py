@@ -1,1 +1,1 @@
-"""Units: the parameters of a block of the model, with their shard, their gathered weights and their gradients."""
+"""Defines units: the parameters of a block of the model, with their shard, gathered weights and gradients."""

@@ -133,7 +133,7 @@ class HostMemory:
         return contextlib.nullcontext(Arrival()) if self._up is None else self._up.beside()
 
     def copy(self, way: Direction, source: Tensor, target: Tensor, purpose: Copied, unit: str) -> None:
-        """Copy between host and device, on the current stream."""
+        """Copy ``source`` to ``target``, between host and device, on the current stream, and count the bytes."""
         target.copy_(source, non_blocking=True)
         self.copied[CopyKey(way, purpose, unit)] += source.nbytes
 
@@ -153,7 +153,10 @@ class HostMemory:
         return self._staging[self._turn, :numel]
 
     def download(self, staged: Tensor, target: Tensor, purpose: Copied, unit: str) -> Arrival:
-        """Copy the row that the last :meth:`stage` returned to the host, while computation goes on."""
+        """Copy ``staged``, the row that the last :meth:`stage` returned, to ``target`` on the host.
+
+        Computation goes on meanwhile.  Returns the end of the copy.
+        """
         self.copied[CopyKey("to_host", purpose, unit)] += staged.nbytes
         with contextlib.nullcontext(Arrival()) if self._down is None else self._down.beside() as arrival:
             target.copy_(staged, non_blocking=True)
@@ -173,7 +176,7 @@ class Passes:
     in_backward: bool = False  # whether a backward pass is running, or has failed and was not finished
     accumulating: bool = False  # whether backward passes only add to local gradients and reduce nothing
     gathering: set[int] = field(default_factory=set)  # units whose all-gather is under way
-    # whether a user's own gather has failed; gathers under way are then given up until the next one starts
+    # whether a user's own gather has failed; all such gathers under way are then given up, until a new gather starts
     failed: bool = False
     # units whose weights were used outside of their own module, and stay gathered to the end of the forward pass
     escaped: set[int] = field(default_factory=set)

@@ -178,7 +178,7 @@ class InUnit:
         """Have the unit gather the member's values, or refuse the use; return its parameter."""
         if (flat := self.flat()) is None:
             raise ZeroError(
-                f"parameter {self.name!r} is of a sharded model whose engine is gone: keep the model, or the "
+                f"parameter {self.name!r} belongs to a sharded model whose engine is gone: keep the model, or the "
                 "engine that shard() returned, as long as its parameters are used"
             )
         flat.used_outside(self.name)
@@ -186,7 +186,7 @@ class InUnit:
 
 
 class Taken:
-    """The keeper of a parameter that a user took from the model before shard(), which replaced it there.
+    """The keeper of a parameter that a user took from the model before shard() replaced it there.
 
     It refuses every use, since computing with the old parameter would train nothing.
     """
@@ -205,7 +205,7 @@ class Taken:
 def check_hooks(name: str, parameter: nn.Parameter, *, allowed: int = 0) -> None:
     """Raise a ZeroError if a parameter has gradient hooks of a user.
 
-    ``allowed`` is the number of the engine's own hooks on the parameter, which needs no values here.
+    ``allowed`` is the number of the engine's own hooks on the parameter.  The parameter's values are not needed.
     """
     after = parameter._post_accumulate_grad_hooks or ()  # noqa: SLF001  # there is no public name
     hooks = parameter._backward_hooks or (after if len(after) > allowed else ())  # noqa: SLF001
@@ -221,7 +221,8 @@ def check_hooks(name: str, parameter: nn.Parameter, *, allowed: int = 0) -> None
 def check_plain(model: nn.Module) -> None:
     """Raise a ZeroError unless all parameters can be sharded.
 
-    A parameter is refused if it is sharded already, has gradient hooks, or is of a subclass of nn.Parameter.
+    A parameter is refused if it is sharded already, has gradient hooks, or is of a subclass of nn.Parameter other than
+    :class:`Placeholder`.
     """
     for name, parameter in model.named_parameters():
         if isinstance(keeper_of(parameter), InUnit):

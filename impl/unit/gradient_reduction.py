@@ -56,7 +56,7 @@ class GradientReduction:
     """Collects the gradients of one unit on one rank, and reduces them.
 
     ``collective`` is the object that reduces, hop by hop.  The model's hooks bring the gradients, and
-    :class:`~impl.plan.reduction_queue.ReductionQueue` says when the reduction starts, posts its hops and ends.
+    :class:`~impl.plan.reduction_queue.ReductionQueue` decides when the reduction starts, posts its hops and ends.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class GradientReduction:
     # Collecting
 
     def begin(self) -> bool:
-        """Begin to collect this pass's gradients, unless that was done.
+        """Begin to collect this pass's gradients, unless collecting has begun.
 
         Returns whether this is the event at which all ranks post the next hops of the reductions under way: a block's
         first gradient.  The gradients of outer units (the root's and the persistent ones) are no such event: they
@@ -205,7 +205,7 @@ class GradientReduction:
             leaf.grad = None
 
     def _copy_arrived(self) -> None:
-        """Copy the gradients that have arrived to their places, in one launch, which takes the host less time."""
+        """Copy the gradients that have arrived to their places with a single launch, which saves the host time."""
         torch._foreach_copy_(self._places, self._arrived)  # there is no public function for it
         self._places.clear()
         self._arrived.clear()
@@ -309,7 +309,7 @@ class GradientReduction:
     def post_next_hop(self, *, finish: bool = False) -> None:
         """Post the next hop's message; with ``finish``, wait until the mean is in this rank's shard.
 
-        Without ``finish``, the mean is taken here only if its last hop stays inside a node: see
+        Without ``finish``, the mean is taken here only if the reduction's last hop stays inside a node: see
         [Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Holds a rank's shard of a unit: (S,) fp32 master weights, and the mean gradient that steps them.
+"""Holds a rank's shard of a unit: (S,) fp32 master weights, and the mean gradient with which the optimizer steps them.
 
 Frozen weights may be held as a codec's codes instead of in fp32.  An offloaded shard is in host memory,
 together with its gradient; its encoded frame is copied to the device for each gather.
@@ -78,7 +78,8 @@ class MasterShard:
         self.changes = 0  # changes of the weights that were reported to the engine
         self._encoded: Tensor | None = None  # (F,) on the host: the frame of an offloaded master
         self._sent: Tensor | None = None  # (F,) the frame on the device, unless frames are offloaded too
-        # For each of these two frames, the master's version and the step of the random bits that it was made from.
+        # For each of these two frames, the version of the master and the step of the random bits with which the frame
+        # was encoded.
         self._encoded_of: tuple[Version, int] | None = None
         self._sent_of: tuple[Version, int] | None = None
         self.arrival = Arrival()  # the end of the last gather's copies from the host
@@ -93,9 +94,8 @@ class MasterShard:
         # Pairs of an optimizer group's number and the leaf that is the group's part of the shard.  All ranks have
         # equally many pairs; a leaf is empty if the group has no elements in this rank's shard.
         self.masters: list[tuple[int, nn.Parameter]] = []
-        self._spans: list[
-            tuple[nn.Parameter, int, int]
-        ] = []  # the same leaves with their bounds in the shard
+        # The same leaves, with their bounds (start, end) in the shard.
+        self._spans: list[tuple[nn.Parameter, int, int]] = []
         for group, start, end in geometry.spans(mesh.rank) if geometry.trainable else ():
             master = nn.Parameter(self.held[start:end], requires_grad=True)
             self.masters.append((group, master))
@@ -127,7 +127,10 @@ class MasterShard:
         return master
 
     def keep_anchor(self) -> Tensor:
-        """Return a copy of the shard (S,) fp32, which follows every value that is loaded, but not the optimizer."""
+        """Return a copy of the shard (S,) fp32; values that are loaded later are written to the copy too.
+
+        Steps of the optimizer do not change the copy.
+        """
         with torch.inference_mode(mode=False):
             self._anchor = self.master.detach().clone()
         self._meter.add("outer", self._anchor.nbytes)
@@ -284,7 +287,7 @@ class MasterShard:
     def _kept_frame(self) -> Tensor:
         """Return the frame (F,) uint8 of an offloaded master, on the host.
 
-        The frame is encoded anew only if the master has changed, or the random bits of a stochastic codec.
+        The frame is encoded anew only if the master, or the random bits of a stochastic codec, have changed.
         """
         varies = self._codec.stochastic and self._geometry.trainable
         now = (self.version, self._clock.step if varies else 0)
@@ -393,8 +396,8 @@ class MasterShard:
     def own_gradients(self) -> Iterator[Tensor]:
         """Yield the parts of the masters' gradients that this rank counts in a norm over all ranks.
 
-        If several ranks hold a copy of the shard, each counts a different part.  With local steps gradients differ
-        between groups, and a norm is one group's.
+        If several ranks hold a copy of the shard, each counts a different part.  With local steps, gradients differ
+        between groups, so that each group computes a norm of its own, in which a rank counts its whole shard.
         """
         apart = self._anchor is not None
         low, high = (0, self._geometry.shard) if apart else self._geometry.own_piece(self._mesh.rank)

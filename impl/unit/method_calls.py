@@ -1,7 +1,7 @@
-"""Notes which call of a user's reduction a process is in, and reports a call that does not come back.
+"""Notes which call of a user's reduction or gather a process is in, and reports a call that does not come back.
 
 The wire's time-out ends ranks that wait for a message.  A rank that never leaves the user's code posts and waits for
-nothing, so nobody would name it before the time-out of the whole trial.
+nothing, so without this report no error would name this rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from impl.comm import method_wire
 from impl.errors import ZeroError
 
-_LOOK_SECONDS: Final = 1.0  # between two looks
+_LOOK_SECONDS: Final = 1.0  # most seconds between two looks at the present call
 
 
 class _Call(NamedTuple):
@@ -30,7 +30,7 @@ _present: _Call | None = None  # one for the process: its engine calls one metho
 
 @contextlib.contextmanager
 def inside(what: str) -> Iterator[None]:
-    """Context in which the process is in the call ``what`` of a user's method."""
+    """Context that notes that the process is in the call ``what`` of a user's method."""
     global _present  # noqa: PLW0603  # state of the process, which another thread reads
     _present = _Call(what, threading.get_ident())
     try:

@@ -50,10 +50,10 @@ class Method(abc.ABC):
         """Finish what ``start()`` has begun, and return the result."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return all on which later results depend, such as carried errors; here ``self.kept``.
+        """Return everything on which later results depend, such as carried errors; here ``self.kept``.
 
-        It is saved in checkpoints, and restored after rehearsals.  Names, shapes and types must be the same from the
-        constructor on.  It is not called between ``start()`` and ``finish()``.
+        The engine saves this state in checkpoints, and restores it after rehearsals.  Names, shapes and types must be
+        the same from the constructor on.  The engine does not call this between ``start()`` and ``finish()``.
         """
         return self.kept
 
@@ -66,7 +66,7 @@ class MethodDriver:
     """Makes the object of a user's class for one unit on one rank, and calls it.
 
     Raises:
-        ZeroError: if the class cannot be made; here and later, naming class, rank and unit.
+        ZeroError: if the object cannot be made.  This error and all later ones name the class, the rank and the unit.
     """
 
     role: ClassVar[Role]
@@ -123,7 +123,7 @@ class MethodDriver:
         self.wire.drain()
 
     def messages(self, topology: Topology, *gather: GatherInfo) -> tuple[MethodMessage, ...] | None:
-        """Return the messages that the method declares for a reduction or a ``gather``; None if it declares none."""
+        """Return the messages that the method declares for a reduction or a ``gather``; None without ``bytes()``."""
         return declared(self.method, self._instance, self.unit, topology, *gather)
 
     # Calls
@@ -153,7 +153,10 @@ class MethodDriver:
         return True
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call a method of the class without autograd; errors of its own get one line with class, rank and unit."""
+        """Call the function ``name`` of the user's object, without autograd.
+
+        An error that the function raises is turned into a ZeroError of one line with class, rank and unit.
+        """
         function: Callable[..., Any] = getattr(self._instance, name)
         try:
             # What the class keeps outlives a pass in inference mode.
@@ -167,7 +170,10 @@ class MethodDriver:
             raise self._error(f"{name}() raised {raised(error)}") from error
 
     def _checked(self, result: Any, numel: int, dtype: torch.dtype, what: str) -> Tensor:
-        """Return the ``result`` of finish() if it is a tensor (numel,) of ``dtype``; else raise, saying ``what``."""
+        """Return the ``result`` of finish() if it is a tensor (numel,) of ``dtype``.
+
+        Raises a ZeroError otherwise; ``what`` says in the message what finish() must return.
+        """
         name = str(dtype).removeprefix("torch.")
         if not isinstance(result, Tensor):
             short = "fp32" if dtype is torch.float32 else name

@@ -25,7 +25,7 @@ from impl.plan.traffic import Tag
 from impl.unit.context import UnitContext
 from impl.unit.master_shard import MasterShard
 
-_BETWEEN: Final = -1  # the micro-batch in keys of random bits, which no backward pass has
+_BETWEEN: Final = -1  # stands for the micro-batch in keys of random bits; no backward pass has this number
 
 
 class OuterStep:
@@ -91,7 +91,7 @@ class OuterStep:
         return state | {f"outer {name}": value for name, value in errors.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the :meth:`state` of the same rank, topology and policy."""
+        """Take over the :meth:`state` that the same rank returned, in a run with the same topology and policy."""
         self._anchor.copy_(state["anchor"])
         if self._speed is not None:
             self._speed.copy_(state["momentum"])

@@ -34,9 +34,9 @@ _RECORD: Final = "gather"  # the name of the engine's own entry in a unit's stat
 class GatherMethod(Method):
     """Gathers the weights of one unit on one rank; base class of gathers of one's own.
 
-    A class need not inherit from this one: it needs :meth:`start` and :meth:`finish`, and may have the rest.
-    Between two gathers of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never),
-    and ``finish()`` once.  All ranks call them in the same order, also across units.
+    A class need not inherit from this one: it needs :meth:`start` and :meth:`finish`; the rest is optional.
+    For each gather of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never), and
+    ``finish()`` once.  All ranks call them in the same order, also across units.
     """
 
     @abc.abstractmethod
@@ -62,11 +62,11 @@ class GatherMethod(Method):
     #     rank).
     # @staticmethod def error_bound(unit, **arguments): needed for the law ``bound``.
     # @staticmethod def full_rank(unit, **arguments): arguments for the law ``exact_at_full_rank``.
-    # @staticmethod def settles_after(unit, **arguments): gathers for the law ``settles``.
+    # @staticmethod def settles_after(unit, **arguments): number of gathers for the law ``settles``.
 
 
 class OwnGather(MethodDriver):
-    """Calls the object of a class that gathers, and checks what it returns."""
+    """Calls the object of a user's class that gathers, and checks what the object returns."""
 
     role: ClassVar[Role] = "gather"
     prefix: ClassVar[str] = "gather."
@@ -173,7 +173,7 @@ class OwnWeightGather:
         return {_RECORD: torch.tensor([self._begun, _CHANGES.index(self._present())]), **self.own.state()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the :meth:`state` of the same rank."""
+        """Take over the :meth:`state` that the same rank returned."""
         self.own.load(state)
         self._begun, change = map(int, state[_RECORD])
         self._change, self._seen = _CHANGES[change], self._master_shard.version[1]

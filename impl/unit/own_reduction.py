@@ -30,9 +30,9 @@ from impl.unit.method_driver import Method, MethodDriver
 class ReductionMethod(Method):
     """Reduces the gradients of one unit on one rank; base class of reductions of one's own.
 
-    A class need not inherit from this one: it needs :meth:`start` and :meth:`finish`, and may have the rest.
-    Between two reductions of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never),
-    and ``finish()`` once.  All ranks call them in the same order, also across units.
+    A class need not inherit from this one: it needs :meth:`start` and :meth:`finish`; the rest is optional.
+    For each reduction of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never), and
+    ``finish()`` once.  All ranks call them in the same order, also across units.
     """
 
     @abc.abstractmethod
@@ -61,7 +61,7 @@ class OwnReduction(MethodDriver):
 
     role: ClassVar[Role] = "reduce"
     prefix: ClassVar[str] = "method."
-    hops: ClassVar[tuple[Hop, ...]] = ()  # the plan knows none
+    hops: ClassVar[tuple[Hop, ...]] = ()  # the plan does not know the hops of a method
     mean: ClassVar[None] = None  # the mean is never taken before finish()
 
     def __init__(self, method: OwnMethod, geometry: UnitGeometry, wire: Wire) -> None:
@@ -73,7 +73,7 @@ class OwnReduction(MethodDriver):
     # As a collective
 
     def collects(self, dtype: torch.dtype) -> bool:
-        """Return that gradients cannot be collected in a message: the method makes its own."""
+        """Return False: gradients cannot be collected in a message, since the method makes its own messages."""
         return False
 
     def open_message(self) -> Exchange:
@@ -102,7 +102,7 @@ class OwnReduction(MethodDriver):
         self.advance()
 
     def finish(self) -> Tensor:
-        """Return the mean (S,) fp32, in memory of the engine's."""
+        """Return the mean (S,) fp32, in memory that belongs to the engine."""
         mean = self.mean_of_method()
         return mean.clone() if self._out is None else self._out.copy_(mean)
 

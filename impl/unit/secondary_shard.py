@@ -44,7 +44,7 @@ class SecondaryShard:
         geometry: the unit's layout.
         context: its policy is the unit's own.
         hops: the hops that the secondary shard makes unnecessary; none without hpZ.
-        offloaded: whether it is kept in host memory.
+        offloaded: whether the frames are kept in host memory.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SecondaryShard:
         self.begun = None
 
     def keep(self, received: Tensor, version: Version, *, step: int = 0) -> None:
-        """Keep the frames (..., F) uint8 of this ``version`` of the weights, which the hops between nodes brought.
+        """Keep the frames (..., F) uint8 that the hops between nodes brought, of this ``version`` of the weights.
 
         ``step`` is the number of optimizer steps so far.
         """
@@ -116,9 +116,9 @@ class SecondaryShard:
         return self._frames
 
     def share_memory(self, others: Sequence[SecondaryShard]) -> None:
-        """Allocate the memory of this shard's frames now, and keep those of the smaller ``others`` in it too.
+        """Allocate the memory of this shard's frames now, and have the smaller ``others`` keep their frames there too.
 
-        Only one of them may be in use at a time; call :meth:`forget` when another one comes into use.
+        Only one of these shards may be in use at a time; call :meth:`forget` of a shard when it comes into use.
         """
         memory = self._memory()
         for other in others:
@@ -200,7 +200,10 @@ class SecondaryShard:
         return {"copy": self._values().clone(), "begun": begun}
 
     def load(self, state: Mapping[str, Tensor], version: Version) -> None:
-        """Take over the :meth:`state` of the same rank; ``version`` is the present version of the master."""
+        """Take over the :meth:`state` that the same rank returned.
+
+        ``version`` is the present version of the master.
+        """
         self._version = self.begun = self._settled = None
         if "copy" in state:
             self._values().copy_(state["copy"])

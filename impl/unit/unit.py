@@ -267,7 +267,7 @@ class Unit:
     def end_use_outside(self, outputs: Collection[int]) -> None:
         """Reshard the weights that :meth:`gather_outside` gathered, unless they are still needed.
 
-        ``outputs`` are addresses: the module that used the weights has returned tensors in memory there.
+        ``outputs`` are the addresses of the memory of the tensors that the module has returned.
         """
         self._passes.escaped.discard(self.index)
         if not self.used_after(outputs, backward=torch.is_grad_enabled()):
@@ -299,7 +299,7 @@ class Unit:
     def written(self) -> Sequence[str]:
         """Return the names of the parameters that were written since modules have held them.
 
-        Empty while modules hold placeholders.
+        The list is empty while modules hold placeholders.
         """
         return self.flat.written()
 
@@ -334,7 +334,7 @@ class Unit:
     # Schedules
 
     def _prepare_phases(self) -> None:
-        """Compile gathers and reductions of all policies of a schedule, and allocate what they keep for the largest.
+        """Compile the gathers and reductions of all policies of a schedule, and allocate the memory that they keep.
 
         Policies that gather weights alike share a gather, so that hpZ's copy stays current from one to the next.
         """
@@ -353,9 +353,9 @@ class Unit:
         self.reduction.prepare(self._phases)
 
     def take_up(self, number: int) -> None:
-        """Send by the policy with this ``number`` among the schedule's from here on; no pass may be running.
+        """Send according to the schedule's policy with this ``number`` from here on; no pass may be running.
 
-        If it gathers weights in another way, the next use of the unit gathers the weights themselves anew.
+        If this policy gathers weights in another way, the next use of the unit gathers the weights themselves anew.
         """
         policy, gather = self._phases[number], self._gathers[number]
         if gather is not self.weight_gather and isinstance(gather, WeightGather):

@@ -30,9 +30,10 @@ A frame is one encoded shard, codes and scales, and has F bytes.
 :meth:`impl.unit.unit.Unit.all_gather` starts this sequence, starts the gathers of units that run next, as
 :mod:`impl.plan.prefetch_schedule` says, and waits.  docs/design/engine.md has a table of a parameter's states.
 
-What is sent along which hops is compiled by :mod:`impl.plan.hops`, once for each of three gathers: of the weights,
-of differences, and from the secondary shard.  :class:`~impl.comm.all_gather.FrameGather` runs the hops;
-:class:`WeightGather` chooses the gather, writes the messages by their ``source``, keeps what the hops say, and decodes.
+:mod:`impl.plan.hops` compiles the hops, once for each kind of gather (:data:`impl.plan.hops.Sends`): of the weights, of
+one plane of the weights, of differences, and from the secondary shard.  :class:`~impl.comm.all_gather.FrameGather` runs
+the hops; :class:`WeightGather` chooses the gather, writes the messages according to the ``source`` of their hops, keeps
+what the hops say, and decodes.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class WeightGather:
         return self.secondary.state(self.master_shard.version)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the :meth:`state` of the same rank."""
+        """Take over the :meth:`state` that the same rank returned."""
         self.secondary.load(state, self.master_shard.version)
 
     def _write(self, hop: Hop, message: Tensor, received: Tensor | None = None) -> None:
@@ -174,7 +175,7 @@ class WeightGather:
                 forward(hop, message, received)
 
     def _keep(self, hop: Hop, received: Tensor) -> None:
-        """Keep hpZ's copy of what the last ``hop`` between nodes has ``received``, or add it to the copy."""
+        """Make hpZ's copy of what the last ``hop`` between nodes has ``received``, or add this to the copy."""
         frames = received.view(len(received), -1, hop.frame_bytes[0])
         if len(hop.planes) > 1:
             frames = _plane(frames, "columns")

@@ -32,7 +32,10 @@ class WholeValues:
         self._tag = Tag("step", "state", unit.geometry.name)
 
     def masters(self) -> list[Tensor]:
-        """Gather all parameters in fp32, as one view of new memory per slot; all ranks must call it."""
+        """Gather all parameters, and return one tensor (shape) fp32 per slot; all ranks must call this method.
+
+        The tensors are views of one new buffer.
+        """
         master = self._master_shard.master
         if self._master_shard.placement.shard:
             master = torch.empty(self._geometry.shard, device=self._wire.mesh.device)
@@ -41,7 +44,7 @@ class WholeValues:
         return [whole[slot.offset : slot.end].view(slot.spec.shape) for slot in self._geometry.slots]
 
     def gather_member(self, number: int, part: Tensor) -> Tensor:
-        """Gather member ``number``, (shape) fp32, from all ranks' parts; all ranks must call it.
+        """Gather and return member ``number``, (shape) fp32, from all ranks' parts; all ranks must call this method.
 
         ``part`` (n,) is this rank's part.
         """
@@ -101,7 +104,10 @@ class WholeValues:
 def assemble(
     geometry: UnitGeometry, number: int, part: Tensor, axes: Sequence[Axis], *, wire: Wire, tag: Tag
 ) -> Tensor:
-    """Gather the parameter of slot ``number``, (shape) fp32, from the parts (n,) of all ranks along ``axes``."""
+    """Gather the parameter of slot ``number`` from the parts of all ranks along ``axes``; returns (shape) fp32.
+
+    ``part`` (n,) is this rank's part.
+    """
     slot = geometry.slots[number]
     bounds = [geometry.overlap(slot, rank) for rank in range(geometry.shards)]
     longest = torch.zeros(max(end - first for first, end in bounds), device=part.device)

@@ -285,7 +285,7 @@ def test_a_manifest_with_a_right_digest_and_wrong_fields_is_refused(
     for command in (("checkpoints", path), ("export", path, "out.safetensors")):
         stderr = zeropp(*command, status=2).stderr
         assert stderr.count("\n") == 1
-        assert f"{MANIFEST}: not a manifest of a zeropp checkpoint: " in stderr
+        assert f"{MANIFEST}: is not a manifest of a zeropp checkpoint: " in stderr
         assert name.strip() in stderr or "elements" in stderr
     assert not Path("out.safetensors").exists()
 

@@ -81,11 +81,11 @@ def test_labels_say_when_what_is_sent() -> None:
         ('[{ until = 11, gradients = "bf16" }, {}]', "ends beyond the run of 10 steps"),
         (
             '[{ until = "50 %", gradients = "bf16" }]',
-            "ends at 50 % of the run, and the steps after it have none",
+            "ends at 50 % of the run, and the steps after it have no span",
         ),
-        ('[{ until = 5, gradients = "bf16" }]', "ends at step 5 of 10, and the steps after it have none"),
+        ('[{ until = 5, gradients = "bf16" }]', "ends at step 5 of 10, and the steps after it have no span"),
         ('[{ gradients = "bf16" }, {}]', "span 1 of schedule has no until, so that span 2 never begins"),
-        ('[{ until = "140 %" }, {}]', "is beyond the run"),
+        ('[{ until = "140 %" }, {}]', "expected a share above 0 and at most 100 %"),
         ("[{ until = 5, stage = 2 }, {}]", "a schedule cannot change stage, because it decides which states"),
         ('[{ until = 5, compute = "bf16" }, {}]', "a schedule cannot change compute"),
         (
@@ -94,7 +94,7 @@ def test_labels_say_when_what_is_sent() -> None:
         ),
         ("[{ until = 5, gradient = 2 }, {}]", "a span has no field 'gradient'; did you mean 'gradients'"),
         ('[{ until = 5, gradients = "int4:8:clop" }, {}]', "clop"),
-        ("[{ until = 5, secondary = 2 }, { secondary = 4 }]", "copies of other groups are on other ranks"),
+        ("[{ until = 5, secondary = 2 }, { secondary = 4 }]", "whose copies lie on different ranks"),
         ("[{ until = 5, every = 0 }, {}]", "greater than or equal to 1"),
         ('"none"', "expected a valid array"),
     ],

@@ -23,10 +23,10 @@ FIELDS = json.loads(EMPTY.text())
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[" * 200_000, "cut short, or not JSON"),
-        (EMPTY.text()[:-9], "cut short, or not JSON"),
-        ('{"format": "pt"}', "not a manifest of a zeropp checkpoint"),
-        ("[]", "not a manifest of a zeropp checkpoint"),
+        ("[" * 200_000, "is cut short, or is not JSON"),
+        (EMPTY.text()[:-9], "is cut short, or is not JSON"),
+        ('{"format": "pt"}', "is not a manifest of a zeropp checkpoint"),
+        ("[]", "is not a manifest of a zeropp checkpoint"),
         (json.dumps({**FIELDS, "version": 1}), "version 1 of the format; this program reads version 2"),
         (json.dumps({**FIELDS, "step": 7}), "altered since it was written"),
         (json.dumps({**FIELDS, "extra": float("nan")}), "altered since it was written"),

@@ -45,7 +45,7 @@ SPOILT: dict[str, Callable[[Path], object]] = {  # by its error
     "rank-00002.safetensors: altered since it was written": lambda file: file.write_bytes(
         file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])
     ),
-    "not a checkpoint: manifest.json: No such file": lambda file: (file.parent / MANIFEST).unlink(),
+    "is not a checkpoint: manifest.json: No such file": lambda file: (file.parent / MANIFEST).unlink(),
 }
 
 

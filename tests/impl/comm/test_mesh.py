@@ -300,15 +300,15 @@ REFUSED = {
     "size": "topology 1x2 needs 2 ranks, the process group has 3",
     "list": "group is a list: expected what dist.new_group",
     "text": "mesh is a str: expected zeropp.mesh(...), torch's DeviceMesh, a process group, or a Topology",
-    "names": "the device mesh has dimensions 'node' and 'dp': call the one between nodes 'node', 'inter', "
-    "'replicate' or 'dp_replicate', and the one inside a node 'local', 'intra', 'shard' or 'dp_shard', or pass ",
+    "names": "the device mesh has dimensions 'node' and 'dp': name the dimension between nodes 'node', 'inter', "
+    "'replicate' or 'dp_replicate', and the dimension inside a node 'local', 'intra', 'shard' or 'dp_shard', or pass ",
     "numbers": "topology 3x1 needs 3 ranks, the process group has 4",
     "no nodes": "nodes=0: expected a number of 1 or more",
     "tensor parallel": "the device mesh has a dimension 'tp', along which ranks hold different parts of a model",
     "three dimensions": "the device mesh has 3 dimensions, (1, 2, 2), expected one, or two (nodes, ranks of a ",
     "twice": "topology is a DeviceMesh, which determines the ranks: leave group= out",
     "wire": "wire= is over the mesh 1x2 of global ranks 0, 2 on cpu, but mesh= is 2x2 of global ranks 0, 1, 2, 3",
-    "uneven": "global ranks 0, 1, 2 are on nodes 0, 0, 1 (LOCAL_WORLD_SIZE=2), not equally many neighbouring",
+    "uneven": "global ranks 0, 1, 2 are on nodes 0, 0, 1 (LOCAL_WORLD_SIZE=2), but each node must have",
     "no number": "LOCAL_WORLD_SIZE='two': set it to the number of ranks on a node, 1 or more",
 }
 
@@ -363,7 +363,7 @@ def test_errors_in_a_group_say_how_ranks_are_counted(tmp_path: Path) -> None:
     for number, said in enumerate(on_processes(Topology(1, 4), _in_halves, str(tmp_path / "run"))):
         mine = counted if number % 2 else counted.replace("1, 3", "0, 2")
         assert "starts from other values on rank 1 than on rank 0" in said["start"]
-        assert said["modifier"] == f"modifier_rank 2 of 2 ranks: expected 0 to 1, or None {mine}"
+        assert said["modifier"] == f"modifier_rank=2 on 2 ranks: expected 0 to 1, or None {mine}"
         assert "rank 0 opened all_gather of 64 B" in said["parted"]
         assert all(said[name].endswith(mine) for name in ("start", "parted"))
         if number % 2:

@@ -70,15 +70,24 @@ def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 COMPLAINS = (
     'case "$*" in *--version*) echo 1;; *) echo "note: hm" >&2; echo "error: no such flag" >&2; exit 3;; esac'
 )
+ELSEWHERE = "set XDG_CACHE_HOME to a folder that can be written"
 
 
 @pytest.mark.parametrize(
     ("body", "folder", "message"),
     [
         (COMPLAINS, "cache", "cxx failed with status 3: error: no such flag"),
-        ("exit 0", "cache", "cannot keep compiled kernels in .*/cache: No such file or directory"),
+        (
+            "exit 0",
+            "cache",
+            f"cannot keep compiled kernels in .*/cache: No such file or directory; {ELSEWHERE}",
+        ),
         (None, "cache", "cxx does not run: .*"),
-        (COMPLAINS, "file/kernels", "cannot keep compiled kernels in .*file/kernels: Not a directory"),
+        (
+            COMPLAINS,
+            "file/kernels",
+            f"cannot keep compiled kernels in .*file/kernels: Not a directory; {ELSEWHERE}",
+        ),
     ],
     ids=["fails", "writes nothing", "is no program", "has no folder"],
 )

@@ -148,9 +148,9 @@ TABLE = r"param_groups\(options=\.\.\.\): expected a table"
 MISUSE: list[tuple[str, Misuse]] = [
     ("a forward pass follows a backward pass that failed and was not ended: call",
      lambda net, _: _after_a_failed_pass(net, lambda: net(data(1, 0)))),
-    (r"optimizer.step\(\) after a backward pass that failed: call",
+    (r"optimizer.step\(\) is refused after a backward pass that failed: call",
      lambda net, zero: _after_a_failed_pass(net, sgd(zero.param_groups()).step)),
-    (r"grad_norm\(\) after a backward pass that failed: call",
+    (r"grad_norm\(\) is refused after a backward pass that failed: call",
      lambda net, zero: _after_a_failed_pass(net, zero.grad_norm)),
     ("Adafactor is not elementwise",
      lambda net, zero: update(torch.optim.Adafactor(zero.param_groups()), net(data(0, 0)))),

@@ -55,7 +55,7 @@ def test_a_norm_that_would_not_be_one_is_refused(mesh: Mesh, norm_type: float) -
     net = model()
     zero = shard(net, mesh=mesh, policy=EXACT)
     net(batch(0, mesh.rank)).backward()
-    with pytest.raises(ZeroError, match="expected inf, or above 0 and at most 8"):
+    with pytest.raises(ZeroError, match="expected inf, or a number above 0 and at most 8"):
         zero.grad_norm(norm_type)
 
 

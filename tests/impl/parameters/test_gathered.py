@@ -148,7 +148,7 @@ def test_misuse_is_a_clear_error(mesh: Mesh) -> None:
     passing = pytest.raises(ZeroError, match=r"a pass inside GatheredParameters of 'blocks.1.up.weight'")
     with passing, GatheredParameters(weight(net)):
         net(batch(0, mesh.rank))
-    with pytest.raises(ZeroError, match="modifier_rank 2 of 2 ranks"):
+    with pytest.raises(ZeroError, match="modifier_rank=2 on 2 ranks"):
         enter(modifier_rank=2)
     net, _ = made(mesh, EXACT)
     x = batch(0, mesh.rank).requires_grad_()
@@ -444,7 +444,7 @@ def test_ranks_must_agree_on_the_modifier(mesh: Mesh) -> None:
             weight(net).fill_(mesh.rank)
     assert torch.equal(zero.full_state_dict()[NAME], VALUES[NAME])
     for wrong in (-1, 2, 0.5, 0.0, True, "0"):
-        with pytest.raises(ZeroError, match=f"modifier_rank {wrong} of 2 ranks"):
+        with pytest.raises(ZeroError, match=f"modifier_rank={wrong} on 2 ranks"):
             GatheredParameters(weight(net), modifier_rank=wrong).__enter__()  # type: ignore[arg-type]
 
 

@@ -110,7 +110,7 @@ WRONG = [
     ((Span(until=5), Span(until=5), Span()), {}, "span 2 of schedule (until 5) is empty or overlaps"),
     ((Span(), Span()), {}, "span 1 of schedule has no until, so that span 2 never begins"),
     ((Span(until="50 %"),), {}, "the last span of schedule ends at 50 % of the run"),
-    ((Span(until=2, secondary="node"), Span(secondary=2)), {}, "copies of other groups are on other ranks"),
+    ((Span(until=2, secondary="node"), Span(secondary=2)), {}, "whose copies lie on different ranks"),
     (
         (Span(until=2, secondary_format="bf16"), Span()),
         {},
@@ -119,7 +119,7 @@ WRONG = [
     (
         (Span(until=2, feedback=Feedback()), Span(feedback=Feedback(hops="all"))),
         {"gradients": (INT4, INT4)},
-        "whose errors differ in memory",
+        "whose kept errors differ",
     ),
     ((Span(until=2), Span(reduce="one_hop")), {"feedback": Feedback()}, "schedule changes reduce"),
     ((Span(until=2), Span(reduce="mine:Own")), {}, "a class of your own, which keeps a state"),
@@ -164,7 +164,7 @@ def test_a_schedule_and_a_run_that_do_not_fit_are_refused() -> None:
         PolicyError, match=r"has shares of a run: give its number of steps, policy\.for_steps"
     ):
         scheduled(Span(until="5 %"), Span(**RAW)).check(FOUR)
-    with pytest.raises(PolicyError, match="the last span of schedule ends at step 5: remove its until"):
+    with pytest.raises(PolicyError, match="the last span of schedule ends at step 5, and the steps after it"):
         scheduled(Span(until=5)).check(FOUR)
 
 

@@ -407,7 +407,7 @@ def test_a_class_in_the_wrong_field_is_refused() -> None:
     geometry = lay_out("u", [ParameterSpec("w", (8,))], grain=1, world=4, max_padding=1.0)
     with pytest.raises(MethodError, match="name it in reduce"):
         planned_gathers(method("tests.support.methods:Mean"), Topology(2, 2), [geometry])
-    with pytest.raises(MethodError, match="the law 'settles' is one of gathers"):
+    with pytest.raises(MethodError, match="only a class that gathers weights can promise the law 'settles'"):
         method(type("Settled", (Mean,), {"laws": ["settles"], "settles_after": len}))
     with pytest.raises(MethodError, match="has no method 'settles_after', which the law 'settles' needs"):
         method(type("Unsettled", (Halved,), {"laws": ["settles"]}))
