@@ -3,11 +3,11 @@
 Suite ``ladder`` trains models of several sizes, and suite ``ranks`` one model on several numbers of ranks.  A
 prediction for a size is committed before that size runs::
 
-    zeropp run suites/ladder.toml --results FOLDER        # stop it before the size that is to be predicted
-    python -m docs.tables.ladder register FOLDER...       # adds to docs/tables/ladder_predictions.toml: commit it
-    zeropp run suites/ladder.toml --results FOLDER        # runs the rest
+    zeropp run FILE --results FOLDER                   # suites/ladder.toml without the sizes that are to be predicted
+    python -m docs.tables.ladder register FOLDER...    # adds to docs/tables/ladder_predictions.toml: commit it
+    zeropp run suites/ladder.toml --results FOLDER     # runs the rest
     zeropp archive ladder results/reference --results FOLDER
-    python -m docs.tables.ladder                          # writes the page and its figures from results/reference
+    python -m docs.tables.ladder                       # writes the page and its figures from results/reference
 
 Every size of the suite file without a finished record is predicted.  The fit is that of :mod:`docs.tables.ladder_fit`.
 """
@@ -39,6 +39,7 @@ from harness.records import archive
 from harness.records.chained_journal import content_of
 from harness.records.trial_record import Record, RecordError, read
 from harness.runs.feasibility import any_host, forecast
+from harness.suites.suite import SuiteError
 from harness.suites.suite_file import load
 from harness.suites.trial import Trial
 from report.data.configuration import label_of
@@ -49,6 +50,7 @@ from report.draw.theme import Style, fonts
 DOCS: Final = ROOT / "docs"
 PAGE: Final = DOCS / "ladder.md"
 PREDICTIONS: Final = Path(__file__).parent / "ladder_predictions.toml"
+_TITLE: Final = 22  # characters of a line above a panel
 OPEN: Final = "not measured yet"
 INSIDE: Final = "inside the interval"
 OUTSIDE: Final = "**outside the interval**"
@@ -419,8 +421,9 @@ def _measured(ladder: Ladder) -> list[str]:
     names = listed([f"`{suite}`" for suite in (ladder.axis.suite, *ladder.axis.others)])
     shown = f"![Loss difference over {ladder.axis.name}](figures/{_figure(ladder.axis).name})"
     caption = _filled(
-        "Dots are seeds, and points are means with their intervals. The line and the band are those of the registered "
-        "fit or, without one, of the fit of all records, and red bars are registered intervals."
+        "Dots are seeds, and points are means with their intervals. The line and the band, which is for the mean over "
+        "many seeds, are those of the registered fit or, without one, of the fit of all records. Red bars are "
+        "registered intervals."
     )
     return [f"Records: {names}.", markdown.table(head, rows), shown, caption]
 
@@ -595,7 +598,7 @@ def draw(ladder: Ladder, path: Path) -> None:
             ]
             ax.set_xticks(sorted(ticks), labels)
             ax.minorticks_off()
-            ax.set(xlabel=ladder.axis.label, title=axes.wrapped(name, 24))
+            ax.set(xlabel=ladder.axis.label, title=textwrap.fill(name, _TITLE))
         row[0].set_ylabel(f"loss minus {BASELINE}'s, nats")
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
 
@@ -680,7 +683,7 @@ def main(arguments: list[str]) -> int:
             case _:
                 sys.stderr.write(f"{__doc__}\n")
                 return 2
-    except (Refusal, RecordError) as error:
+    except (Refusal, RecordError, SuiteError) as error:
         sys.stderr.write(f"docs.tables.ladder: {one_line(error)}\n")
         return 2
     return 0
