@@ -63,6 +63,9 @@ class Watchdog:
         self.timeline: Timeline | None = None  # records messages and waits, if it is set
         self._rank, self._ranks, self._streams = mesh.rank, range(mesh.topology.world), streams
         self._counting = mesh.counting
+        # Whether waits of the device's stream are timed, for which the host records an event before each of them.
+        # They are from the first reading on, so that a loop that reads no seconds does not pay for them.
+        self._timed = False
         # The waits of the device's stream that have not been added to ``_waited`` yet, each as the events at its
         # beginning and its end, with marks between the waits.
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event] | _Mark] = deque()
@@ -73,7 +76,35 @@ class Watchdog:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds spent in :meth:`wait`: by the host, or by the device's stream in work that has finished."""
+        """Seconds spent in :meth:`wait`: by the host, or by the device's stream in work that has finished.
+
+        Waits of the device's stream count from the first reading of this property, or call of :meth:`mark_exposed`, on.
+        """
+        self._timed = True
+        return self._finished_waits()
+
+    def mark_exposed(self) -> Callable[[], float]:
+        """Return a function that returns the exposed seconds until now.
+
+        If the device's stream waits for messages, call that function once the device has passed this moment.
+        """
+        self._timed = True
+        mark = _Mark()
+        self._stalls.append(mark)
+
+        def read() -> float:
+            self._finished_waits()
+            if mark.seconds is None:
+                raise RuntimeError(
+                    "the device has not passed the waits before the mark: synchronise it first"
+                )
+            return mark.seconds
+
+        self._finished_waits()  # on a CPU the waits are known at once
+        return read
+
+    def _finished_waits(self) -> float:
+        """Add up and drop the waits that the device has finished; return the seconds of all waits until now."""
         while self._stalls:
             first = self._stalls[0]
             if isinstance(first, _Mark):
@@ -86,29 +117,10 @@ class Watchdog:
             self._stalls.popleft()
         return self._waited
 
-    def mark_exposed(self) -> Callable[[], float]:
-        """Return a function that returns the exposed seconds until now.
-
-        If the device's stream waits for messages, call that function once the device has passed this moment.
-        """
-        mark = _Mark()
-        self._stalls.append(mark)
-
-        def read() -> float:
-            _ = self.exposed_seconds
-            if mark.seconds is None:
-                raise RuntimeError(
-                    "the device has not passed the waits before the mark: synchronise it first"
-                )
-            return mark.seconds
-
-        _ = self.exposed_seconds  # on a CPU the waits are known at once
-        return read
-
     @contextlib.contextmanager
     def stalling(self) -> Iterator[None]:
-        """Context that times the waits of the device's stream; a wait that raises is not counted."""
-        if self.paused:
+        """Context that times a wait of the device's stream, if waits are timed; a wait that raises is not counted."""
+        if self.paused or not self._timed:
             yield
             return
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -116,15 +128,15 @@ class Watchdog:
         yield
         end.record()
         self._stalls.append((begin, end))
-        _ = self.exposed_seconds  # adds up and drops the events that have finished
+        self._finished_waits()
 
     def join(self, arrival: Arrival) -> None:
-        """Make the current stream wait for ``arrival``, and time the wait, which ends with the arrival."""
-        if arrival.event is not None:
+        """Make the current stream wait for ``arrival``; a wait that is timed ends with the arrival."""
+        if self._timed and arrival.event is not None:
             begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             begin.record()
             self._stalls.append((begin, arrival.event))
-            _ = self.exposed_seconds  # adds up and drops the events that have finished
+            self._finished_waits()
         arrival.join()
         arrival.joined = True
 

@@ -157,7 +157,9 @@ class Wire:
     def exposed_seconds(self) -> float:
         """Seconds that this rank has waited for messages.
 
-        If the stream of a GPU waits, synchronise the device before reading it.
+        If the stream of a GPU waits, synchronise the device before reading it.  A GPU's waits count from the first
+        reading, or the first :meth:`mark_exposed`, on: timing a wait takes an event, which the host records before the
+        wait.
         """
         return self._watchdog.exposed_seconds
 

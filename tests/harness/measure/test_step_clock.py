@@ -95,6 +95,7 @@ def test_a_mark_is_read_when_the_device_has_passed_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "Event", stream.event)
     mesh: Any = SimpleNamespace(rank=0, topology=Topology(1, 1), store=lambda: None, counting="")
     watchdog = Watchdog(mesh, streams=True)
+    assert watchdog.mark_exposed()() == 0.0
     watchdog.wait(STEP, lambda: stream.queued.append(0.25))
     read = watchdog.mark_exposed()
     with pytest.raises(RuntimeError, match="synchronise it first"):

@@ -189,7 +189,7 @@ def test_messages_hold_what_the_formula_predicts(
 
 
 def test_a_step_asks_little_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gather or reduction takes one event at its end and one before the wait for it; a unit's gradients, one copy."""
+    """A gather or reduction takes one event, at its end; a unit's gradients take one copy."""
     on_streams(monkeypatch)
     events, copies = defaultdict[int, int](int), defaultdict[int, int](int)
     record, copy = stream_order.Event.record, torch._foreach_copy_
@@ -218,5 +218,5 @@ def test_a_step_asks_little_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None
             return len(zero.units), events[rank], copies[rank]
 
     for units, recordings, launches in on_threads(Topology(2, 2), counted, backend="nccl_rules", seconds=20):
-        assert recordings <= 2 * 3 * units  # two gathers and a reduction
+        assert 0 < recordings <= 3 * units  # two gathers and a reduction
         assert 0 < launches < units  # outer units copy each gradient when it arrives
