@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-WIDTH = int(os.environ.get("WIDTH", "64"))
-BATCH = 4
+WIDTH = 256
+BATCH = 64
 Model = nn.Module
 
 
@@ -174,8 +174,8 @@ def _deepspeed(stage: int, steps: int) -> None:
 
 
 def pipeline(steps: int) -> None:
-    """Two stages, which send activations and their gradients."""
-    model, rank = build(), dist.get_rank()
+    """Two stages, on two nodes, which send activations and their gradients."""
+    model, rank, other = build(), dist.get_rank(), dist.get_world_size() // 2
     blocks = (
         [model.embedding, model.blocks[0]] if rank == 0 else [model.blocks[1], model.blocks[2], model.head]
     )
@@ -184,11 +184,11 @@ def pipeline(steps: int) -> None:
     for _ in range(steps):
         if rank == 0:
             activations = stage(torch.randn(BATCH, WIDTH))
-            dist.send(activations.detach(), 1)
+            dist.send(activations.detach(), other)
             gradient = torch.empty_like(activations)
-            dist.recv(gradient, 1)
+            dist.recv(gradient, other)
             activations.backward(gradient)
-        elif rank == 1:
+        elif rank == other:
             inputs = torch.empty(BATCH, WIDTH)
             dist.recv(inputs, 0)
             inputs.requires_grad_()

@@ -75,7 +75,7 @@ def check_replay(traced: Traced) -> list[float]:
 def step_seconds(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Predicted:
     """Predict one traced step under one hypothesis on overheads."""
     if target.policy not in REWRITES:
-        return policies.of_our_engine(step, traced, target, overheads)
+        return policies.of_our_engine(step, traced, target, overheads).predicted
     runs = policies.rewritten(step, traced, target, overheads)
     run = joint.replay(step, runs, target.slower)
     return Predicted(run.seconds, run.exposed, run.link)
