@@ -185,9 +185,7 @@ def about(traced: Traced, errors: Sequence[float]) -> list[str]:
     moved = {rank: offset for rank, offset in traced.offsets.items() if offset}
     if moved:
         rank, offset = max(moved.items(), key=lambda item: abs(item[1]))
-        lines.append(
-            f"Clocks of hosts were aligned by collectives, by up to {offset * 1e3:+.3g} ms (rank {rank})."
-        )
+        lines.append(f"Clocks of hosts were aligned by collectives, by up to {offset:+.3g} s (rank {rank}).")
     if traced.alone:
         lines.append(
             "One rank's trace stands for all ranks: the time for which it waits for others counts as time of the "
