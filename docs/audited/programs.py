@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-WIDTH = int(os.environ.get("WIDTH", "64"))
-BATCH = 4
+WIDTH = 256
+BATCH = 64
 Model = nn.Module
 
 
@@ -174,27 +174,27 @@ def _deepspeed(stage: int, steps: int) -> None:
 
 
 def pipeline(steps: int) -> None:
-    """Two stages, which send activations and their gradients."""
-    model, rank = build(), dist.get_rank()
-    blocks = (
-        [model.embedding, model.blocks[0]] if rank == 0 else [model.blocks[1], model.blocks[2], model.head]
-    )
+    """Two stages, one on each node, which send activations and their gradients, and end each step with a barrier."""
+    model, rank, half = build(), dist.get_rank(), dist.get_world_size() // 2
+    first, other = rank < half, (rank + half) % (2 * half)
+    blocks = [model.embedding, model.blocks[0]] if first else [model.blocks[1], model.blocks[2], model.head]
     stage = nn.Sequential(*blocks)
     optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-3)
     for _ in range(steps):
-        if rank == 0:
+        if first:
             activations = stage(torch.randn(BATCH, WIDTH))
-            dist.send(activations.detach(), 1)
+            dist.send(activations.detach(), other)
             gradient = torch.empty_like(activations)
-            dist.recv(gradient, 1)
+            dist.recv(gradient, other)
             activations.backward(gradient)
-        elif rank == 1:
+        else:
             inputs = torch.empty(BATCH, WIDTH)
-            dist.recv(inputs, 0)
+            dist.recv(inputs, other)
             inputs.requires_grad_()
             stage(inputs).square().mean().backward()
             assert inputs.grad is not None  # noqa: S101
-            dist.send(inputs.grad, 0)
+            dist.send(inputs.grad, other)
+        dist.barrier()
         optimizer.step()
         optimizer.zero_grad()
 

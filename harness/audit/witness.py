@@ -35,6 +35,7 @@ hooks), torch/distributed/distributed_c10d.py (``_world``), torch 2.13.
 from __future__ import annotations
 
 import atexit
+import bisect
 import contextlib
 import functools
 import gc
@@ -61,6 +62,7 @@ FIELDS = (
 RING = 10_000  # entries of the recorder in an audited program
 FIRST_STEPS = 10  # after each of which the recorder is read
 BUDGET = 0.01  # share of the time that reading may take afterwards
+INFINIBAND = "/sys/class/infiniband"  # folder of the adapters
 _FULL = 0.9  # share of the ring that may be filled before it is read in any case
 _SEQUENCES = 32  # that are remembered: one for each kind of step, such as one with an evaluation
 _DEEPEST = 80  # frames of a stack that the wrapper notes
@@ -92,6 +94,8 @@ _POINT_TO_POINT = ("send", "recv")
 _IDENTITY = operator.itemgetter(
     "profiling_name", "process_group", "thread_name", "input_sizes", "input_dtypes", "output_sizes", "output_dtypes"
 )  # fmt: skip
+_CREATED = operator.itemgetter("time_created_ns")  # of an entry
+_MOMENT = operator.itemgetter(0)  # of a call
 _HEADER = 66  # bytes of a TCP packet: Ethernet 14, IPv4 20, TCP 32 with timestamps
 _API_FILES = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
 _PASSED_THROUGH = (*_API_FILES, "/torch/distributed/c10d_logger.py", "/torch/_ops.py", __file__)
@@ -539,13 +543,14 @@ class Witness:
         # A forked process that has made no group of its own must not touch the recorder, whose lock may be held.
         if self.forked_here and not self.used:
             return
-        calls = self.tail + self.noted + list(self.recorded())
+        calls = [*self.tail, *self.noted, *self.recorded()]
         self.noted, self.since = [], 0
         self.used = self.used or bool(calls)
-        calls.sort(key=lambda call: call[0])
+        calls.sort(key=_MOMENT)
         self.tail = self._write_steps(calls)
         if final and self.tail:
-            self.write(event="rows", first=self.steps + 1, last=None, rows=_rows(self.tail))
+            rows = _rows(row for _, row in self.tail)
+            self.write(event="rows", first=self.steps + 1, last=None, rows=rows)
             self.tail = []
         if self.used and (self.steps > self.read_steps or final):
             self.write(event="counters", step=self.steps, sent=self.counters(), time=time.time_ns())
@@ -561,20 +566,25 @@ class Witness:
         weights, belongs to that step.
         """
         by_step: dict[int, list[Call]] = {step: [] for step, _, _ in self.marks}
-        place, quiet = 0, True  # quiet: since the end of the last step there were only calls of the optimizer
-        for call in calls:
-            while place < len(self.marks) and call[0] > self.marks[place][2]:
-                place, quiet = place + 1, True
-            step, begin, _ = (
-                self.marks[place] if place < len(self.marks) else (self.steps + 1, sys.maxsize, 0)
-            )
-            quiet = quiet and call[1][0] == "optimizer"
-            by_step.setdefault(step - (quiet and call[0] < begin and step > 1), []).append(call)
-        tail = by_step.pop(self.steps + 1, [])
+        place, moments = 0, [moment for moment, _ in calls]
+        for step, begin, end in [*self.marks, (self.steps + 1, sys.maxsize, sys.maxsize)]:
+            after = bisect.bisect_right(moments, end)
+            own = place  # the first call that does not belong to the step before
+            while own < after and step > 1 and moments[own] < begin and calls[own][1][0] == "optimizer":
+                own += 1
+            if own > place:
+                by_step.setdefault(step - 1, []).extend(calls[place:own])
+            by_step.setdefault(step, []).extend(calls[own:after])
+            place = after
+        tail = by_step.pop(self.steps + 1)
         self.marks = []
         run: tuple[int, int, Any] | None = None  # the steps that had the same rows so far
+        alike: list[Any] | None = None  # the calls of the step before
+        rows: list[list[Any]] = []
         for step in sorted(by_step):
-            rows = _rows(by_step[step])
+            made = [row for _, row in by_step[step]]
+            if made != alike:  # rows that one sequence gave are the same objects, which compare fast
+                alike, rows = made, _rows(made)
             if run is not None and run[2] == rows and run[1] == step - 1 and step > self.read_steps + 1:
                 run = (run[0], step, rows)
                 continue
@@ -585,8 +595,9 @@ class Witness:
             self.write(event="rows", first=run[0], last=run[1], rows=run[2])
         return tail
 
-    def recorded(self) -> Iterator[Call]:
-        """Yield the calls that the recorders have noted since they were last read."""
+    def recorded(self) -> list[Call]:
+        """Return the calls that the recorders have noted since they were last read."""
+        calls: list[Call] = []
         for name, dump in self.recorders().items():
             rows = None
             if any(sequence.times > 1 for sequence in self.known.get(name, ())):
@@ -597,9 +608,9 @@ class Witness:
                 rows = [self.row_of(entry) for entry in entries]
                 self.remember(name, entries, rows)
             self.seen[name] = last
-            for entry, row in zip(entries, rows):  # noqa: B905  # Python 3.8
-                if row is not None:
-                    yield int(entry["time_created_ns"]), row
+            made = zip(map(_CREATED, entries), rows)  # noqa: B905  # Python 3.8
+            calls += [(moment, row) for moment, row in made if row is not None]
+        return calls
 
     def unread(
         self, name: str, dump: Callable[..., bytes], *, stacks: bool
@@ -650,11 +661,10 @@ class Witness:
 
     def by_mark(self, entries: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
         """Yield the entries until the end of each step that has ended since the last reading."""
-        place = 0
+        place, moments = 0, [*map(_CREATED, entries)]
         for _, _, end in self.marks:
             first = place
-            while place < len(entries) and int(entries[place]["time_created_ns"]) <= end:
-                place += 1
+            place = bisect.bisect_right(moments, end)
             self.most = max(self.most, place - first)  # the wrapper did not count calls from C++
             yield entries[first:place]
 
@@ -699,11 +709,11 @@ class Witness:
                 name, _, numbers = line.partition(":")
                 fields = numbers.split()
                 sent[name.strip()] = int(fields[8]) - _HEADER * int(fields[9])
-        ports = "/sys/class/infiniband/*/ports/*/counters/port_xmit_data"
-        for path in glob.glob(ports) if os.path.isdir("/sys/class/infiniband") else ():  # noqa: PTH112, PTH207
+        ports = INFINIBAND + "/*/ports/*/counters/port_xmit_data"
+        for path in glob.glob(ports) if os.path.isdir(INFINIBAND) else ():  # noqa: PTH112, PTH207
             try:
                 with open(path, encoding="ascii") as file:  # noqa: PTH123
-                    sent["/".join(path.split("/")[4:7:2])] = 4 * int(file.read())  # in units of 4 bytes
+                    sent["/".join(path.split("/")[-5:-2:2])] = 4 * int(file.read())  # in units of 4 bytes
             except (OSError, ValueError):
                 continue
         try:
@@ -809,10 +819,10 @@ def _tensors(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _rows(calls: list[Call]) -> list[list[Any]]:
+def _rows(calls: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
     """Add up the calls that agree in all but their counts, sorted."""
     sums: dict[tuple[Any, ...], list[int]] = {}
-    for _, call in calls:
+    for call in calls:
         counts = sums.setdefault(call[:-2], [0, 0, 0])
         counts[0] += 1
         counts[1] += call[-2]

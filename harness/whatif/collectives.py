@@ -14,7 +14,7 @@ import bisect
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -37,6 +37,11 @@ _ITEM_BYTES: Final = {
     "long int": 8, "bool": 1, "bfloat16": 2, "half": 2, "byte": 1, "char": 1, "long": 8,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "c10::float8_e4m3fn": 1, "c10::float8_e5m2": 1,
 }  # fmt: skip
+_DTYPES: Final = {  # types of gloo's traces by the names that they have in NCCL's
+    "float": "Float", "double": "Double", "c10::bfloat16": "BFloat16", "c10::half": "Half", "unsigned char": "Byte",
+    "signed char": "Char", "int": "Int", "long int": "Long", "bool": "Bool", "c10::float8_e4m3fn": "Float8_e4m3fn",
+    "c10::float8_e5m2": "Float8_e5m2",
+}  # fmt: skip
 _MOST: Final = 1 << 50  # elements of a collective
 _GLOO_THREADS: Final = 2  # threads on which a gloo process group runs collectives
 _UNIT: Final = re.compile(r"FSDP::\S.* \((.*)\)$")
@@ -53,6 +58,7 @@ class Collective:
     kind: Kind
     elements: int  # of the whole buffer, that is, of all ranks' parts together
     item: float  # bytes of an element on the wire
+    dtype: str  # type of an element by NCCL's traces, such as ``BFloat16``
     group: tuple[int, ...]  # the ranks that take part
     phase: Phase
     unit: str  # FSDP's module whose weights or gradients it carries; empty if the trace does not say
@@ -70,10 +76,10 @@ class Collective:
         """The properties that are equal on all ranks of the group."""
         return self.kind, self.elements, self.item, self.group
 
-    def wire_bytes(self, item: float | None = None) -> float:
-        """Return the bytes that cross the busiest link of its ring one way, with ``item`` bytes an element."""
+    def wire_bytes(self) -> float:
+        """Return the bytes that cross the busiest link of its ring one way."""
         size, turns = len(self.group), 2 if self.kind == "all_reduce" or self.as_all_reduce else 1
-        whole = self.elements * (self.item if item is None else item)
+        whole = self.elements * self.item
         return whole if self.kind == "broadcast" else turns * whole * (size - 1) / size
 
 
@@ -193,11 +199,14 @@ def _nccl(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
                 kind=kind,
                 elements=max(size for size in sizes if isinstance(size, int)),
                 item=_item(trace, str(facts.get("dtype"))),
+                dtype=str(facts.get("dtype")),
                 group=_group(trace, facts),
                 phase=marks.phase(launch.begin),
                 unit=marks.unit(launch.begin),
                 issued=(launch.begin, launch.end),
                 ran=(kernel.begin, kernel.end),
+                # So a prediction is written for a program over gloo (:mod:`harness.whatif.export`).
+                as_all_reduce=kind == "reduce_scatter" and "allreduce" in kernel.name.lower(),
                 kernel=kernel,
             )
         )
@@ -251,6 +260,7 @@ def _gloo(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
         shapes = event.arguments.get("Input Dims"), run.arguments.get("Input Dims")
         types = [*(event.arguments.get("Input type") or ()), *(run.arguments.get("Input type") or ())]
         known = [str(name) for name in types if str(name).lower() in _ITEM_BYTES]
+        dtype = known[0] if known else str(types[:1])
         # A tensor without dimensions has an empty shape, and one element.
         elements = max(_largest(shapes[0]), _sum(shapes[1]), min(1, len(known)))
         if not elements:
@@ -261,7 +271,8 @@ def _gloo(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
             Collective(
                 kind=kind,
                 elements=elements,
-                item=_item(trace, known[0] if known else str(types[:1])),
+                item=_item(trace, dtype),
+                dtype=_DTYPES.get(dtype.lower(), dtype),
                 group=group,
                 phase=marks.phase(event.begin),
                 unit=marks.unit(event.begin),
@@ -300,8 +311,3 @@ def copies_out(marks: Marks, unit: str, moment: float) -> float | None:
     )
     place = bisect.bisect_left(begins, moment)
     return begins[place] if place < len(begins) else None
-
-
-def total_bytes(collectives: Sequence[Collective]) -> float:
-    """Return the bytes of all collectives on the busiest link."""
-    return sum(collective.wire_bytes() for collective in collectives)

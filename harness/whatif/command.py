@@ -14,6 +14,7 @@ from harness.errors import Refusal
 from harness.measure import machine_file
 from harness.suites.parse_quantity import parse_rate
 from harness.terminal_table import Column
+from harness.whatif import export as exporting
 from harness.whatif import joint, kineto
 from harness.whatif.policies import REWRITES, SAME, Target
 from harness.whatif.predict import about, check_replay, predict, row, target_topology
@@ -79,6 +80,14 @@ def whatif(
     slower: Annotated[
         float, typer.Option(min=0.001, max=1e6, help="Factor by which computation takes longer than traced.")
     ] = 1.0,
+    export: Annotated[
+        str | None,
+        typer.Option(
+            help="Also write the predicted schedule as traces in torch.profiler's format, one of each rank: {rank} in "
+            "the name becomes the rank's number. Needs one policy and one rate.",
+            metavar="FILE.json",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print everything as JSON, for other programs.")
     ] = False,
@@ -94,6 +103,8 @@ def whatif(
         raise Refusal(f"{len(traces)} traces are given, but at most {MOST_RANKS} are read: give fewer")
     rates = [_rate("--rate", text) for text in rate or []]
     given = None if traced_rate is None else _rate("--traced-rate", traced_rate)
+    if export is not None:
+        exporting.check(export, max(1, len(policy or ())) * max(1, len(rates)))
     calibrated = None if machine is None else machine_file.read(machine)
     traced = joint.join(map(kineto.read, traces), traced_ranks_per_node, given)
     errors = check_replay(traced)
@@ -103,14 +114,19 @@ def whatif(
             f"{topology}: at most {MOST_PREDICTED:,} ranks are predicted; lower --nodes or --ranks-per-node"
         )
     factor = slower * _shared(calibrated, traced.topology, topology)
-    predictions = [
-        predict(traced, Target(name, at, topology, calibrated, factor))
+    targets = [
+        Target(name, at, topology, calibrated, factor)
         for name in policy or [SAME]
         for at in rates or [traced.rate]
     ]
+    files = {} if export is None else exporting.paths(export, traced, targets[0])
+    predictions = [predict(traced, target) for target in targets]
+    if files:
+        exporting.write(files, traced, predictions[0])
     rows, lines = [row(prediction) for prediction in predictions], about(traced, errors)
     if as_json:
-        print(json.dumps({"about": lines, "predictions": rows}, indent=2))
+        exported = {"exported": [*map(str, files.values())]} if files else {}
+        print(json.dumps({"about": lines, "predictions": rows, **exported}, indent=2))
         return
     if as_csv:
         sys.stdout.write(plan_rows.as_csv(rows))
@@ -127,6 +143,8 @@ def whatif(
     )
     for note in dict.fromkeys(f"{one['policy']}: {one['notes']}." for one in rows if one["notes"]):
         terminal_table.say(note, out)
+    if files:
+        terminal_table.say(exporting.in_words(files, targets[0]), out)
 
 
 def _rate(option: str, text: str) -> float:

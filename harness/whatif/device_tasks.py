@@ -214,7 +214,11 @@ class _Streams:
             )
             collective = self._collective[segment[0]]
             seconds = delay if collective is not None else delay + end - first.begin
-            task = result.add(Task(seconds, after, collective, earliest=0.0))
+            kernels = f"{first.name} and {len(segment) - 1} more" if segment[1:] else first.name
+            phase = result.marks.phase(self._launched[segment[0]])
+            task = result.add(
+                Task(seconds, after, collective, earliest=0.0, name=kernels, phase=phase, stream=stream or 0)
+            )
             of_place.update(dict.fromkeys(segment, task))
             last[stream] = task, end
         for task, place in waiting:

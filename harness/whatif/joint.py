@@ -78,6 +78,8 @@ class Run:
     overhead: Mapping[int, float]
     between: bool
     coding: tuple[float, float] = (0.0, 0.0)  # seconds of the processor before and after the collective
+    # The collective that is sent; None if it is left out, which also lets no rank wait for another.
+    sent: Collective | None = None
 
 
 def join(read: Iterable[Trace], ranks_per_node: int, rate: float | None) -> Traced:
@@ -194,7 +196,7 @@ def _check_alike(traces: Sequence[Trace], ranks: Mapping[int, RankStep]) -> None
                 )
 
 
-def _matched(ranks: Mapping[int, RankStep]) -> list[dict[int, int]]:
+def match_collectives(ranks: Mapping[int, RankStep]) -> list[dict[int, int]]:
     """Return for each collective its number on each of its ranks, matched by group and by order in the group."""
     matched, by_key = list[dict[int, int]](), dict[tuple[tuple[int, ...], int], dict[int, int]]()
     for rank in sorted(ranks):
@@ -236,7 +238,7 @@ def _aligned(
     """Align the clocks of hosts; a host that shares no collective with the first one is aligned through others."""
     apart: dict[str, dict[str, list[float]]] = {host: {} for host in hosts.values()}
     for ranks in steps:
-        for places in _matched(ranks):
+        for places in match_collectives(ranks):
             ends = dict[str, float]()
             for rank, own in places.items():
                 ends.setdefault(hosts[rank], ranks[rank].collectives[own].ran[1] + bases[rank])
@@ -259,7 +261,7 @@ def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[
     begins = {rank: step.begin - offsets.get(rank, 0.0) for rank, step in ranks.items()}
     ends = {rank: step.end - offsets.get(rank, 0.0) for rank, step in ranks.items()}
     first, found = min(begins.values()), list[Joined]()
-    for places in _matched(ranks):
+    for places in match_collectives(ranks):
         runs = {
             rank: tuple(
                 moment - offsets.get(rank, 0.0) - first for moment in ranks[rank].collectives[number].ran
@@ -338,6 +340,8 @@ class Replayed:
     seconds: float  # from the last rank's beginning to the last rank's end
     exposed: float  # seconds that tasks waited for collectives, on the rank where they waited longest
     link: float  # how long the link between nodes was busy
+    # By rank and number of the task, (begin, end); a collective begins when its rank is ready for it.
+    spans: Mapping[tuple[int, int], tuple[float, float]]
 
 
 def replay(step: JointStep, runs: Sequence[Run], slower: float = 1.0) -> Replayed:
@@ -345,7 +349,7 @@ def replay(step: JointStep, runs: Sequence[Run], slower: float = 1.0) -> Replaye
 
     Args:
         step: The traced step.
-        runs: The collectives, by number; one that is left out has a ``link`` and an ``overhead`` of zero.
+        runs: The collectives, by number.
         slower: Factor by which computation takes longer.
     """
     return _Replay(step, runs, slower).run()
@@ -357,11 +361,12 @@ class _Replay:
     def __init__(self, step: JointStep, runs: Sequence[Run], slower: float) -> None:
         self._step, self._runs, self._slower = step, runs, slower
         self._done: dict[tuple[int, int], float] = {}  # end of each finished task, by rank and number
+        self._begun: dict[tuple[int, int], float] = {}
         self._left: dict[tuple[int, int], int] = {}  # tasks that must be done before this one
         self._users: dict[tuple[int, int], list[int]] = {}
         self._runnable: list[tuple[int, int]] = []
         self._exposed = dict.fromkeys(step.ranks, 0.0)
-        matched = _matched(step.ranks)
+        matched = match_collectives(step.ranks)
         self._joint = {
             (rank, own): number for number, places in enumerate(matched) for rank, own in places.items()
         }
@@ -397,7 +402,8 @@ class _Replay:
             for key in self._members[number]:
                 self._finish(key, max(moment, end + run.overhead.get(key[0], 0.0)))
         skew = max(self._step.skew.values())
-        return Replayed(max(self._done.values()) - skew, max(self._exposed.values()), busy)
+        spans = {key: (self._begun[key], end) for key, end in self._done.items()}
+        return Replayed(max(self._done.values()) - skew, max(self._exposed.values()), busy, spans)
 
     def _start(self, key: tuple[int, int]) -> None:
         """Run a task; a collective begins once all its ranks have arrived."""
@@ -413,14 +419,19 @@ class _Replay:
                 own = max(own, end)
             else:
                 coded += self._runs[self._joint[rank, collective]].coding[1]
+        self._begun[key] = arrival
         if task.collective is None:
             if math.isfinite(own):
                 self._exposed[rank] += arrival - own
             self._finish(key, arrival + coded + task.seconds * self._slower)
             return
         number = self._joint[rank, task.collective]
+        if self._runs[number].sent is None:
+            self._finish(key, arrival)
+            return
+        self._begun[key] += task.seconds + self._runs[number].coding[0]
         self._members[number].append(key)
-        self._ready[number] = max(self._ready[number], arrival + task.seconds + self._runs[number].coding[0])
+        self._ready[number] = max(self._ready[number], self._begun[key])
         if len(self._members[number]) == self._sizes[number]:
             heapq.heappush(self._pending, (self._ready[number], number))
 
@@ -434,4 +445,6 @@ class _Replay:
 
 def as_traced(step: JointStep) -> list[Run]:
     """Return the collectives as they were traced."""
-    return [Run(joined.link, joined.overhead, joined.between) for joined in step.collectives]
+    return [
+        Run(joined.link, joined.overhead, joined.between, sent=joined.seen) for joined in step.collectives
+    ]

@@ -19,6 +19,7 @@ from impl.codecs.codec import ITEM_BYTES, Raw
 from impl.plan.policy import PRESETS, Policy, PolicyError
 from impl.plan.shard_layout import ROOT, UnitGeometry
 from impl.plan.step_time import Machine, Step, passes_of
+from impl.plan.timeline import Pass
 from impl.plan.topology import Topology
 
 SAME: Final = "same"
@@ -28,6 +29,7 @@ REWRITES: Final = {
     "fp16": "all weights and gradients are sent in fp16",
     "kept": "weights stay gathered from forward to backward",
 }
+DTYPES: Final = {"fp32": "Float", "bf16": "BFloat16", "fp16": "Half"}  # NCCL's names of our types
 Overheads = Literal["scale", "constant"]
 """Two hypotheses on the seconds of a collective besides its bytes over the rate: that they scale with the bytes over
 the rate, or that they are constant."""
@@ -96,21 +98,21 @@ def _run(joined: Joined, traced: Traced, target: Target, overheads: Overheads, *
                 "out both options"
             )
         seen, between = replace(seen, group=tuple(range(target.topology.world))), True
-    item = seen.item
-    coding = (0.0, 0.0)
-    if target.policy in ITEM_BYTES and item > ITEM_BYTES[target.policy] and seen.elements > 1:
-        item = ITEM_BYTES[target.policy]
+    sent, coding = seen, (0.0, 0.0)
+    if target.policy in ITEM_BYTES and seen.item > ITEM_BYTES[target.policy] and seen.elements > 1:
+        sent = replace(seen, item=ITEM_BYTES[target.policy], dtype=DTYPES[target.policy])
         coding = _casting(target, seen.elements, len(seen.group), whole=seen.kind != "all_gather")
     if not between:
-        share = item / seen.item
-        return Run(joined.link * share, joined.overhead, between=False, coding=coding)
-    link = seen.wire_bytes(item) / target.rate
+        share = sent.item / seen.item
+        return Run(joined.link * share, joined.overhead, between=False, coding=coding, sent=sent)
+    link = sent.wire_bytes() / target.rate
     stretch = link / joined.link if overheads == "scale" and joined.link else 1.0
     return Run(
         link,
         {rank: seconds * stretch for rank, seconds in joined.overhead.items()},
         between=True,
         coding=coding,
+        sent=sent,
     )
 
 
@@ -232,8 +234,26 @@ def _issued(step: JointStep, rank: int, issued: Sequence[float]) -> list[float]:
     return [step.ranks[rank].collectives[place].issued[0] for place in places]
 
 
-def of_our_engine(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Predicted:
-    """Predict a step of a preset of our engine over the traced model.
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A simulated step of a preset of our engine, in which all ranks do the same at the same time."""
+
+    passes: Sequence[Pass]
+    units: Sequence[Unit]
+    optimizer: float  # seconds of the optimizer's step, after the passes
+
+    @property
+    def predicted(self) -> Predicted:
+        """The seconds of the step."""
+        return Predicted(
+            seconds=sum(float(run.seconds) for run in self.passes) + self.optimizer,
+            exposed=sum(float(run.exposed) for run in self.passes),
+            link=sum(run.adapter for run in self.passes),
+        )
+
+
+def of_our_engine(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Simulated:
+    """Simulate a step of a preset of our engine over the traced model.
 
     Raises:
         Refusal: if the traces do not show the model's units, or the policy does not fit the topology.
@@ -274,11 +294,7 @@ def of_our_engine(step: JointStep, traced: Traced, target: Target, overheads: Ov
             computing=[(unit.forward * stretch, unit.backward * stretch) for unit in units],
         ),
     )
-    return Predicted(
-        seconds=sum(float(run.seconds) for run in passes) + optimizer * stretch,
-        exposed=sum(float(run.exposed) for run in passes),
-        link=sum(run.adapter for run in passes),
-    )
+    return Simulated(passes, units, optimizer * stretch)
 
 
 def _geometry(unit: Unit, policy: Policy, topology: Topology) -> UnitGeometry:

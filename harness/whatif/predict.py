@@ -75,7 +75,7 @@ def check_replay(traced: Traced) -> list[float]:
 def step_seconds(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Predicted:
     """Predict one traced step under one hypothesis on overheads."""
     if target.policy not in REWRITES:
-        return policies.of_our_engine(step, traced, target, overheads)
+        return policies.of_our_engine(step, traced, target, overheads).predicted
     runs = policies.rewritten(step, traced, target, overheads)
     run = joint.replay(step, runs, target.slower)
     return Predicted(run.seconds, run.exposed, run.link)
@@ -185,9 +185,7 @@ def about(traced: Traced, errors: Sequence[float]) -> list[str]:
     moved = {rank: offset for rank, offset in traced.offsets.items() if offset}
     if moved:
         rank, offset = max(moved.items(), key=lambda item: abs(item[1]))
-        lines.append(
-            f"Clocks of hosts were aligned by collectives, by up to {offset * 1e3:+.3g} ms (rank {rank})."
-        )
+        lines.append(f"Clocks of hosts were aligned by collectives, by up to {offset:+.3g} s (rank {rank}).")
     if traced.alone:
         lines.append(
             "One rank's trace stands for all ranks: the time for which it waits for others counts as time of the "

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from harness.errors import Refusal
-from harness.whatif.collectives import Collective, Marks, copies_out
+from harness.whatif.collectives import Collective, Marks, Phase, copies_out
 from harness.whatif.kineto import Step, Trace
 
 Rule = Literal["blocking", "copy-out", "backward", "gap", "optimizer"]
@@ -40,6 +40,9 @@ class Task:
     after: list[int]  # the rank's tasks that must be done
     collective: int | None = None  # the collective that it runs, by its number in the step
     earliest: float = -math.inf  # seconds since the step began, before which it does not start
+    name: str = ""  # what it computes
+    phase: Phase = "forward"  # of its issue
+    stream: int | None = None  # stream of a GPU; None on the host
 
 
 @dataclass(slots=True)
@@ -82,16 +85,23 @@ def on_host(trace: Trace, step: Step, marks: Marks, collectives: Sequence[Collec
     now, last, runs = step.begin, -1, dict[int, int]()
     waiting: list[int] = []
     for when, what, index, until in sorted(points):
-        task = Task(max(0.0, when - now), [*([last] if last >= 0 else []), *waiting])
+        task = _computing(marks, now, when, [*([last] if last >= 0 else []), *waiting])
         _note_host(result, now, when)
         last, waiting, now = result.add(task), [], max(now, when)
         if what:
             waiting, now = [runs[index]], max(now, until)
         else:
             runs[index] = result.add(Task(collectives[index].lag, [last], index))
-    result.add(Task(max(0.0, step.end - now), [*([last] if last >= 0 else []), *waiting]))
+    result.add(_computing(marks, now, step.end, [*([last] if last >= 0 else []), *waiting]))
     _note_host(result, now, step.end)
     return result
+
+
+def _computing(marks: Marks, begin: float, end: float, after: list[int]) -> Task:
+    """Return the host's computation from ``begin`` to ``end``, named after its phases and FSDP's module."""
+    first, last = marks.phase(begin), marks.phase(max(begin, math.nextafter(end, begin)))
+    phases = first if first == last else f"{first} to {last}"
+    return Task(max(0.0, end - begin), after, name=f"{phases} {marks.computing(begin)}".strip(), phase=first)
 
 
 def _note_host(result: RankStep, begin: float, end: float) -> None:

@@ -459,6 +459,8 @@ class _Seconds:
             inside=inside / machine.inside if machine.inside else 0.0,
             latency=machine.latency,
             before=before + posting * self.stretch,
+            hop=hop,
+            nbytes=size,
         )
 
     def _coding(self, codec: Codec, elements: int, way: Literal["encode", "decode"]) -> float:

@@ -18,12 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from impl.plan.hops import in_turns
+from impl.plan.hops import Hop, in_turns
 from impl.plan.prefetch_schedule import MOST_AHEAD, Schedule
 from impl.plan.reduction_queue import Progress, ReductionQueue
 
@@ -42,6 +42,8 @@ class TimedHop:
     follows: int = 1  # posted only when the hop this many places before has arrived; 0: waits for none
     sends: bool = True  # False for a hop along an axis of one rank, which sends nothing but takes its turn
     at_once: bool = False  # whether this hop is posted together with the hop before it, not at the next event
+    hop: Hop | None = None  # the hop whose seconds these are, for readers of :attr:`Pass.messages`
+    nbytes: int = 0  # bytes of its message to each other rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,22 +114,22 @@ def pass_time(
     for units in schedule.runs:
         for unit in units:
             run.gather(unit, schedule.ahead_in_forward[unit])
-        run.compute(sum(loads[unit].forward + loads[unit].engine for unit in units))
-    run.compute(sum(load.forward + load.engine for load in outer))
+        run.compute(sum(loads[unit].forward + loads[unit].engine for unit in units), "forward", units)
+    run.compute(sum(load.forward + load.engine for load in outer), "forward", schedule.outer)
     run.turn(least_forward)
     for unit in schedule.outer:
         run.gather(unit, schedule.ahead_in_backward[unit])
-    run.compute(sum(load.backward + load.engine for load in outer))
+    run.compute(sum(load.backward + load.engine for load in outer), "backward", schedule.outer)
     for units in reversed(schedule.runs):
         for unit in units:  # in model order, in which the hook before a block's backward pass gathers them
             run.gather(unit, schedule.ahead_in_backward[unit])
         backward = sum(loads[unit].backward for unit in units)
         trained = [unit for unit in units if unit not in schedule.frozen]
         if trained:
-            run.compute(backward * first_gradient)
+            run.compute(backward * first_gradient, "backward", units)
             run.first_gradient()
             backward = backward * (1 - first_gradient)
-        run.compute(backward + sum(loads[unit].engine for unit in units))
+        run.compute(backward + sum(loads[unit].engine for unit in units), "backward", units)
         run.last_gradient(units, trained if reduces else ())
     run.last_gradient(
         schedule.outer, [unit for unit in schedule.outer if unit not in schedule.frozen] if reduces else ()
@@ -150,6 +152,26 @@ def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
     forward = sum(load.forward for load in loads)
     least = pass_time(schedule, inner, first_gradient=0.0, least_forward=forward)
     return np.maximum(least.seconds, least.forward + sum(load.backward for load in loads))
+
+
+class Stretch(NamedTuple):
+    """A stretch of time in which the processor worked; times are in seconds since the pass began."""
+
+    work: str  # such as ``forward`` or ``decode``
+    units: tuple[int, ...]
+    begin: Seconds
+    end: Seconds
+
+
+class Message(NamedTuple):
+    """The messages of one hop, from their posting to their arrival; times are in seconds since the pass began."""
+
+    purpose: Literal["weights", "gradients"]
+    unit: int
+    hop: TimedHop
+    posted: Seconds
+    begin: Seconds  # when the first of its links began to send them
+    arrival: Seconds
 
 
 @dataclass(slots=True)
@@ -204,6 +226,8 @@ class Pass:
         self.adapter = 0.0  # time in which the node's adapter was busy
         # In order, (purpose, unit) of each posted message, and ("mean", unit) when a reduction ends.
         self.events: list[tuple[Literal["weights", "gradients", "mean"], int]] = []
+        self.stretches: list[Stretch] = []  # of the processor's time, in order
+        self.messages: list[Message] = []  # in the order in which they were posted
         self._schedule, self._loads = schedule, loads
         self._backward = False
         self._adapter_free: Seconds = 0.0  # time at which the adapter will have sent all posted messages
@@ -216,9 +240,11 @@ class Pass:
         self._queue = ReductionQueue(bucket)
         self._queue.follow(list(self._reductions.values()))
 
-    def compute(self, seconds: Seconds) -> None:
-        """Let the processor work for ``seconds``."""
-        self.seconds = self.seconds + seconds
+    def compute(self, seconds: Seconds, work: str, units: Sequence[int]) -> None:
+        """Let the processor do ``work`` of ``units`` for ``seconds``."""
+        begin = self.seconds
+        self.seconds = begin + seconds
+        self.stretches.append(Stretch(work, tuple(units), begin, self.seconds))
 
     def turn(self, least: Seconds) -> None:
         """End the forward pass, not before the time ``least``; only the units that the schedule keeps stay gathered."""
@@ -282,7 +308,7 @@ class Pass:
             self.post(under_way)
         if under_way.arrivals:
             self._wait(under_way.arrivals[-1])
-        self.compute(under_way.collective.after)
+        self.compute(under_way.collective.after, "decode", (under_way.unit,))
         if under_way.purpose == "gradients":
             self.events.append(("mean", under_way.unit))
 
@@ -299,18 +325,23 @@ class Pass:
     def _post(self, under_way: _UnderWay, hop: TimedHop) -> None:
         if 0 < hop.follows <= len(under_way.arrivals):
             self._wait(under_way.arrivals[-hop.follows])
-        self.compute(hop.before)
-        arrival = self.seconds
+        self.compute(hop.before, "encode", (under_way.unit,))
+        begin = arrival = self.seconds
         if hop.adapter:
-            self._adapter_free = np.maximum(self._adapter_free, self.seconds) + hop.adapter
-            arrival = self._adapter_free
+            begin = np.maximum(self._adapter_free, self.seconds)
+            arrival = self._adapter_free = begin + hop.adapter
             self.adapter += hop.adapter
         if hop.inside:
-            self._inside_free = np.maximum(self._inside_free, self.seconds) + hop.inside
+            begun = np.maximum(self._inside_free, self.seconds)
+            self._inside_free = begun + hop.inside
+            begin = np.minimum(begin, begun) if hop.adapter else begun
             arrival = np.maximum(arrival, self._inside_free)
         under_way.arrivals.append(arrival + hop.latency)
         if hop.sends:
             self.events.append((under_way.purpose, under_way.unit))
+            self.messages.append(
+                Message(under_way.purpose, under_way.unit, hop, self.seconds, begin, under_way.arrivals[-1])
+            )
 
     def _wait(self, until: Seconds) -> None:
         waited = np.maximum(until - self.seconds, 0.0)

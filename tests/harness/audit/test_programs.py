@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
@@ -12,15 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from docs.audited import programs
-from harness.audit import run, tables, wire
-from harness.audit.calls import read
+from docs.audited.__main__ import audit_on_hosts, counters
+from harness.audit import wire
 from harness.audit.inside import Found, audit
 from harness.audit.schemes import NONE
 from harness.audit.witness import Witness
 from impl.comm.mesh import Mesh
 from impl.plan.topology import Topology
 from impl.plan.traffic import passes, predict
-from tests.support.hosts import ROOT, Host, hosts
 from tests.support.ranks import on_processes
 
 STEPS: Final = 4
@@ -132,14 +129,14 @@ def test_the_wrapper_sees_what_the_recorder_sees_of_python(results: list[dict[st
 
 
 def test_a_pipeline_sends_activations_and_their_gradients(results: list[dict[str, Any]]) -> None:
-    """Rank 0 sends in forward and rank 1 in backward; other ranks send nothing."""
+    """Each rank sends one tensor to the other node: activations in forward, or their gradients in backward."""
     nbytes = 4 * programs.BATCH * programs.WIDTH
-    for number, rank in enumerate(results):
+    for rank in results:
         name, _, _, sizes, totals = rank["pipeline"][:5]
         assert name == NONE
-        assert sorted(size[0] for size in sizes) == (["recv", "send"] if number < 2 else [])
-        assert {size[3] for size in sizes} <= {"wrapper"}
-        assert totals == ((nbytes, 0) if number < 2 else (0, 0))
+        assert sorted(size[0] for size in sizes) == ["barrier", "recv", "send"]
+        assert {size[3] for size in sizes if size[0] != "barrier"} == {"wrapper"}
+        assert totals == (0, nbytes)
 
 
 @pytest.mark.parametrize("name", ["zero3", "zeropp"])
@@ -168,44 +165,20 @@ def test_a_gather_that_silently_is_not_quantised_breaks_an_expectation(results: 
 
 @pytest.mark.long
 @pytest.mark.needs("namespaces")
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp2_hsdp", "zeropp"])
-def test_interfaces_count_what_the_calls_send(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp2_hsdp", "zeropp", "pipeline"])
+def test_interfaces_count_what_the_calls_send(name: str) -> None:
     """On two nodes in network namespaces, each interface's counter is within 2 % of the calls' bytes.
 
     On a loaded machine the ranks of a node end a step at different times, and the counter of this step is known only
     to within what they send meanwhile.
     """
-    folder = tmp_path / "audit"
-    run.prepare(folder, {"last_step": None, "marker": ""})
-    with hosts(2, tmp_path, {}) as both:
-        started = [
-            host.start(_torchrun(number, both[0], name), **_environment(host, folder))
-            for number, host in enumerate(both)
-        ]
-        assert [process.wait(120) for process in started] == [0, 0], both[0].output + both[1].output
-    calls = read(folder / run.RANKS)
+    calls = audit_on_hosts(name)
     assert [calls.topology.nodes[rank.number] for rank in calls.ranks] == [0, 0, 1, 1]
-    report = tables.report_on(calls, calls.steps(2, None), None, by="optimizer steps")
-    outside = [row for row in tables.counter_rows(report) if row["interface"] != "lo"]
-    assert len(outside) == 2
-    for row in outside:
+    counted = counters(calls)
+    assert [row["node"] for row in counted] == ["0", "1"]
+    for row in counted:
         away = abs(row["counted"] - row["expected"]) - row["uncertain"]
-        assert away <= 0.02 * row["expected"], outside
-
-
-def _torchrun(number: int, first: Host, name: str) -> list[str]:
-    where = ["--nnodes=2", f"--node-rank={number}", f"--master-addr={first.address}", "--master-port=29511"]
-    program = [str(programs.__file__), name, "8"]
-    return [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=2", *program]
-
-
-def _environment(host: Host, folder: Path) -> dict[str, str]:
-    paths = run.environment(folder) | {
-        "GLOO_SOCKET_IFNAME": host.interface,
-        "OMP_NUM_THREADS": "1",
-        "WIDTH": "256",
-    }
-    return paths | {"PYTHONPATH": f"{paths['PYTHONPATH']}:{ROOT}"}
+        assert away <= 0.02 * row["expected"], counted
 
 
 def test_nothing_is_left_behind() -> None:

@@ -331,4 +331,4 @@ def test_a_model_that_cannot_be_made_is_refused(name: str, message: str) -> None
 
 def test_parameters_of_a_model_are_counted_without_memory() -> None:
     """The model is made on the meta device."""
-    assert run.count_parameters("docs.audited.programs:build") == 106_496
+    assert run.count_parameters("docs.audited.programs:build") == 1_703_936

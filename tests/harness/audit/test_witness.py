@@ -6,6 +6,7 @@ import ast
 import gc
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,6 +361,41 @@ def test_an_entry_without_tensors_is_no_call() -> None:
     """NCCL also records the end of a coalesced group."""
     found = Witness(None).row_of(entry(0, name="nccl:coalesced", input_sizes=[], output_sizes=[]))
     assert found is None
+
+
+def test_counters_of_infiniband_and_nvlinks_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ports count units of 4 bytes and NVML counts KiB; a port without a number is left out, as is a missing driver.
+
+    The files and the library are stand-ins: no such adapter was at hand.
+    """
+    for port, text in (("mlx5_0/ports/1", "250\n"), ("mlx5_1/ports/2", "N/A\n")):
+        (folder := tmp_path / port / "counters").mkdir(parents=True)
+        (folder / "port_xmit_data").write_text(text)
+    monkeypatch.setattr(witness, "INFINIBAND", str(tmp_path))
+    value = SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(ullVal=3))
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetFieldValues=lambda handle, fields: (
+            [value] if (handle, len(fields)) == ("GPU-7", 1) else []
+        ),
+    )
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        current_device=lambda: 0,
+        get_device_properties=lambda _: SimpleNamespace(uuid="7"),
+    )
+    found = Witness(None)
+    found.torch = SimpleNamespace(cuda=cuda)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    counted = found.counters()
+    assert (counted["mlx5_0/1"], counted["nvlink 7"]) == (1000, 3 * 1024)
+    assert "mlx5_1/2" not in counted
+    assert "lo" in counted
+    value.nvmlReturn = 3  # NVML_ERROR_NOT_SUPPORTED
+    assert "nvlink 7" not in found.counters()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert "mlx5_0/1" in found.counters()
 
 
 def test_an_exception_of_the_witness_never_reaches_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -78,6 +79,20 @@ def test_a_pass_takes_its_longest_resource_at_least_and_all_in_a_row_at_most(
     assert run.seconds <= everything + 1e-6
     assert run.adapter == pytest.approx(sum(hop.adapter for hop in hops))
     assert bound >= max(computing, run.adapter) - 1e-9
+
+
+@given(LOADS, AHEAD, st.integers(0, 4))
+def test_a_pass_lists_what_it_does(loads: list[Load], prefetch: int, bucket: int) -> None:
+    """Stretches of work and waits fill the pass, in order, and each message begins and arrives after its posting."""
+    run = pass_time(_schedule(len(loads), prefetch), loads, bucket=bucket)
+    worked = [(float(each.begin), float(each.end)) for each in run.stretches]
+    assert math.fsum(end - begin for begin, end in worked) + run.exposed == pytest.approx(run.seconds)
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(worked))
+    assert [(each.purpose, each.unit) for each in run.messages] == [
+        event for event in run.events if event[0] != "mean"
+    ]
+    for each in run.messages:
+        assert each.posted <= each.begin <= each.arrival - max(each.hop.adapter, each.hop.inside) + 1e-6
 
 
 def test_a_pass_by_hand() -> None:

@@ -1,0 +1,247 @@
+"""Lists what each rank does in a predicted step, and when: computation, codecs, messages, and waits of the host.
+
+These are the numbers of the prediction itself: of the joint replay for a rewritten program, and of the simulation for a
+preset of our engine.  :mod:`harness.whatif.export` writes them as traces.  No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from harness.whatif import joint, policies
+from harness.whatif.collectives import Kind, Phase
+from harness.whatif.joint import JointStep, Run, Traced
+from harness.whatif.policies import DTYPES, REWRITES, Simulated, Target
+from harness.whatif.tasks import Task
+from impl.codecs.codec import ITEM_BYTES, Raw
+from impl.plan.timeline import Message as PostedMessage
+from impl.plan.topology import Topology
+
+HOST: Final = "host"
+COMPUTING: Final = "computation"
+CODECS: Final = "codecs"
+BETWEEN: Final = "link between nodes"
+INSIDE: Final = "links inside nodes"
+_SHORTEST: Final = 1e-9  # seconds; what computes for less is left out
+
+
+class Message(NamedTuple):
+    """A collective as one rank takes part in it."""
+
+    kind: Kind
+    given: int  # elements that the rank passes in
+    received: int  # elements that it gets
+    dtype: str  # by NCCL's traces, such as ``BFloat16``
+    group: tuple[int, ...]
+    as_all_reduce: bool = False  # a reduce-scatter that is an all-reduce on the wire
+    codec: str = ""  # of our engine
+
+
+class Activity(NamedTuple):
+    """What one rank does from ``begin`` to ``end``; times are in seconds since the step began on the first rank."""
+
+    track: str  # a constant of this module, or ``stream N`` of a traced GPU
+    name: str
+    begin: float
+    end: float
+    phase: Phase
+    launched: float | None = (
+        None  # when the host launches it; None if the host launches everything at the beginning
+    )
+    message: Message | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankSchedule:
+    """One predicted step of one rank; activities are in the order in which they are issued."""
+
+    begin: float
+    activities: Sequence[Activity]
+
+
+def ranks_of(traced: Traced, target: Target) -> list[int]:
+    """Return the ranks whose schedules a prediction has: all, or one if only one was traced."""
+    world = target.topology.world
+    return [min(traced.steps[0].ranks) % world] if traced.alone else [*range(world)]
+
+
+def schedules(traced: Traced, target: Target) -> Iterator[Callable[[int], RankSchedule]]:
+    """Yield a function for each predicted step, which returns the schedule of one of the ranks.
+
+    Overheads of collectives scale with their bytes over the rate.
+    """
+    for step in traced.steps:
+        if target.policy in REWRITES:
+            found = _replayed(step, traced, target)
+            yield found.__getitem__
+        else:
+            yield _simulated(policies.of_our_engine(step, traced, target, "scale"), target.topology)
+
+
+def _replayed(step: JointStep, traced: Traced, target: Target) -> dict[int, RankSchedule]:
+    """Return the schedule of each rank by a replay.
+
+    With more ranks than were traced, each further rank does what a traced rank does: the prediction is that of ranks
+    that compute as traced.
+    """
+    runs = policies.rewritten(step, traced, target, "scale")
+    spans = joint.replay(step, runs, target.slower).spans
+    numbers = {
+        (rank, own): number
+        for number, places in enumerate(joint.match_collectives(step.ranks))
+        for rank, own in places.items()
+    }
+    found = {}
+    for rank, rank_step in step.ranks.items():
+        activities = list[Activity]()
+        on_gpu = any(task.stream is not None for task in rank_step.tasks)
+        for place, task in enumerate(rank_step.tasks):
+            span = spans[rank, place]
+            launched = None
+            if on_gpu:
+                hosts = [other for other in task.after if _on_host(rank_step.tasks[other])]
+                launched = max((spans[rank, other][1] for other in hosts), default=step.skew[rank])
+            if task.collective is not None:
+                activities += _sent(task, span, launched, runs[numbers[rank, task.collective]])
+            else:
+                seconds = task.seconds * target.slower
+                activities += _computed(task, span, launched, seconds, on_gpu=on_gpu)
+        found[rank] = RankSchedule(step.skew[rank], [*_in_turn(activities)])
+    traced_ranks = [*found]
+    return {
+        rank: found[traced_ranks[place % len(traced_ranks)]]
+        for place, rank in enumerate(ranks_of(traced, target))
+    }
+
+
+def _on_host(task: Task) -> bool:
+    return task.stream is None and task.collective is None
+
+
+def _computed(
+    task: Task, span: tuple[float, float], launched: float | None, seconds: float, *, on_gpu: bool
+) -> Iterator[Activity]:
+    """Yield a task's decoding of what it waited for, and its computation; or the host's waiting and working."""
+    begin, end = span
+    if on_gpu and task.stream is None:
+        if launched is not None and len(task.after) > 1 and begin > launched:
+            yield Activity(HOST, "cudaStreamSynchronize", launched, begin, task.phase)
+        if end - begin > _SHORTEST:
+            yield Activity(HOST, "host", begin, end, task.phase)
+        return
+    track = COMPUTING if task.stream is None else f"stream {task.stream}"
+    decoded = max(begin, end - seconds)
+    if decoded - begin > _SHORTEST:
+        yield Activity(track, "decode", begin, decoded, task.phase, launched)
+    else:
+        decoded = begin
+    if on_gpu or end - decoded > _SHORTEST:
+        yield Activity(track, task.name, decoded, end, task.phase, launched)
+
+
+def _sent(task: Task, span: tuple[float, float], launched: float | None, run: Run) -> Iterator[Activity]:
+    """Yield a collective with the encoding before it; nothing if it is left out."""
+    if (sent := run.sent) is None:
+        return
+    (begin, end), encode = span, run.coding[0]
+    if encode > _SHORTEST:
+        posted = begin - encode - task.seconds
+        yield Activity(CODECS, "encode", posted, posted + encode, sent.phase, launched)
+    parts = sent.elements // len(sent.group)
+    message = Message(
+        kind=sent.kind,
+        given=parts if sent.kind == "all_gather" else sent.elements,
+        received=parts if sent.kind == "reduce_scatter" else sent.elements,
+        dtype=sent.dtype,
+        group=sent.group,
+        as_all_reduce=sent.as_all_reduce,
+    )
+    track = BETWEEN if run.between else INSIDE
+    yield Activity(track, sent.unit, begin, end, sent.phase, launched, message)
+
+
+def _simulated(step: Simulated, topology: Topology) -> Callable[[int], RankSchedule]:
+    """Return the function of a simulated step; ranks differ only in the groups of their collectives."""
+    began = 0.0
+    by_time = list[tuple[float, int, Activity, PostedMessage | None]]()
+    for run in step.passes:
+        for stretch in run.stretches:
+            begin, end = began + float(stretch.begin), began + float(stretch.end)
+            if end - begin > _SHORTEST:
+                names = ", ".join(step.units[unit].name for unit in stretch.units)
+                name = f"{stretch.work} {names}".strip()
+                phase: Phase = "forward" if begin < began + float(run.forward) else "backward"
+                by_time.append((begin, 1, Activity(COMPUTING, name, begin, end, phase), None))
+        for message in run.messages:
+            if message.hop.hop is None:
+                continue
+            posted = began + float(message.posted)
+            phase = "forward" if posted < began + float(run.forward) else "backward"
+            track = BETWEEN if topology.crosses(message.hop.hop.axis) else INSIDE
+            name = f"{message.purpose} of {step.units[message.unit].name}"
+            sent = Activity(track, name, began + float(message.begin), began + float(message.arrival), phase)
+            by_time.append((posted, 0, sent, message))
+        began += float(run.seconds)
+    optimizer = Activity(COMPUTING, "optimizer", began, began + step.optimizer, "optimizer")
+    by_time = [*sorted(by_time, key=lambda item: item[:2]), (began, 2, optimizer, None)]
+    laid_out, messages = [*_in_turn(item[2] for item in by_time)], [item[3] for item in by_time]
+
+    def of_rank(rank: int) -> RankSchedule:
+        activities = [
+            activity if message is None else activity._replace(message=_posted(message, rank))
+            for activity, message in zip(laid_out, messages, strict=True)
+        ]
+        return RankSchedule(0.0, activities)
+
+    return of_rank
+
+
+def _posted(posted: PostedMessage, rank: int) -> Message | None:
+    """Return the collective that the messages of one hop are.
+
+    A step of a ring, in which each rank sends only to the next one, is an all-to-all of that size.
+    """
+    hop, nbytes = posted.hop.hop, posted.hop.nbytes
+    if hop is None:
+        return None
+    elements, dtype = nbytes, "Byte"
+    if isinstance(hop.codec, Raw) and nbytes % ITEM_BYTES[hop.codec.dtype] == 0:
+        elements, dtype = nbytes // ITEM_BYTES[hop.codec.dtype], DTYPES[hop.codec.dtype]
+    whole = elements * (1 if hop.kind == "shift" else hop.axis.size)
+    return Message(
+        kind="all_gather" if hop.kind == "all_gather" else "all_to_all",
+        given=elements if hop.kind == "all_gather" else whole,
+        received=whole,
+        dtype=dtype,
+        group=hop.axis.group(rank),
+        codec=str(hop.codec),
+    )
+
+
+def _in_turn(activities: Iterable[Activity]) -> Iterator[Activity]:
+    """Yield the activities, so that those of one track do not overlap, as on a stream.
+
+    A collective begins at the earliest when its link's track is free.  One that ends before the track is free gets a
+    track of its own.
+    """
+    moved, free = dict[int, Activity](), dict[str, float]()
+    numbered = [*enumerate(activities)]
+    shared = (CODECS, BETWEEN, INSIDE)
+    for number, activity in sorted(numbered, key=lambda item: (item[1].end, item[1].begin)):
+        if activity.track not in shared:
+            continue
+        copy = 1
+        while free.get(track := _copy(activity.track, copy), -math.inf) > activity.end:
+            copy += 1
+        begin = max(activity.begin, free.get(track, -math.inf))
+        moved[number] = activity._replace(track=track, begin=begin)
+        free[track] = activity.end
+    for number, activity in numbered:
+        yield moved.get(number, activity)
+
+
+def _copy(track: str, number: int) -> str:
+    return track if number == 1 else f"{track}, {number}"
