@@ -28,7 +28,7 @@ from impl.plan.owners import Owners
 from impl.plan.policy import Policy
 from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.topology import Topology
-from impl.plan.traffic import Event, LedgerKey
+from impl.plan.traffic import Book, Event, LedgerKey, Link
 from impl.plan.unit_plan import Placed
 
 if TYPE_CHECKING:
@@ -120,20 +120,35 @@ def per_node_bytes(
         beginnings = [(1, policy, passes * trial.warmup)]
     zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # without FSDP2's groups
 
-    def nbytes(rank: int, phase: Policy, events: list[Event]) -> dict[LedgerKey, int]:
-        if trial.host is None:
-            own = {"methods": methods, "gathers": gathers}
-            ledger = traffic.predict(phase, topology, zero_units, rank, events, **own).sent  # type: ignore[arg-type]
-        else:
-            ledger = predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
-        return {key: sent.bytes for key, sent in ledger.items()}
+    def of_rank(rank: int, phase: Policy, before: list[Event]) -> tuple[list[Book], dict[Link, int]]:
+        """Return the bytes of a step over each kind of link, and the books of our own engine that they are from."""
+        books = list[Book]()
+
+        def nbytes(events: list[Event]) -> dict[LedgerKey, int]:
+            if trial.host is None:
+                own = {"methods": methods, "gathers": gathers}
+                books.append(traffic.predict(phase, topology, zero_units, rank, events, **own))  # type: ignore[arg-type]
+                ledger = books[-1].sent
+            else:
+                ledger = predict_hosted(trial.host, policy, topology, units, rank=rank, events=events)
+            return {key: sent.bytes for key, sent in ledger.items()}
+
+        none = nbytes(before) if before else {}
+        first = nbytes([*before, *loads[0]])
+        both = nbytes([*before, *loads[1]]) if later else first
+        return books, at_most(phase, topology, zero_units, _step(none, first, both, later))
 
     total = {"inter": 0, "intra": 0}
-    for rank in range(topology.ranks_per_node):
-        for steps, phase, before in beginnings:
-            none, first, both = (nbytes(rank, phase, [*before, *load]) for load in ([], *loads))
-            step = _step(none, first, both, later)
-            for link, size in at_most(phase, topology, zero_units, step).items():
+    for steps, phase, before in beginnings:
+        found = list[
+            tuple[list[Book], dict[Link, int]]
+        ]()  # of ranks that differ in what they send over each link
+        for rank in range(topology.ranks_per_node):
+            alike = (sent for books, sent in found if books and all(book.fits(rank) for book in books))
+            if (sent := next(alike, None)) is None:
+                found.append(of_rank(rank, phase, before))
+                sent = found[-1][1]
+            for link, size in sent.items():
                 total[link] += steps * size
     inter, intra = total["inter"] // trial.steps, total["intra"] // trial.steps
     if owners is not None:
@@ -232,7 +247,8 @@ def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[
 def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
     """Return the bytes that one rank copies between host and device in one step, in both directions."""
     loads, later = _loads(policy, trial)
-    first, both = (traffic.predict(policy.phases[0], topology, units, 0, load).copied for load in loads)
+    first = traffic.predict(policy.phases[0], topology, units, 0, loads[0]).copied
+    both = traffic.predict(policy.phases[0], topology, units, 0, loads[1]).copied if later else first
     return sum(_step({}, first, both, later).values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -44,9 +45,22 @@ def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def look_up(trial: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path of a canonical trial; the field's default if the trial leaves it out."""
-    values = dict(flatten(trial))
-    return values[path] if path in values else dict(flatten(Trial().model_dump(mode="json"))).get(path)
+    """Return the value at a dotted path of a canonical trial; the field's default if the trial leaves it out.
+
+    The dotted path may also be a key of ``trial``.
+    """
+    value: Any = trial
+    for key in [path] if path in trial else path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return _defaults().get(path)
+        value = value[key]
+    return _defaults().get(path) if isinstance(value, dict) else value
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """Return the defaults of a trial's fields by dotted path."""
+    return dict(flatten(Trial().model_dump(mode="json")))
 
 
 def varying_paths(trials: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -5,6 +5,7 @@ Tests check that the engine holds exactly the bytes that :func:`memory` predicts
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
 from collections.abc import Sequence
@@ -114,11 +115,7 @@ def memory(
         frame, fp32 = unit_policy.weights.frame_bytes(unit.shard), MASTER_BYTES * unit.shard
         coded = not unit.trainable and policy.frozen is not None
         add("frozen" if coded else "masters", frame if coded else fp32, host=placement.shard)
-        choices = [
-            phase.with_choice("weights", codec)
-            for phase in phases
-            for codec in phase.candidates.get("weights", (phase.weights,))
-        ]
+        choices = itertools.chain.from_iterable(phase.choices("weights") for phase in phases)
         add("secondary", max(copy_bytes(p, topology, unit.shard) for p in choices), host=placement.frames)
         if placement.shard and not coded:
             parts["host_frames"] += frame

@@ -61,18 +61,21 @@ def message_bytes(
     """
     most = Counter[int]()  # by class, the most buffers in use at once
     kept = kept_units(policy, units)
+    seen = dict[tuple[int, int, int, bool, bool], Policy]()  # most units of a model need the same buffers
     for (index, unit), phase in itertools.product(enumerate(units), policy.phases):
         rules = phase.for_unit(unit)
         # Backward gathers from hpZ's copy, and so does the forward pass of a further micro-batch.
         again = policy.stage == 3 and backward and (index not in kept or micro_batches > 1)
-        for codec in rules.candidates.get("weights", (rules.weights,)):
-            chosen = rules.with_choice("weights", codec)
+        key = id(rules), unit.shard, unit.piece, unit.trainable, again
+        if key in seen:
+            continue
+        seen[key] = rules  # kept, so that no other policy gets its identity
+        for chosen in rules.choices("weights"):
             for held in _gathers(chosen, topology, unit, again=again, backward=backward):
                 most |= Counter(map(size_class, held))
         if not (backward and unit.trainable):
             continue
-        for codec in rules.candidates.get("gradients", (rules.gradients[1],)):
-            chosen = rules.with_choice("gradients", codec)
+        for chosen in rules.choices("gradients"):
             for hops_of in (reduction_hops, outer_hops):
                 for held in _reduction(hops_of(chosen, topology, unit.piece, chosen.grain)):
                     most |= Counter(map(size_class, held))

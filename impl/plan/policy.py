@@ -669,6 +669,10 @@ class Policy:
         sent: Any = {"weights": codec, "gradients": (self.gradients[0], codec)}[purpose]
         return replace(self, align=self.grain, **{purpose: sent})
 
+    def choices(self, purpose: Budgeted) -> list[Policy]:
+        """Returns the policies that a budget may choose for weights or gradients; this one if it chooses nothing."""
+        return [self.with_choice(purpose, codec) for codec in self.candidates.get(purpose, ())] or [self]
+
     @property
     def own_codecs(self) -> tuple[OwnCodec, ...]:
         """The policy's codecs that are published formats or users' own."""
@@ -718,7 +722,7 @@ class Policy:
         if not trainable:  # frozen weights do not change, so there are no differences to send
             changes |= {"differences": None, "refresh": 0, "budget": None}
             changes |= {} if self.frozen is None else {"planes": 1, "weights": self.frozen}
-        return replace(self, **changes)
+        return replace(self, **changes) if changes else self
 
     def _unquantised(self, codec: Codec) -> Codec:
         return codec if isinstance(codec, Raw) else Raw(self.compute)
@@ -738,7 +742,7 @@ class Policy:
         weights do not matter yet.
         """
         matrices = [shape for shape in shapes if len(shape) > 1 and 0 not in shape]
-        policy = replace(self, planes=1) if shapes and not matrices else self
+        policy = replace(self, planes=1) if shapes and not matrices and self.planes != 1 else self
         if self.blocks == "codec":
             return policy
         first, second = self.gradients

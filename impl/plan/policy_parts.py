@@ -27,14 +27,18 @@ class PolicyError(ValueError):
     """A policy cannot be carried out, by itself or on a topology; the message gives the reason."""
 
 
-_types = functools.cache(get_type_hints)  # the types of a class's fields, by name
+@functools.cache
+def _listed(kind: type) -> tuple[tuple[str, tuple[object, ...]], ...]:
+    """Returns the name and the listed values of each field of a class that has a Literal type."""
+    types = get_type_hints(kind)
+    return tuple((name, get_args(each)) for name, each in types.items() if get_origin(each) is Literal)
 
 
 def check_literals(settings: object) -> None:
     """Raise PolicyError for a field of a Literal type whose value is not one of the listed ones."""
-    for name, kind in _types(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
-        if get_origin(kind) is Literal and (value := getattr(settings, name)) not in get_args(kind):
-            raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(map(str, get_args(kind)))}")
+    for name, listed in _listed(type(settings)):  # type: ignore[arg-type]  # a class is hashable
+        if (value := getattr(settings, name)) not in listed:
+            raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(map(str, listed))}")
 
 
 def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: str) -> dict[str, str] | None:

@@ -138,9 +138,12 @@ class Book:
     # optimizer step.
     trained: Counter[Link] = field(default_factory=Counter)
     steps: list[dict[Link, int]] = field(default_factory=list)
+    # The axes along which it has sent, each with whether in a ring; without uneven messages, and thus without owners.
+    routes: set[tuple[Axis, bool]] = field(default_factory=set)
 
     def exchange(self, tag: Tag, axis: Axis, size: int, *, ring: bool = False) -> None:
         """Count one message of ``size`` to every other rank along ``axis``."""
+        self.routes.add((axis, ring))
         for link, count in destinations(self.topology, axis, self.rank, ring=ring).items():
             key = LedgerKey(*tag, axis.name, link)
             nbytes, messages = self.sent.get(key, (0, 0))
@@ -150,6 +153,7 @@ class Book:
     def method_message(self, tag: Tag, message: MethodMessage) -> None:
         """Count a message of a user's own reduction or gather."""
         axis, shift = axis_of(self.topology, message.axis), message.kind == "shift"
+        self.routes.add((axis, shift))
         for link, others in destinations(self.topology, axis, self.rank, ring=shift).items():
             # A shift is one step of a ring, and destinations() counts all steps.
             count = 1 if shift else others
@@ -157,6 +161,14 @@ class Book:
             nbytes, messages = self.sent.get(key, (0, 0))
             self.sent[key] = Sent(nbytes + count * message.nbytes, messages + count)
             self.trained[link] += count * message.nbytes if tag.phase != "evaluate" else 0
+
+    def fits(self, rank: int) -> bool:
+        """Returns whether ``rank`` would have sent the same numbers of bytes over each kind of link."""
+        both = (
+            [destinations(self.topology, axis, each, ring=ring) for each in (self.rank, rank)]
+            for axis, ring in self.routes
+        )
+        return all(mine == other for mine, other in both)
 
     def control(self, size: int, purpose: Purpose = "control") -> None:
         """Count one message of ``size`` to every other rank."""
@@ -246,8 +258,9 @@ def predict(
     policy.check(topology)
     book = Book(topology, rank)
     phases = [[phase.for_unit(unit) for phase in policy.phases] for unit in units]
+    hops = _Hops(topology)
     senders = [
-        _Sender(book, rules[policy.phase_at(begun)], unit, placement, (gathers or {}).get(unit.name))
+        _Sender(book, hops, rules[policy.phase_at(begun)], unit, placement, (gathers or {}).get(unit.name))
         for rules, unit, placement in zip(phases, units, placements_of(policy.offload, units), strict=True)
     ]
     kept = kept_units(policy, units)
@@ -302,6 +315,25 @@ def predict(
     return book
 
 
+@dataclass(slots=True)
+class _Hops:
+    """Compiles the hops of each policy and size once, since most units of a model have the same ones."""
+
+    topology: Topology
+    # By the function, its arguments and the policy's identity, which takes less time to compare than the policy.  The
+    # policy is kept, so that no other one gets its identity.
+    _known: dict[tuple[object, ...], tuple[Policy, tuple[Hop, ...]]] = field(default_factory=dict)
+
+    def of(
+        self, compile_: Callable[..., tuple[Hop, ...]], policy: Policy, *arguments: int | str
+    ) -> tuple[Hop, ...]:
+        """Returns ``compile_(policy, topology, *arguments)``, a function of :mod:`impl.plan.hops`."""
+        key = (compile_, id(policy), *arguments)
+        if key not in self._known:
+            self._known[key] = policy, compile_(policy, self.topology, *arguments)
+        return self._known[key][1]
+
+
 class Placement(NamedTuple):
     """Which parts of one unit are in host memory."""
 
@@ -334,6 +366,7 @@ class _Sender:
     """One unit on one rank, with the state on which its next messages depend."""
 
     book: Book
+    hops: _Hops
     policy: Policy
     unit: UnitGeometry
     placement: Placement
@@ -375,7 +408,7 @@ class _Sender:
             self._gather_by_method(phase)
         elif not self.gathered:
             sends = in_phase(policy, phase, self._sends())
-            hops = gather_hops(policy, book.topology, unit.shard, sends)
+            hops = self.hops.of(gather_hops, policy, unit.shard, sends)
             if placement.shard and not self.current and (placement.frames or not self.uploaded):
                 book.copied[CopyKey("to_device", "weights", unit.name)] += hops[0].nbytes
                 self.uploaded = True
@@ -408,7 +441,7 @@ class _Sender:
 
     def meet(self) -> None:
         """Count the exchange between groups of how far their masters of the unit have moved."""
-        hops = outer_hops(self.policy, self.book.topology, self.unit.piece, self.policy.grain)
+        hops = self.hops.of(outer_hops, self.policy, self.unit.piece, self.policy.grain)
         self.book.send(Tag("step", "gradients", self.unit.name), hops)
 
     def reduce(self) -> None:
@@ -416,5 +449,5 @@ class _Sender:
         policy, unit, book = self.policy, self.unit, self.book
         if self.placement.shard:
             book.copied[CopyKey("to_host", "gradients", unit.name)] += MASTER_BYTES * unit.shard
-        hops = reduction_hops(policy, book.topology, unit.piece, policy.grain)
+        hops = self.hops.of(reduction_hops, policy, unit.piece, policy.grain)
         book.send(Tag("backward", "gradients", unit.name), hops)

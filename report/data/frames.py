@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -249,12 +250,12 @@ def _parts(records: list[Record], model: type[BaseModel], name: str, *rank_field
 
     If ``rank_fields`` are named, each rank of a record has the list, and these fields of the rank are columns.
     """
-    rows = [
-        {"id": record.id, **{field: getattr(owner, field) for field in rank_fields}, **entry.model_dump()}
-        for record in records
-        for owner in (record.ranks if rank_fields else [record])
-        for entry in getattr(owner, name)
-    ]
+    values = operator.attrgetter(*model.model_fields)
+    rows = []
+    for record in records:
+        for owner in record.ranks if rank_fields else [record]:
+            known = (record.id, *(getattr(owner, field) for field in rank_fields))
+            rows += [known + values(entry) for entry in getattr(owner, name)]
     return pd.DataFrame(rows, columns=["id", *rank_fields, *model.model_fields])
 
 
@@ -489,7 +490,7 @@ def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
         for source, rank, ledger in ledgers:
             sender = {"id": record.id, "source": source, "rank": rank.rank, "node": rank.node}
             for entry in ledger:
-                row = entry.model_dump()
+                row = dict(entry)  # several times as fast as model_dump(), and no field has parts of its own
                 if entry.phase == "evaluate" and record.trial.get("workload") == "rlhf":
                     # In rlhf, generating and scoring are parts of a step.
                     row["phase"] = "score" if entry.unit.endswith(FROZEN) else "generate"

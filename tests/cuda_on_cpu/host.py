@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from impl.cuda.launch import SOURCES, Launch
 from tests.support.cubin import VARIANTS
@@ -38,14 +38,15 @@ def build(source: Path, kernels: Sequence[str], folder: Path, *, sanitize: bool 
     for path in [SHIM, *sorted(source.parent.glob("*.cu*")), *sorted(SOURCES.glob("*.cu*"))]:
         digest.update(path.read_bytes())
     library = folder / f"{source.stem}-{digest.hexdigest()[:16]}.so"
-    if not library.exists():
-        unique = library.with_suffix(f".{os.getpid()}")
-        includes = [f"-I{path}" for path in (SHIM.parent, source.parent, SOURCES)]
-        command = ["g++", *flags, *includes, "-x", "c++", "-", "-o", str(unique)]
-        process = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
-        if process.returncode != 0:
-            raise RuntimeError(f"{source.name} does not compile for the host:\n{process.stderr}")
-        unique.replace(library)
+    with FileLock(library.with_suffix(".lock")):  # other workers need it too
+        if not library.exists():
+            unfinished = library.with_suffix(".unfinished")
+            includes = [f"-I{path}" for path in (SHIM.parent, source.parent, SOURCES)]
+            command = ["g++", *flags, *includes, "-x", "c++", "-", "-o", str(unfinished)]
+            process = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+            if process.returncode != 0:
+                raise RuntimeError(f"{source.name} does not compile for the host:\n{process.stderr}")
+            unfinished.replace(library)
     return library
 
 

@@ -22,20 +22,20 @@ REFERENCE = ROOT / "results" / "reference"
 
 def test_folders_and_archives_give_the_same_trials(tmp_path: Path) -> None:
     """One row for each trial that trained, with its settings and measurements."""
-    packed = report.load(REFERENCE / "quickstart.tar.xz")
-    folder = archive.unpack(REFERENCE / "quickstart.tar.xz", tmp_path)
+    packed = report.load(REFERENCE / "slow_node.tar.xz")
+    folder = archive.unpack(REFERENCE / "slow_node.tar.xz", tmp_path)
     pd.testing.assert_frame_equal(packed, report.load(str(folder)))
     pd.testing.assert_frame_equal(packed, report.load(tmp_path))
     assert packed["id"].is_unique
     assert (packed["step_seconds"] > 0).all()
     assert all(trial["cluster"]["rate"] == 100.0 for trial in packed["trial"])
-    suites = ("quickstart", "generation", "models")
+    suites = ("slow_node", "generation", "models")
     for name in suites:
         shutil.copy(REFERENCE / f"{name}.tar.xz", tmp_path)
     shutil.rmtree(folder)
     whole = report.load(tmp_path)
     assert set(whole["suite"]) == {*suites} - {"generation"}  # whose trials decode
-    assert len(whole[whole["suite"] == "quickstart"]) == len(packed)
+    assert len(whole[whole["suite"] == "slow_node"]) == len(packed)
 
 
 def test_a_trials_loss_curve_is_a_table() -> None:
@@ -45,7 +45,7 @@ def test_a_trials_loss_curve_is_a_table() -> None:
         curve = pd.DataFrame(trial["losses"])
         assert list(curve["step"]) == list(range(25, 201, 25))
         assert curve["loss"].iloc[-1] == trial["validation_loss"]
-    assert all(curve == [] for curve in report.load(REFERENCE / "quickstart.tar.xz")["losses"])
+    assert all(curve == [] for curve in report.load(REFERENCE / "slow_node.tar.xz")["losses"])
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

@@ -47,6 +47,17 @@ def test_a_known_machine_is_found(
     assert table.rows["error"].abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("overlap", ["none", "full"])
+def test_all_rows_at_once_take_the_seconds_of_each(tmp_path: Path, overlap: str) -> None:
+    """The arrays to which machines are fitted have the seconds of step_time(), bit by bit, also with idle stages."""
+    path = write_table(tmp_path / "t.csv", 1e-10, 1e-13, 0.9, overlap)
+    pd.read_csv(path).assign(accumulation=8, pp=2).to_csv(path, index=False)
+    rows = read(path)
+    machine = published_steps.fit(rows, 0.7)
+    at_once = published_steps._seconds(machine, published_steps._columns(rows["work"]))
+    assert at_once.tolist() == [step_time(machine, work).seconds for work in rows["work"]]
+
+
 def test_overlap_is_the_systems_own(tmp_path: Path) -> None:
     """A table of full overlap is predicted well as such, and badly as one without."""
     path = write_table(tmp_path / "t.csv", 1e-10, 1e-13, 0.9, "full")

@@ -96,6 +96,14 @@ def test_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", "bench-codecs"]) == cli.OK
 
 
+@pytest.fixture
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls each operation once in one round, for tests that read no seconds."""
+    monkeypatch.setattr(bench_codecs, "FEWEST_ROUNDS", 1)
+    monkeypatch.setattr(bench_codecs, "_ROUND_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("briefly")
 def test_moved_bytes() -> None:
     """Bytes moved are those that each operation must read and write once."""
     samples = bench_codecs.measure(
@@ -111,6 +119,7 @@ def test_moved_bytes() -> None:
     }
 
 
+@pytest.mark.usefixtures("briefly")
 def test_moved_bytes_of_a_codec_without_loss_are_those_that_it_uses() -> None:
     """A frame whose size depends on the values counts with what it uses of it: about 27 of 32 bits."""
     samples = bench_codecs.measure(

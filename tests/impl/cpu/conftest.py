@@ -1,4 +1,4 @@
-"""Builds the C++ kernels once, in pytest's cache, on machines that can build them."""
+"""Builds the C++ kernels once, on machines that can build them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ PLAIN = tuple(flag for flag in build.FLAGS if flag not in ("-march=native", "-mp
 
 @pytest.fixture(scope="session", params=["native", "plain"])
 def backend(request: pytest.FixtureRequest, libraries: Path) -> Backend:
-    """The kernels on the CPU, built for this processor and for every processor of its kind."""
-    flags = build.FLAGS if request.param == "native" else PLAIN
-    return Backend(Kernels(build.library(libraries, flags=flags)), Run(), torch.device("cpu"))
+    """The kernels on the CPU, built for this processor and for every processor of its kind.
+
+    Those for this processor are the library in the user's cache, which all tests that train need anyway.
+    """
+    native = request.param == "native"
+    library = build.library(build.user_folder()) if native else build.library(libraries, flags=PLAIN)
+    return Backend(Kernels(library), Run(), torch.device("cpu"))

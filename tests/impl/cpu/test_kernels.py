@@ -77,9 +77,13 @@ def test_blocks_whose_sums_are_not_kept(backend: Backend, block: int | str, *, a
 @pytest.mark.parametrize("undefined", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_nothing_beyond_a_page_is_touched(libraries: Path, *, undefined: bool) -> None:
     """Rows, frames and errors that end where memory ends are coded, also with undefined behaviour checked."""
-    checks = ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all") if undefined else ()
+    checks = ("-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all")
     try:
-        library = build.library(libraries, flags=(*build.FLAGS, *checks))
+        library = (
+            build.library(libraries, flags=(*build.FLAGS, *checks))
+            if undefined
+            else build.library(build.user_folder())
+        )
     except build.BuildError as problem:
         if not undefined:
             raise

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from impl.comm.all_gather import FrameGather
@@ -119,7 +119,6 @@ _LATE = _small(persist_below=20, prefetch=0, max_reuse=0)  # norms' gradients co
 
 
 @given(draws())
-@settings(max_examples=40)
 @example((Topology(2, 2), preset("zeropp", memory=_small(reduce_bucket=3000)), {"depth": 5}, [], 1))
 @example((Topology(2, 2), preset("zero3", memory=_small(reduce_bucket=3000)), {"depth": 5}, PARTS, 1))
 @example((Topology(1, 2), preset("hpz", memory=_small(persist_below=20)), {"depth": 2}, [], 1))
