@@ -40,13 +40,14 @@ from harness.runs import feasibility
 from harness.suites import suite_file
 from harness.suites.peers import family_of
 from report import page
-from report.data import bytes_and_memory, decoding, effects, loss_verdicts, speedups
+from report.data import bytes_and_memory, decoding, speedups
 from report.data.frames import load
 from report.data.metrics import OTHERS_WITHIN, Derived, derive
-from report.data.net_speed import NetSpeed, net_speeds
-from report.data.net_speed import against as net_speed_against
-from report.data.step_seconds import read_source
 from report.data.text import counted, number
+from report.effects import effects, loss_verdicts
+from report.effects.net_speed import NetSpeed, net_speeds
+from report.effects.net_speed import against as net_speed_against
+from report.effects.step_seconds import read_source
 from report.figures.all_figures import FIGURES
 from report.tables import all_tables, peers, phases
 from report.tables.table import markdown

@@ -29,8 +29,8 @@ from impl.comm.mesh import AnyMesh, Mesh
 from impl.comm.reduce_scatter import reduction_of
 from impl.comm.wire import Wire, wire_of
 from impl.plan.hops import Hop, gather_hops
-from impl.plan.policy import Gather, Policy, Reduce
 from impl.plan.traffic import Tag
+from impl.policy.policy import Gather, Policy, Reduce
 
 CodecOrText = Codec | str
 
@@ -155,7 +155,7 @@ def quantized_reduce_scatter(
         codecs: the codec of the hop inside nodes and the codec of the hop between nodes.  A single codec
             serves both hops, or the only hop.
         mesh: the ranks that take part, as :meth:`Mesh.of` reads them.
-        reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.plan.policy.Policy`.
+        reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.policy.policy.Policy`.
         chunks: the number of pieces into which each rank's part is cut.  While one piece is sent between nodes,
             the next piece is sent inside them.
         wire: the wire that sends the messages; a new one by default.

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from impl.comm.mesh import Mesh
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from impl.transport.threads import ThreadRank, ThreadRankError, ThreadWorld, current
 
 T = TypeVar("T")

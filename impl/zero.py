@@ -33,10 +33,10 @@ from impl.parameters.gathered import GatheredParameters
 from impl.parameters.init import Init, give_values
 from impl.parameters.initial_weights import check_same_start
 from impl.parameters.presharded import drawn_numbers, take_over
-from impl.plan.policy import Offload, Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.traffic import placements_of
 from impl.plan.unit_plan import geometries_of
+from impl.policy.policy import Offload, Policy
 from impl.unit.context import MEMORY, HostMemory, Meter, Passes, Reserve, UnitContext
 from impl.unit.flat_buffer import check_plain
 from impl.unit.unit import Unit

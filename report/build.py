@@ -20,9 +20,9 @@ import pandas as pd
 from report import page, stamp
 from report.data.frames import ReportError
 from report.data.metrics import Derived, records_of
-from report.data.step_seconds import StepsFrom, derive_folder
 from report.draw import theme
 from report.draw.figure import style_of
+from report.effects.step_seconds import StepsFrom, derive_folder
 from report.figures import all_figures
 from report.stamp import PAGE
 from report.tables import all_tables as tables
@@ -50,7 +50,7 @@ def build(
     Figures are drawn as SVG, which the page shows, and in these further ``forms`` ("pdf", "png").  Each further form
     takes about as long as the page.
     ``steps`` names where seconds of steps come from, for net speed-ups; by default they come from where the suite says.
-    Raises a Refusal for an unknown table or column, and what :func:`report.data.step_seconds.derive_folder` and
+    Raises a Refusal for an unknown table or column, and what :func:`report.effects.step_seconds.derive_folder` and
     :func:`publish` raise.
     """
     usual = not columns and width == theme.WIDTH and not forms and steps is None

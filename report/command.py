@@ -26,7 +26,7 @@ from report import stamp
 from report.stamp import PAGE
 
 if TYPE_CHECKING:
-    from report.data.step_seconds import StepsFrom
+    from report.effects.step_seconds import StepsFrom
 
 SOME_FAILED: Final = 1
 _WIDTH: Final = 178.0  # mm, of figures
@@ -266,7 +266,7 @@ def _steps_from(seconds: Sequence[str], machine: Path | None, rate: str, results
         folders.append(folder or next(iter(packed), None) or _existing_folder(name, results))
     if not folders and machine is None:
         return None
-    from report.data.step_seconds import StepsFrom
+    from report.effects.step_seconds import StepsFrom
 
     return StepsFrom(tuple(folders), machine, mbit)
 

@@ -17,12 +17,13 @@ from typing import Final, NamedTuple
 from harness.records.confidence_intervals import FEWEST, FEWEST_UNDISTURBED, WITHIN_START, Interval
 from harness.suites.answering_quantity import Quantity
 from harness.suites.peers import PEERS
-from report.data import break_even, effects, loss_verdicts, metrics, speedups
+from report.data import break_even, metrics, speedups
 from report.data.configuration import name_of, spelled
-from report.data.effects import MOST_NEEDED, Effect, Key, Verdict
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number
 from report.draw.names_of_rows import common_and_rest, titles_of
+from report.effects import effects, loss_verdicts
+from report.effects.effects import MOST_NEEDED, Effect, Key, Verdict
 
 _WORDS: Final = dict(enumerate(("no", "one", "two", "three", "four", "five", "six")))
 _IN_WORDS: Final = {  # what configurations are compared in

@@ -17,15 +17,16 @@ import pandas as pd
 from harness.records.confidence_intervals import Interval, Prediction, of_another_run
 from harness.suites.answering_quantity import Quantity, quantity
 from harness.suites.peers import PEERS, family_of
-from report.data import break_even, bytes_and_memory, caveats, decoding, effects, loss_verdicts, speedups
+from report.data import break_even, bytes_and_memory, caveats, decoding, speedups
 from report.data.configuration import NAMES, differences_of, spelled
-from report.data.effects import Effect, Key, Verdict
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.net_speed import sources
-from report.data.step_seconds import derive_folder
 from report.data.text import NOTHING, counted, listed, number, plus_or_minus
 from report.draw.names_of_rows import by_configuration, peers_note, titles_of
+from report.effects import effects, loss_verdicts
+from report.effects.effects import Effect, Key, Verdict
+from report.effects.net_speed import sources
+from report.effects.step_seconds import derive_folder
 from report.sentence import caveat, on_peers, sentence, two_digits
 from report.tables.peers import FAMILIES, ours_over_peers, peers
 from report.tables.table import CONFIGURATION, Column, Table, interval_notes
@@ -96,7 +97,7 @@ class Verdicts:
 
 
 def of_folder(results: Path) -> Verdicts:
-    """Return the head of the page of a results folder; raises as :func:`report.data.step_seconds.derive_folder`."""
+    """Return the head of the page of a results folder; raises as :func:`report.effects.step_seconds.derive_folder`."""
     return verdicts(derive_folder(results))
 
 

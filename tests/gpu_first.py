@@ -33,8 +33,8 @@ from impl.codecs.codec import FORMATS, Codec, Dtype, OwnCodec, Raw, parse
 from impl.codecs.reference import DTYPES, Carried
 from impl.codecs.rounding_noise import Noise
 from impl.comm.mesh import Mesh
-from impl.plan.policy import preset
-from impl.plan.topology import Topology
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 
 CODECS: Final = (

@@ -21,8 +21,9 @@ from harness.suites.model_sizes import GPTShape
 from harness.workloads.models import GPT
 from impl.comm.mesh import Mesh
 from impl.deepspeed.config_to_policy import QGZ, QWZ, recipe
-from impl.plan.policy import MemoryLimits, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.harness.train.test_loop import losses
 from tests.impl.deepspeed.test_config_to_policy import SNIPPETS, ZERO

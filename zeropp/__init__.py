@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from impl.parameters.access import Weights as Weights
     from impl.parameters.external import register_external_parameter as register_external_parameter
     from impl.parameters.external import register_forward_method as register_forward_method
-    from impl.plan.own_method import MethodError as MethodError
-    from impl.plan.own_method import method as method
-    from impl.plan.policy import BitBudget as BitBudget
-    from impl.plan.policy import Feedback as Feedback
-    from impl.plan.policy import LossScale as LossScale
-    from impl.plan.policy import MemoryLimits as MemoryLimits
-    from impl.plan.policy import Offload as Offload
-    from impl.plan.policy import Policy as Policy
-    from impl.plan.policy import PolicyError as PolicyError
-    from impl.plan.policy import preset as preset
-    from impl.plan.spans import Span as Span
-    from impl.plan.topology import Topology as Topology
+    from impl.policy.own_method import MethodError as MethodError
+    from impl.policy.own_method import method as method
+    from impl.policy.policy import BitBudget as BitBudget
+    from impl.policy.policy import Feedback as Feedback
+    from impl.policy.policy import LossScale as LossScale
+    from impl.policy.policy import MemoryLimits as MemoryLimits
+    from impl.policy.policy import Offload as Offload
+    from impl.policy.policy import Policy as Policy
+    from impl.policy.policy import PolicyError as PolicyError
+    from impl.policy.presets import preset as preset
+    from impl.policy.spans import Span as Span
+    from impl.policy.topology import Topology as Topology
     from impl.quantized_collectives import quantized_all_gather as quantized_all_gather
     from impl.quantized_collectives import quantized_reduce_scatter as quantized_reduce_scatter
     from impl.simulate import simulate as simulate
@@ -85,19 +85,19 @@ _HOME: Final = {  # for each name, where it is defined: "module", or "module:nam
     "fsdp2": "impl.adapters.inside_fsdp2:fsdp2",
     "simulate": "impl.simulate:simulate",
     # policies
-    "Policy": "impl.plan.policy:Policy",
-    "Span": "impl.plan.spans:Span",
-    "preset": "impl.plan.policy:preset",
-    "MemoryLimits": "impl.plan.policy:MemoryLimits",
-    "Offload": "impl.plan.policy:Offload",
-    "LossScale": "impl.plan.policy:LossScale",
-    "Feedback": "impl.plan.policy:Feedback",
-    "BitBudget": "impl.plan.policy:BitBudget",
+    "Policy": "impl.policy.policy:Policy",
+    "Span": "impl.policy.spans:Span",
+    "preset": "impl.policy.presets:preset",
+    "MemoryLimits": "impl.policy.policy:MemoryLimits",
+    "Offload": "impl.policy.policy:Offload",
+    "LossScale": "impl.policy.policy:LossScale",
+    "Feedback": "impl.policy.policy:Feedback",
+    "BitBudget": "impl.policy.policy:BitBudget",
     "recipe": "impl.deepspeed.config_to_policy:recipe",
     # ranks
     "mesh": "impl.comm.mesh:make_mesh",
     "Mesh": "impl.comm.mesh:Mesh",
-    "Topology": "impl.plan.topology:Topology",
+    "Topology": "impl.policy.topology:Topology",
     "Wire": "impl.comm.wire:Wire",
     # parameters of a sharded model
     "Init": "impl.zero:Init",
@@ -125,15 +125,15 @@ _HOME: Final = {  # for each name, where it is defined: "module", or "module:nam
     # methods and strategies of a user's own
     "ReductionMethod": "impl.unit.own_reduction:ReductionMethod",
     "GatherMethod": "impl.unit.own_gather:GatherMethod",
-    "method": "impl.plan.own_method:method",
+    "method": "impl.policy.own_method:method",
     "Strategy": "harness.strategies:Strategy",
     # records, and what a program sends
     "load": "report:load",
     "audit": "harness.audit.inside:audit",
     # errors
     "ZeroError": "impl.zero:ZeroError",
-    "PolicyError": "impl.plan.policy:PolicyError",
-    "MethodError": "impl.plan.own_method:MethodError",
+    "PolicyError": "impl.policy.policy:PolicyError",
+    "MethodError": "impl.policy.own_method:MethodError",
     "MeshError": "impl.transport.group:MeshError",
     "WireError": "impl.comm.watchdog:WireError",
     "CodecError": "impl.codecs.codec:CodecError",

@@ -147,8 +147,8 @@ def row_of(name: str, calls: Calls) -> Row:
 
 def _ours(name: str) -> float:
     """Return what rank 0 sends in a step after the first, by the plan of this project's engine."""
-    from impl.plan.policy import preset
-    from impl.plan.topology import Topology
+    from impl.policy.presets import preset
+    from impl.policy.topology import Topology
     from impl.zero import plan_units
 
     policy, topology = preset(name), Topology(RANKS // 2, 2)

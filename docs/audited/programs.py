@@ -227,8 +227,8 @@ def zero3(steps: int) -> Any:
 
 def _ours(preset_name: str, steps: int) -> Any:
     from impl.comm.mesh import Mesh
-    from impl.plan.policy import preset
-    from impl.plan.topology import Topology
+    from impl.policy.presets import preset
+    from impl.policy.topology import Topology
     from impl.zero import shard
 
     mesh = Mesh.create(Topology(nodes=dist.get_world_size() // 2, ranks_per_node=2))

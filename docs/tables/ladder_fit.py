@@ -22,7 +22,7 @@ from harness.suites.labels import flatten
 from harness.suites.model_sizes import PRESETS
 from harness.suites.repeat_order import CONFIGURATION
 from harness.suites.trial import Model, Trial
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from report.data.configuration import NAMES, label_of
 
 BASELINE: Final = NAMES["zero3"]

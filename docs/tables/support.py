@@ -15,8 +15,8 @@ from typing import Any, Final
 from docs.tables.markdown import table
 from impl.adapters.traffic import BASES, Host, check_host
 from impl.codecs.codec import Codec, IntCodec
-from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError
-from impl.plan.topology import Topology
+from impl.policy.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError
+from impl.policy.topology import Topology
 
 TOPOLOGY: Final = Topology(2, 2)
 Changes = Mapping[str, Any]

@@ -37,8 +37,8 @@ from harness.suites.trial import Cluster, Trial
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.plan.step_time import CodecCost, Machine, Step, step_of
-from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
+from impl.policy.topology import Topology
 
 CODECS: Final = (
     "fp32", "bf16", "fp16", "int8:2048", "int8:128", "int6:256", "int4:128", "int4:256:clip", "int4:2048",

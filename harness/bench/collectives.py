@@ -20,8 +20,8 @@ from harness.cluster.rank import Rank
 from harness.records.bench_record import Sample
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Transport, Wire
-from impl.plan.policy import Gather, Reduce
-from impl.plan.topology import Topology
+from impl.policy.policy import Gather, Reduce
+from impl.policy.topology import Topology
 from impl.quantized_collectives import quantized_all_gather, quantized_reduce_scatter
 
 CODECS: Final = ("fp32", "bf16", "int8:2048", "int4:256")

@@ -216,7 +216,7 @@ class _Run:
         from harness.cluster.link import open_link
         from harness.cluster.rank_processes import Launch, run_ranks
         from harness.suites.trial import Cluster
-        from impl.plan import topology as plan
+        from impl.policy import topology as plan
 
         interrupts.take_over()
         kind = "none" if mbit is None else "namespaces"

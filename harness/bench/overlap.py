@@ -28,9 +28,9 @@ from harness.workloads.models import build
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.policy import preset
-from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import Tag, passes, predict
+from impl.policy.presets import preset
+from impl.policy.topology import Axis, Topology
 from impl.quantized_collectives import quantized_reduce_scatter
 from impl.zero import Zero, shard
 

@@ -41,8 +41,8 @@ from impl import ops
 from impl.comm.exchanges import Exchange
 from impl.comm.ledger import WAITING, Span, Timeline
 from impl.comm.wire import Wire
-from impl.plan.topology import Axis
 from impl.plan.traffic import Tag
+from impl.policy.topology import Axis
 
 _OPERATIONS: Final = ("encode", "decode", "decode_sum", "decode_sum_encode")
 _EXCHANGES: Final = ("all_gather", "all_to_all", "shift")

@@ -3,13 +3,13 @@
 Kinds of link (``cluster.link``):
 
 - ``namespaces``: every node is a Linux network namespace, and the kernel's ``tbf`` queue limits the rate in both
-  directions (:mod:`harness.cluster.netns_shaper`).  The queue limits all messages, also those of peers.
+  directions (:mod:`harness.shaping.netns_shaper`).  The queue limits all messages, also those of peers.
 - ``paced``: all ranks share the host's loopback, and our engine delays its messages to keep to the rate
-  (:mod:`harness.cluster.pacer`).  Peers are refused, because nothing would limit their messages.
+  (:mod:`harness.shaping.pacer`).  Peers are refused, because nothing would limit their messages.
 - ``none``: the host's loopback, without a limit.
 - ``real``: an existing network between hosts, as fast as it is.
 - ``shaped``: an existing network whose hosts limit their own interfaces with a ``tbf`` queue
-  (:mod:`harness.cluster.nic_shaper`).
+  (:mod:`harness.shaping.nic_shaper`).
 - ``auto``: namespaces if this machine allows them, otherwise paced (or none, without a rate).
 
 The rate that a link achieves is always measured (:func:`exchange`), never assumed.  Importing this module imports
@@ -25,14 +25,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from harness.cluster import netns_shaper
-from harness.cluster.keeper import Keeper
 from harness.cluster.nccl_environment import nccl_in_words
-from harness.cluster.netns_shaper import shape
 from harness.cluster.port import Port
 from harness.cluster.rank import Rank, take_gpu
 from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES
+from harness.shaping import netns_shaper
+from harness.shaping.keeper import Keeper
+from harness.shaping.netns_shaper import shape
 
 if TYPE_CHECKING:
     from harness.records.trial_record import LinkRecord

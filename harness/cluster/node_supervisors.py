@@ -23,11 +23,11 @@ from pydantic import TypeAdapter
 
 from harness.cluster import remote
 from harness.cluster.control_channel import POLL_SECONDS, Channel, ChannelError, Place
-from harness.cluster.nic_shaper import shaped_interface
 from harness.cluster.port import Port, host_identity, port_towards
 from harness.cluster.rank import Rank, Report
 from harness.cluster.rank_processes import Launch, LaunchError, StopReason, run_ranks
 from harness.errors import LinkError, Refusal
+from harness.shaping.nic_shaper import shaped_interface
 from harness.suites.parse_quantity import CANONICAL
 
 _CAUSE_SECONDS: Final = (

@@ -16,12 +16,12 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from harness.cluster import netns_shaper
-from harness.cluster.keeper import ANSWER_SECONDS
-from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
 from harness.errors import LinkError, Refusal
-from impl.plan.topology import Topology
+from harness.shaping import netns_shaper
+from harness.shaping.keeper import ANSWER_SECONDS
+from harness.shaping.pacer import Pacer
+from impl.policy.topology import Topology
 
 if TYPE_CHECKING:
     from impl.comm.mesh import Mesh

@@ -35,17 +35,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from unittest import mock
 
-from harness.cluster import netns_shaper, socket_folder
 from harness.cluster.control_channel import Place
 from harness.cluster.nccl_environment import flight_recorder, nccl_variables
-from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
 from harness.cluster.rank import Progress, Rank, Report
 from harness.errors import CorpusError, LinkError, Refusal
+from harness.shaping import netns_shaper, socket_folder
+from harness.shaping.pacer import Pacer
 from impl.codecs.codec import CodecError
-from impl.plan.policy import PolicyError
-from impl.plan.shard_layout import GeometryError
-from impl.plan.topology import Topology
+from impl.policy.policy import PolicyError
+from impl.policy.shard_layout import GeometryError
+from impl.policy.topology import Topology
 
 if TYPE_CHECKING:
     from impl.comm.mesh import Mesh

@@ -24,8 +24,8 @@ from harness.suites.peers import DEEPSPEED, family_of
 from harness.suites.trial import Trial
 from harness.workloads import models
 from harness.workloads.rank_batches import RankBatches
-from impl.plan.policy import MemoryLimits, Policy
-from impl.plan.shard_layout import UnitGeometry
+from impl.policy.policy import MemoryLimits, Policy
+from impl.policy.shard_layout import UnitGeometry
 from impl.zero import plan_units
 
 

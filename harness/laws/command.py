@@ -23,8 +23,8 @@ from harness.laws import ELEMENTS
 from harness.suites.labels import NONE
 from harness.suites.trial import Trial
 from impl.codecs.codec import Codec, Law
-from impl.plan import own_method
-from impl.plan.own_method import OwnMethod
+from impl.policy import own_method
+from impl.policy.own_method import OwnMethod
 
 if TYPE_CHECKING:
     from harness.laws.adversarial_rows import Outcome

@@ -19,9 +19,9 @@ from harness.laws.method_cases import Case, Row, Violation, check_booked, check_
 from impl.codecs.reference import DTYPES
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.own_method import GatherInfo, MethodUnit, OwnMethod
-from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Book, Tag
+from impl.policy.own_method import GatherInfo, MethodUnit, OwnMethod
+from impl.policy.shard_layout import UnitGeometry
 from impl.unit.own_gather import OwnGather
 
 _REPEATED: Final = 128  # gathers of the same weights for UNBIASED
@@ -44,7 +44,7 @@ class GatherDuty(enum.Enum):
 
 
 class GatherLaw(enum.Enum):
-    """What a law of :class:`~impl.plan.own_method.MethodLaw` means for a gather; names are the same."""
+    """What a law of :class:`~impl.policy.own_method.MethodLaw` means for a gather; names are the same."""
 
     SAME_ON_ALL_RANKS = "every rank finds the same weights, bit by bit"
     ZERO = "a new object gathers weights of zeros as zeros"

@@ -14,9 +14,9 @@ from torch import Tensor
 from impl.codecs.codec import Dtype
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
-from impl.plan.topology import Topology
 from impl.plan.traffic import LedgerKey, Sent
+from impl.policy.shard_layout import ParameterSpec, UnitGeometry, lay_out
+from impl.policy.topology import Topology
 from impl.simulate import simulate
 
 SECONDS: Final = 30.0  # that a rank may compute without waiting for a message

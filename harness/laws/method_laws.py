@@ -1,6 +1,6 @@
 """The laws of a user's own reduction, tried on ranks that are threads, with topologies and gradients drawn at random.
 
-Every method has the duties of :class:`MethodDuty`; a class promises laws of :class:`~impl.plan.own_method.MethodLaw`
+Every method has the duties of :class:`MethodDuty`; a class promises laws of :class:`~impl.policy.own_method.MethodLaw`
 besides.  Each is tried by real reductions: real units, the engine's own wire, and its ledger.  The claims of a gather
 of weights are tried by :mod:`harness.laws.gather_laws`.
 """
@@ -27,8 +27,8 @@ from harness.laws.searching import search_settings
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.errors import raised
-from impl.plan.own_method import MethodLaw, MethodUnit, OwnMethod, role_of
 from impl.plan.traffic import Book, Tag
+from impl.policy.own_method import MethodLaw, MethodUnit, OwnMethod, role_of
 from impl.transport.threads import TurnError
 from impl.unit.own_reduction import OwnReduction
 

@@ -24,8 +24,8 @@ from impl import ops
 from impl.codecs.codec import OwnCodec, Raw
 from impl.codecs.reference import REFERENCE
 from impl.comm.wire import EncodedHop, Observer
-from impl.plan.own_method import MethodUnit
-from impl.plan.policy import Policy
+from impl.policy.own_method import MethodUnit
+from impl.policy.policy import Policy
 from impl.unit.unit import Unit
 from impl.zero import Zero
 

@@ -23,10 +23,10 @@ from harness.cluster import all_ranks
 from harness.measure.unsharded_loss import packed, padded
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs.codec import Codec, Dtype, common_grain
-from impl.plan.own_method import MethodUnit
-from impl.plan.policy import Policy
-from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
-from impl.plan.topology import Topology
+from impl.policy.own_method import MethodUnit
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import ParameterSpec, UnitGeometry, lay_out
+from impl.policy.topology import Topology
 
 SAMPLED: Final = 65536  # approximate number of elements that are compared in each layout
 # Allowed difference, relative to ``m``, because the two computations add the same products in another order.

@@ -25,8 +25,8 @@ from impl.codecs.codec import Blocked, Codec
 from impl.codecs.planes import turn
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Clock
-from impl.plan.policy import Policy
-from impl.plan.shard_layout import Band, UnitGeometry
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import Band, UnitGeometry
 from impl.pytree import cast_tensors
 from impl.zero import find_blocks
 

@@ -27,7 +27,7 @@ from harness.records import sent_by_step
 from harness.records.packet_sizes import HEADER_BYTES, SEGMENT_BYTES
 from harness.records.trial_record import LedgerRow, Record
 from harness.suites.trial import Trial
-from impl.plan.policy import Policy
+from impl.policy.policy import Policy
 
 # Allowed bytes that an interface counts, as a share of the ledger's bytes plus headers.
 INTERFACE_WITHIN: Final = (0.99, 1.02)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 from harness.suites.answering_quantity import ChosenQuantity
 from impl import regular_file
 from impl.deepspeed.config_to_policy import Finding
-from impl.plan.shard_layout import padding_share
+from impl.policy.shard_layout import padding_share
 
 SCHEMA_VERSION: Final = 1
 _REMEDY: Final = "; delete the file and run again"

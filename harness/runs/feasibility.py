@@ -46,7 +46,9 @@ from impl.deepspeed.config_to_policy import Finding, laid_out
 from impl.errors import ZeroError
 from impl.plan import memory as held
 from impl.plan import unit_plan
-from impl.plan.own_method import (
+from impl.plan.owners import MOMENTUM_BYTES, owners_of
+from impl.plan.step_time import Step
+from impl.policy.own_method import (
     Declared,
     DeclaredGathers,
     MethodError,
@@ -54,10 +56,8 @@ from impl.plan.own_method import (
     planned_gathers,
     planned_messages,
 )
-from impl.plan.owners import MOMENTUM_BYTES, owners_of
-from impl.plan.policy import Policy, PolicyError
-from impl.plan.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
-from impl.plan.step_time import Step
+from impl.policy.policy import Policy, PolicyError
+from impl.policy.shard_layout import GeometryError, PaddingError, UnitGeometry, padding_share
 
 if TYPE_CHECKING:
     from torch import nn

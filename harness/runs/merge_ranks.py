@@ -27,7 +27,7 @@ from harness.records.trial_record import (
 from harness.runs.rank_trial import Outcome
 from harness.runs.reference_checks import TOLERANCE, TrialError, same_loss
 from harness.suites.trial import Trial
-from impl.plan.policy import Policy
+from impl.policy.policy import Policy
 
 
 def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:

@@ -23,13 +23,13 @@ from impl.errors import raised
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
 from impl.plan.local_steps import meeting_steps
-from impl.plan.own_method import Declared, DeclaredGathers
 from impl.plan.owners import Owners
-from impl.plan.policy import Policy
-from impl.plan.shard_layout import FROZEN, UnitGeometry
-from impl.plan.topology import Topology
 from impl.plan.traffic import Book, Event, LedgerKey, Link
 from impl.plan.unit_plan import Placed
+from impl.policy.own_method import Declared, DeclaredGathers
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import FROZEN, UnitGeometry
+from impl.policy.topology import Topology
 
 if TYPE_CHECKING:
     from torch import nn

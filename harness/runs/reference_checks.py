@@ -71,10 +71,10 @@ from impl.codecs.rounding_noise import Clock
 from impl.comm.wire import Observer
 from impl.engine.muon import Muon
 from impl.errors import raised
-from impl.plan.policy import Policy
-from impl.plan.shard_layout import UnitGeometry
-from impl.plan.topology import Topology
 from impl.plan.traffic import Event
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import UnitGeometry
+from impl.policy.topology import Topology
 from impl.unit.whole_values import WholeValues
 from impl.zero import Zero, find_blocks, plan_units
 

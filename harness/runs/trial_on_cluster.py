@@ -31,7 +31,7 @@ from harness.measure import machine
 from harness.records.trial_record import Failure, Record
 from harness.suites import folder
 from harness.suites.trial import Cluster, Trial
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 
 LOGS: Final = "logs"
 INTERRUPTED: Final = "Ctrl-C; not yet run again"

@@ -10,9 +10,9 @@ from typing import Final
 from harness.suites.trial import Trial
 from harness.workloads.preset_parameters import parameters_of_trial
 from impl.plan.owners import owners_of
-from impl.plan.shard_layout import UnitGeometry
 from impl.plan.step_time import Machine, Step, StepTime, Work, step_of, step_time
 from impl.plan.unit_plan import plan_units
+from impl.policy.shard_layout import UnitGeometry
 
 BYTES_PER_MBIT: Final = 1e6 / 8
 

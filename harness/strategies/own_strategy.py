@@ -19,8 +19,8 @@ from impl.comm.method_wire import MethodWire
 from impl.comm.wire import Wire
 from impl.engine.masters import Stepped
 from impl.errors import raised
-from impl.plan.policy import Policy
 from impl.plan.traffic import Purpose, Tag
+from impl.policy.policy import Policy
 
 
 class OwnStrategy(Sharded):

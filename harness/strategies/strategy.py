@@ -40,11 +40,11 @@ from impl.engine.engine import describe
 from impl.engine.masters import Stepped
 from impl.named_object import NamedObjectError, import_object
 from impl.plan.memory import memory, with_muon, with_state
-from impl.plan.own_method import Declared, DeclaredGathers, OwnMethod, declares
 from impl.plan.owners import Owners, owners_of
-from impl.plan.policy import Policy
-from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Book, CopyKey, Decision, Event, LedgerKey, Purpose, Sent, predict
+from impl.policy.own_method import Declared, DeclaredGathers, OwnMethod, declares
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import UnitGeometry
 from impl.unit.own_gather import OwnWeightGather
 from impl.zero import Zero, shard
 

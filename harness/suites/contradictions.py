@@ -18,7 +18,7 @@ from harness.suites.model_sizes import GPTShape
 from harness.suites.peers import DEEPSPEED, PEERS, family_of
 from harness.suites.trial import MUON, RECIPE, Cluster, LearningRates, Trial
 from impl.adapters.traffic import check_host
-from impl.plan.policy import Offload
+from impl.policy.policy import Offload
 
 _WITHOUT: Final = {  # for each workload, the fields that it does not use
     "train": ("generate", "rlhf"),

@@ -278,7 +278,7 @@ def _readable(trial: Trial) -> bool:
 def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
     """Give all policies one alignment: ``align`` or, if it is None, the least common multiple of their block sizes.
 
-    Policies with a codec whose block may not be read (:attr:`impl.plan.policy.Policy.readable`) do not count.
+    Policies with a codec whose block may not be read (:attr:`impl.policy.policy.Policy.readable`) do not count.
 
     Fields that a trial does not use are reset, so that they do not change its id: the policy of a peer and the
     ``peer`` fields of other libraries, the ``peer`` fields of all other trials, and ``method`` and ``gather_method``

@@ -18,7 +18,7 @@ from harness.suites.peers import PEERS, READ_BY, Family, family_of
 from harness.suites.repeat_order import configuration_of
 from harness.suites.suite import SuiteError, SuiteTables
 from harness.suites.trial import KEYS, MUON, Trial
-from impl.plan.setting import Scope
+from impl.policy.setting import Scope
 
 _OF_SECONDS: Final = ("step", "rate", "nodes", "tokens")  # quantities that are seconds
 _LATE: Final = 0.25  # a margin in steps is measured over this last share of training

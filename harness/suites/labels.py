@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from harness.errors import one_line
 from harness.suites.trial import Trial
-from impl.plan import spans
-from impl.plan.shard_layout import MUCH_PADDING
+from impl.policy import spans
+from impl.policy.shard_layout import MUCH_PADDING
 
 NONE: Final = "-"
 PADDED: Final = "¶"  # marks bytes and sizes of a model whose units are padded by more than MUCH_PADDING

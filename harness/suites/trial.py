@@ -4,7 +4,7 @@ A :class:`Trial` is one run, and is defined by its fields alone.  Its id is a ha
 (:meth:`Trial.canonical`), so that the same trial has the same id in every suite and on every machine.  A field that is
 added to the schema later is left out of that JSON while it has its default, so that older trials keep their ids.
 
-A policy is resolved in two steps: the strategy names a preset (:data:`impl.plan.policy.PRESETS`) or, for strategy
+A policy is resolved in two steps: the strategy names a preset (:data:`impl.policy.presets.PRESETS`) or, for strategy
 ``recipe``, a DeepSpeed configuration gives the policy; then :class:`PolicyChanges` replaces single fields.
 """
 
@@ -57,12 +57,13 @@ from impl.deepspeed.config_to_policy import Recipe, recipe
 from impl.deepspeed.keys import load as load_configuration
 from impl.named_object import is_name
 from impl.plan.learning_rate import Schedule
-from impl.plan.own_method import OwnMethod, method
 from impl.plan.owners import MATRICES
-from impl.plan.policy import PRESETS, SETTINGS, Policy, PolicyError
-from impl.plan.setting import Setting
-from impl.plan.spans import VARYING, Span, SpanError, refusal
-from impl.plan.topology import Topology
+from impl.policy.own_method import OwnMethod, method
+from impl.policy.policy import SETTINGS, Policy, PolicyError
+from impl.policy.presets import PRESETS
+from impl.policy.setting import Setting
+from impl.policy.spans import VARYING, Span, SpanError, refusal
+from impl.policy.topology import Topology
 
 RECIPE: Final = "recipe"  # the strategy whose policy comes from a DeepSpeed configuration
 STRATEGIES: Final = (*PEERS, *HOSTED, *PRESETS, RECIPE)

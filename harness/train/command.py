@@ -32,8 +32,8 @@ from impl.checkpoint.commit import resolve
 from impl.checkpoint.manifest import Manifest, read_manifest
 from impl.deepspeed.config_to_policy import laid_out, recipe
 from impl.deepspeed.keys import ZERO, DeepSpeedError, load
-from impl.plan.shard_layout import PERSISTENT
-from impl.plan.topology import Topology
+from impl.policy.shard_layout import PERSISTENT
+from impl.policy.topology import Topology
 
 if TYPE_CHECKING:
     from harness.train.loop import Job
@@ -322,7 +322,7 @@ def _plan(trial: Trial, *, speaks: bool) -> str | None:
     from harness.workloads import models
     from impl.engine.unit_planning import plan_units
     from impl.errors import ZeroError
-    from impl.plan.shard_layout import PaddingError
+    from impl.policy.shard_layout import PaddingError
 
     configured, policy = trial.recipe(), trial.resolved_policy()
     assert policy is not None  # noqa: S101  # strategy "recipe" always has a policy

@@ -18,8 +18,8 @@ from harness.workloads.preset_parameters import shape_of
 from impl.codecs.codec import ITEM_BYTES
 from impl.engine.unit_planning import plan_units
 from impl.plan.memory import memory
-from impl.plan.policy import MemoryLimits, Policy, Stage
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits, Policy, Stage
+from impl.policy.topology import Topology
 
 GB: Final = 1e9  # bytes; DeepSpeed's tutorials use the same unit
 MB: Final = 1e6

@@ -19,7 +19,7 @@ from harness.whatif import joint, kineto
 from harness.whatif.policies import REWRITES, SAME, Target
 from harness.whatif.predict import about, check_replay, predict, row, target_topology
 from impl.plan.step_time import Machine
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 
 MOST_RANKS: Final = 1024  # traces that are read
 MOST_PREDICTED: Final = 1 << 16  # ranks of a predicted run

@@ -24,7 +24,7 @@ from harness.whatif import collectives, device_tasks, tasks
 from harness.whatif.collectives import Collective, Marks
 from harness.whatif.kineto import Trace
 from harness.whatif.tasks import RankStep
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 
 _LARGE: Final = (
     0.5  # share of the largest collective's bytes from which a collective is used to find the link's rate

@@ -1,7 +1,7 @@
 """Rewrites the collectives of a traced step for other messages, or lays the traced model out for one of our policies.
 
 The program's own engine with other messages needs no new schedule: ``bf16`` and ``fp16`` change the type of messages,
-and ``kept`` leaves out the gathers of backward.  A preset of :mod:`impl.plan.policy` runs on another engine, so the
+and ``kept`` leaves out the gathers of backward.  A preset of :mod:`impl.policy.policy` runs on another engine, so the
 step is simulated with that engine's schedule, hops and messages (:mod:`impl.plan.step_time`), and with each unit's
 traced computation.
 """
@@ -16,11 +16,12 @@ from typing import Final, Literal
 from harness.errors import Refusal, suggestion
 from harness.whatif.joint import Joined, JointStep, Run, Traced
 from impl.codecs.codec import ITEM_BYTES, Raw
-from impl.plan.policy import PRESETS, Policy, PolicyError
-from impl.plan.shard_layout import ROOT, UnitGeometry
 from impl.plan.step_time import Machine, Step, passes_of
 from impl.plan.timeline import Pass
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy, PolicyError
+from impl.policy.presets import PRESETS
+from impl.policy.shard_layout import ROOT, UnitGeometry
+from impl.policy.topology import Topology
 
 SAME: Final = "same"
 REWRITES: Final = {

@@ -12,7 +12,7 @@ from harness.errors import Refusal
 from harness.whatif import joint, policies
 from harness.whatif.joint import JointStep, Traced
 from harness.whatif.policies import REWRITES, SAME, Overheads, Predicted, Target
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 
 # Ratios of a rate to the traced one that are predicted without a mark: those that docs/whatif_errors.md measured.
 VALIDATED: Final = (0.5, 4.0)

@@ -18,7 +18,7 @@ from harness.whatif.policies import DTYPES, REWRITES, Simulated, Target
 from harness.whatif.tasks import Task
 from impl.codecs.codec import ITEM_BYTES, Raw
 from impl.plan.timeline import Message as PostedMessage
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 
 HOST: Final = "host"
 COMPUTING: Final = "computation"

@@ -21,8 +21,8 @@ from harness.suites.model_sizes import (
     ViTShape,
 )
 from harness.suites.trial import Model, Trial
-from impl.plan.shard_layout import ParameterSpec
 from impl.plan.unit_plan import Placed
+from impl.policy.shard_layout import ParameterSpec
 
 
 def shape_of(model: Model) -> Shape:

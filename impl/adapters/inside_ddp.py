@@ -22,8 +22,8 @@ from impl.adapters.traffic import HostError
 from impl.comm.reduce_scatter import Reduction
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import plan_units
-from impl.plan.policy import Policy
-from impl.plan.shard_layout import Slot, UnitGeometry
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import Slot, UnitGeometry
 
 
 @dataclass(slots=True)

@@ -56,10 +56,11 @@ from impl.comm.ledger import Ledger
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.plan.hops import gather_hops
-from impl.plan.policy import Policy, preset
-from impl.plan.shard_layout import ROOT
-from impl.plan.topology import Topology
 from impl.plan.traffic import Event, LedgerKey, Phase, Sent, Tag
+from impl.policy.policy import Policy
+from impl.policy.presets import preset
+from impl.policy.shard_layout import ROOT
+from impl.policy.topology import Topology
 from impl.quantized_collectives import Gathering
 
 _TINY: Final = 1e-6  # added to a norm before dividing by it, as in torch.nn.utils.clip_grad_norm_

@@ -19,10 +19,10 @@ from impl.codecs.codec import common_grain
 from impl.comm.reduce_scatter import Reduction, reduction_of
 from impl.comm.wire import Wire
 from impl.engine.unit_planning import find_blocks, plan_units
-from impl.plan.policy import Policy
-from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry
-from impl.plan.topology import Topology
 from impl.plan.traffic import Event, LedgerKey, Sent, Tag
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import ROOT, ParameterSpec, UnitGeometry
+from impl.policy.topology import Topology
 
 
 class Joined:

@@ -14,10 +14,11 @@ from typing import Final, Literal
 
 from impl.codecs.codec import FP32, OwnCodec, common_grain
 from impl.plan.hops import gather_hops, reduction_hops
-from impl.plan.policy import PRESETS, SETTINGS, Policy, PolicyError
-from impl.plan.shard_layout import ROOT, ParameterSpec, UnitGeometry
-from impl.plan.topology import Topology
 from impl.plan.traffic import NORM_BYTES, Book, Event, LedgerKey, Phase, Sent, Tag, predict
+from impl.policy.policy import SETTINGS, Policy, PolicyError
+from impl.policy.presets import PRESETS
+from impl.policy.shard_layout import ROOT, ParameterSpec, UnitGeometry
+from impl.policy.topology import Topology
 
 Host = Literal["fsdp2", "ddp"]
 

@@ -22,7 +22,7 @@ from impl import regular_file
 from impl.checkpoint.commit import CheckpointError, digest_of, sync
 from impl.checkpoint.manifest import Manifest, file_name
 from impl.errors import raised
-from impl.plan.shard_layout import UnitGeometry
+from impl.policy.shard_layout import UnitGeometry
 
 
 class Range(NamedTuple):

@@ -30,8 +30,8 @@ from impl.checkpoint.resharding import Parts, ranges, write_tensors
 from impl.comm.wire import Wire
 from impl.engine import state_dict as state
 from impl.errors import ZeroError, raised
-from impl.plan.policy import Policy
-from impl.plan.spans import in_words
+from impl.policy.policy import Policy
+from impl.policy.spans import in_words
 from impl.unit.whole_values import WholeValues
 from impl.zero import Zero
 

@@ -1,4 +1,4 @@
-"""Transposes bands of matrices in a shard (:class:`impl.plan.shard_layout.Band`), so that blocks run along columns."""
+"""Transposes bands of matrices in a shard (:class:`~impl.policy.shard_layout.Band`): blocks then run along columns."""
 
 from __future__ import annotations
 

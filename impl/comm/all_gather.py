@@ -15,8 +15,8 @@ from torch import Tensor
 from impl.comm.exchanges import Exchange
 from impl.comm.wire import Wire
 from impl.plan.hops import Hop, forwards_in_place
-from impl.plan.topology import Axis
 from impl.plan.traffic import Tag
+from impl.policy.topology import Axis
 
 
 def forward(_: Hop, message: Tensor, received: Tensor) -> None:

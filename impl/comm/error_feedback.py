@@ -15,7 +15,7 @@ from torch import Tensor
 
 from impl.codecs.reference import DTYPES, Carried
 from impl.plan.hops import Hop
-from impl.plan.policy import Feedback
+from impl.policy.policy import Feedback
 
 
 class Errors:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Final
 
-from impl.plan.topology import ranks_in_words
+from impl.policy.topology import ranks_in_words
 
 # Multiplying by an odd number loses no bits modulo 2**64, so a fingerprint depends on every earlier exchange.
 _FACTOR: Final = 0x9E3779B97F4A7C15

@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from impl.plan.topology import Axis, Topology, ranks_in_words
+from impl.policy.topology import Axis, Topology, ranks_in_words
 from impl.transport.group import Group, MeshError, no_group
 from impl.transport.threads import ThreadRank, ThreadStore, current
 

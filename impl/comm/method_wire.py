@@ -17,9 +17,9 @@ from torch import Tensor
 from impl.codecs.codec import padded_bytes
 from impl.comm.exchanges import Exchange
 from impl.comm.wire import Wire
-from impl.plan.own_method import MessageKind, axis_of
-from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
+from impl.policy.own_method import MessageKind, axis_of
+from impl.policy.topology import Topology
 
 
 class Sent:

@@ -33,8 +33,8 @@ from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange, InMemory
 from impl.comm.wire import EncodedHop, Wire
 from impl.plan.hops import Hop, in_turns, reduction_hops
-from impl.plan.policy import Policy
 from impl.plan.traffic import Tag
+from impl.policy.policy import Policy
 
 
 def reduction_of(policy: Policy, wire: Wire, tag: Tag, piece: int, grain: int) -> Reduction:

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import Store
 from impl.comm.fingerprint import CollectiveLog, Step, label, parting
 from impl.comm.ledger import ACROSS, WAITING, WITHIN, Timeline
 from impl.comm.mesh import Mesh
-from impl.plan.topology import ranks_in_words
+from impl.policy.topology import ranks_in_words
 from impl.transport.shared_memory import SharedMemoryError
 from impl.transport.side_stream import Arrival
 from impl.transport.threads import ThreadStore, under

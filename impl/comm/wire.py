@@ -34,8 +34,8 @@ from impl.comm.mesh import AnyMesh, Mesh
 from impl.comm.watchdog import DIFFER, ORDER_CHECK, Watchdog, WireError
 from impl.plan.hops import Kind
 from impl.plan.owners import Sizes
-from impl.plan.topology import Axis, ranks_in_words
 from impl.plan.traffic import LedgerKey, Purpose, Tag, destinations, uneven
+from impl.policy.topology import Axis, ranks_in_words
 from impl.transport import shared_memory, threads
 from impl.transport.group import Group
 from impl.transport.shared_memory import patience

@@ -32,9 +32,9 @@ from impl.deepspeed.keys import (
     shown,
 )
 from impl.plan.learning_rate import Decay, Schedule
-from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError, Stage
-from impl.plan.shard_layout import UnitGeometry
-from impl.plan.topology import Topology
+from impl.policy.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError, Stage
+from impl.policy.shard_layout import UnitGeometry
+from impl.policy.topology import Topology
 
 Kind = Literal["honoured", "without effect", "renamed", "changed"]
 

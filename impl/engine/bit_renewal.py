@@ -20,8 +20,8 @@ from impl.codecs.codec import Codec
 from impl.codecs.rounding_noise import Key, shard_stride
 from impl.comm.wire import EncodedHop, Observer
 from impl.plan.bit_budget import Share, shares_of
-from impl.plan.policy import BitBudget
 from impl.plan.traffic import Decision
+from impl.policy.policy import BitBudget
 from impl.unit.context import UnitContext
 from impl.unit.unit import Unit
 

@@ -23,10 +23,10 @@ from impl.engine.local_steps import LocalSteps
 from impl.engine.masters import Stepped, clip_factor, joint_norm
 from impl.engine.optimizer_watch import engines, engines_of, watch_optimizers
 from impl.errors import ZeroError
-from impl.plan.own_method import declares
-from impl.plan.policy import Offload, Policy
-from impl.plan.topology import ranks_in_words
 from impl.plan.traffic import CopyKey
+from impl.policy.own_method import declares
+from impl.policy.policy import Offload, Policy
+from impl.policy.topology import ranks_in_words
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import InUnit
 from impl.unit.placeholder import keeper_of

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from impl.engine.masters import Masters
 from impl.errors import ZeroError
 from impl.plan.local_steps import fragments_of, meets
-from impl.plan.policy import Policy
+from impl.policy.policy import Policy
 from impl.unit.unit import Unit
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from impl.comm.wire import Wire
 from impl.errors import ZeroError
-from impl.plan.policy import LARGEST_SCALE, LossScale, Policy
 from impl.plan.traffic import norm_axes
+from impl.policy.policy import LARGEST_SCALE, LossScale, Policy
 from impl.unit.unit import Unit
 
 LARGEST_POWER: Final = 8  # the largest p of a p-norm: fp32 gradients to this power stay within fp64

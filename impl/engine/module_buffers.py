@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from impl.comm.wire import Wire
 from impl.engine.outside_uses import SavedTensors, memory_of
 from impl.errors import ZeroError
-from impl.plan.topology import ranks_in_words
+from impl.policy.topology import ranks_in_words
 
 _AVERAGED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # The last byte of a rank's message if its buffers do not have the shapes and types that ranks have agreed on.

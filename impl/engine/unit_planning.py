@@ -15,10 +15,10 @@ from torch import nn
 
 from impl.codecs.reference import DTYPES
 from impl.errors import ZeroError
-from impl.plan.policy import Policy
-from impl.plan.shard_layout import PERSISTENT, ROOT, ParameterSpec, UnitGeometry
-from impl.plan.topology import Topology
 from impl.plan.unit_plan import Placed, geometries_of, members_of
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import PERSISTENT, ROOT, ParameterSpec, UnitGeometry
+from impl.policy.topology import Topology
 from impl.unit.flat_buffer import Holder
 
 GroupOf = Callable[[str, nn.Parameter], int]

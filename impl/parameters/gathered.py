@@ -24,8 +24,8 @@ from impl.engine.outside_uses import NOTHING, Packed, SavedTensors, memory_of
 from impl.errors import ZeroError
 from impl.parameters.init import active
 from impl.parameters.presharded import Cut, cut_of
-from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.traffic import Tag
+from impl.policy.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.unit.master_shard import part_of
 from impl.unit.placeholder import keeper_of
 from impl.unit.whole_values import WholeValues

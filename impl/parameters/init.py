@@ -22,7 +22,7 @@ from impl.comm.mesh import AnyMesh, Mesh
 from impl.comm.wire import Wire, wire_of
 from impl.errors import ZeroError
 from impl.parameters.presharded import Cut, cut_of
-from impl.plan.policy import Policy
+from impl.policy.policy import Policy
 
 BlockOf = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[type[nn.Module]], bool]
 

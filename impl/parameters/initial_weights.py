@@ -16,7 +16,7 @@ from torch import Tensor
 from impl.comm.wire import Wire
 from impl.engine import module_buffers
 from impl.errors import ZeroError
-from impl.plan.topology import ranks_in_words
+from impl.policy.topology import ranks_in_words
 from impl.unit.placeholder import Placeholder
 
 

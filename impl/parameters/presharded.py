@@ -21,9 +21,9 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.errors import ZeroError
 from impl.parameters.initial_weights import sums
-from impl.plan.policy import Policy
-from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.traffic import Tag
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.unit.flat_buffer import handles
 from impl.unit.master_shard import shard_of
 from impl.unit.placeholder import Placeholder, keeper_of, release, restore

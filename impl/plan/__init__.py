@@ -1,1 +1,1 @@
-"""Decides, without torch, what a policy sends, holds and computes, and predicts bytes, memory and step time."""
+"""Compiles a policy into hops and schedules, and predicts bytes, memory and step time, without torch."""

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar, get_args
 
 from impl.codecs.codec import Codec
-from impl.plan.policy import Budgeted, Policy, PolicyError
 from impl.plan.prefetch_schedule import kept_units
-from impl.plan.shard_layout import UnitGeometry, chunked
-from impl.plan.topology import Topology
 from impl.plan.traffic import LedgerKey, Link
+from impl.policy.policy import Budgeted, Policy, PolicyError
+from impl.policy.shard_layout import UnitGeometry, chunked
+from impl.policy.topology import Topology
 
 _Name = TypeVar("_Name")
 

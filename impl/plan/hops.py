@@ -34,9 +34,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from impl.codecs.codec import Codec, Raw
-from impl.plan.policy import Policy
-from impl.plan.shard_layout import chunked
-from impl.plan.topology import Axis, Topology
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import chunked
+from impl.policy.topology import Axis, Topology
 
 Kind = Literal["all_gather", "all_to_all", "shift"]
 """How ranks along an axis exchange messages: each sends all others the same message, each sends every other rank a

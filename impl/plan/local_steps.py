@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from impl.plan.policy import Policy, PolicyError
-from impl.plan.shard_layout import UnitGeometry
+from impl.policy.policy import Policy, PolicyError
+from impl.policy.shard_layout import UnitGeometry
 
 
 def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | None]:

@@ -15,11 +15,11 @@ from impl.codecs.codec import BF16, ITEM_BYTES
 from impl.plan.hops import copy_bytes, outer_hops, reduction_hops
 from impl.plan.messages import message_bytes
 from impl.plan.owners import MOMENTUM_BYTES, Owners
-from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import kept_units
-from impl.plan.shard_layout import UnitGeometry
-from impl.plan.topology import Topology
 from impl.plan.traffic import MASTER_BYTES, placements_of
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import UnitGeometry
+from impl.policy.topology import Topology
 
 ADAM_BYTES: Final = 8  # two fp32 moments per element
 STAGED: Final = 2  # most mean gradients that are being copied to the host at once

@@ -26,10 +26,10 @@ from impl.plan.hops import (
     outer_hops,
     reduction_hops,
 )
-from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import kept_units
-from impl.plan.shard_layout import UnitGeometry
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import UnitGeometry
+from impl.policy.topology import Topology
 
 # Number of free buffers of each class that are left unused.  The next message takes the buffer that was used longest
 # ago, and so seldom has to wait until the buffer's last use has ended.

@@ -23,9 +23,9 @@ from typing import Final, NamedTuple
 
 from impl.codecs.codec import Codec
 from impl.errors import ZeroError
-from impl.plan.policy import Policy
-from impl.plan.shard_layout import Slot, UnitGeometry
-from impl.plan.topology import Axis, Topology
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import Slot, UnitGeometry
+from impl.policy.topology import Axis, Topology
 
 MATRICES: Final = 1  # the optimizer group of matrices; all other groups are stepped by AdamW
 MOMENTUM_BYTES: Final = 4  # Muon's state for each element of a matrix: the momentum in fp32

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from impl.plan.policy import MOST_LIVE, Policy
-from impl.plan.shard_layout import UnitGeometry
+from impl.policy.policy import MOST_LIVE, Policy
+from impl.policy.shard_layout import UnitGeometry
 
 MOST_AHEAD: Final = 4  # most units gathered ahead at once; each holds a slot of the shared memory
 
@@ -84,7 +84,7 @@ class Schedule:
     def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
         """Returns the units after ``unit`` in ``order`` that fit into the limits, in order.
 
-        The first of them may be larger than ``prefetch`` (see :class:`~impl.plan.policy.MemoryLimits`).
+        The first of them may be larger than ``prefetch`` (see :class:`~impl.policy.policy.MemoryLimits`).
         """
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []

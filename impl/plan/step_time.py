@@ -26,12 +26,12 @@ from typing import Final, Literal
 from impl.codecs.codec import Codec
 from impl.plan.hops import Hop, gather_hops, in_phase, outer_hops, reduction_hops
 from impl.plan.owners import Owners
-from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
-from impl.plan.shard_layout import UnitGeometry
 from impl.plan.timeline import Collective, Load, Pass, TimedHop, in_chunks, pass_time
-from impl.plan.topology import Topology
 from impl.plan.traffic import Phase, destinations, uneven
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import UnitGeometry
+from impl.policy.topology import Topology
 
 BACKWARD: Final = 2.0  # ratio of a backward pass's operations to those of a forward pass
 FLOPS_PER_TOKEN: Final = 8  # per parameter: forward 2, repeated for activation checkpointing 2, backward 4

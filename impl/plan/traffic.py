@@ -19,12 +19,12 @@ from typing import Final, Literal, NamedTuple
 from impl.codecs.codec import Codec
 from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, in_phase, outer_hops, reduction_hops
 from impl.plan.local_steps import fragments_of, meets
-from impl.plan.own_method import Change, Declared, DeclaredGathers, GatherInfo, MethodMessage, axis_of
 from impl.plan.owners import Owners
-from impl.plan.policy import Budgeted, Offload, Policy
 from impl.plan.prefetch_schedule import kept_units
-from impl.plan.shard_layout import UnitGeometry
-from impl.plan.topology import Axis, Topology
+from impl.policy.own_method import Change, Declared, DeclaredGathers, GatherInfo, MethodMessage, axis_of
+from impl.policy.policy import Budgeted, Offload, Policy
+from impl.policy.shard_layout import UnitGeometry
+from impl.policy.topology import Axis, Topology
 
 Phase = Literal["forward", "backward", "evaluate", "step"]
 Purpose = Literal["weights", "gradients", "persistent", "momentum", "update", "buffers", "control", "state"]

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from impl.plan.local_steps import fragments_of
-from impl.plan.policy import MemoryLimits, Policy
-from impl.plan.shard_layout import FROZEN, PERSISTENT, ROOT, ParameterSpec, UnitGeometry, lay_out
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits, Policy
+from impl.policy.shard_layout import FROZEN, PERSISTENT, ROOT, ParameterSpec, UnitGeometry, lay_out
+from impl.policy.topology import Topology
 
 
 class Placed(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from impl.plan.topology import Axis
+from impl.policy.topology import Axis
 
 
 class MeshError(RuntimeError):

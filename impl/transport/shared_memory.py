@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from impl.cpu import build
-from impl.plan.topology import ranks_in_words
+from impl.policy.topology import ranks_in_words
 from impl.transport.group import Group
 
 SLOTS: Final = 16  # exchanges that may be under way at once in one group

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from impl.plan.topology import ranks_in_words
+from impl.policy.topology import ranks_in_words
 
 _GRACE_SECONDS: Final = 5.0  # how long threads that are to end may take to do so
 _LOOK_SECONDS: Final = 0.5  # between two looks at how long a rank has had its turn

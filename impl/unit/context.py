@@ -21,9 +21,9 @@ from torch import Tensor
 from impl.codecs.rounding_noise import Clock
 from impl.comm.wire import Wire
 from impl.plan.memory import STAGED
-from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
 from impl.plan.traffic import Copied, CopyKey, Direction
+from impl.policy.policy import Policy
 from impl.transport.side_stream import Arrival, SideStream
 
 MEMORY: Final = torch.device("cpu")

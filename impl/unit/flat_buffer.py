@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from impl.codecs.reference import DTYPES
 from impl.errors import ZeroError
-from impl.plan.shard_layout import UnitGeometry
+from impl.policy.shard_layout import UnitGeometry
 from impl.unit.context import UnitContext
 from impl.unit.placeholder import Placeholder, keep, keeper_of, release
 

@@ -41,10 +41,10 @@ from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange
 from impl.comm.reduce_scatter import Reduction, reduction_of
 from impl.errors import ZeroError
-from impl.plan.policy import Feedback, Policy
 from impl.plan.reduction_queue import Progress
-from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Tag
+from impl.policy.policy import Feedback, Policy
+from impl.policy.shard_layout import UnitGeometry
 from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import Member

@@ -31,8 +31,8 @@ from impl import ops
 from impl.codecs.codec import Codec
 from impl.codecs.rounding_noise import Noise
 from impl.errors import ZeroError
-from impl.plan.shard_layout import Slot, UnitGeometry
 from impl.plan.traffic import Placement
+from impl.policy.shard_layout import Slot, UnitGeometry
 from impl.transport.side_stream import Arrival
 from impl.unit.context import MEMORY, UnitContext
 from impl.unit.flat_buffer import handles

@@ -18,10 +18,18 @@ from impl.comm.method_wire import MethodWire
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Wire
 from impl.errors import ZeroError, raised
-from impl.plan.own_method import GatherInfo, MethodError, MethodMessage, MethodUnit, OwnMethod, Role, declared
-from impl.plan.shard_layout import UnitGeometry
-from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
+from impl.policy.own_method import (
+    GatherInfo,
+    MethodError,
+    MethodMessage,
+    MethodUnit,
+    OwnMethod,
+    Role,
+    declared,
+)
+from impl.policy.shard_layout import UnitGeometry
+from impl.policy.topology import Topology
 from impl.transport.shared_memory import SharedMemoryError
 from impl.unit.method_calls import inside
 
@@ -36,7 +44,7 @@ class Method(abc.ABC):
     """
 
     laws: ClassVar[Iterable[str]] = ()
-    """What the class promises (:class:`~impl.plan.own_method.MethodLaw`), in lower case, such as ``["zero"]``."""
+    """What the class promises (:class:`~impl.policy.own_method.MethodLaw`), in lower case, such as ``["zero"]``."""
 
     def __init__(self, unit: MethodUnit, wire: MethodWire, **arguments: Any) -> None:
         self.unit, self.wire = unit, wire

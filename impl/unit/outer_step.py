@@ -20,8 +20,8 @@ from torch import Tensor
 from impl.comm.error_feedback import Errors
 from impl.comm.reduce_scatter import Reduction
 from impl.plan.hops import outer_hops
-from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Tag
+from impl.policy.shard_layout import UnitGeometry
 from impl.unit.context import UnitContext
 from impl.unit.master_shard import MasterShard
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from impl.comm.wire import Wire
-from impl.plan.own_method import Change, GatherInfo, OwnMethod, Role
-from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Phase, Tag
+from impl.policy.own_method import Change, GatherInfo, OwnMethod, Role
+from impl.policy.shard_layout import UnitGeometry
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import FlatBuffer
 from impl.unit.master_shard import MasterShard, Version

@@ -21,9 +21,9 @@ from impl.comm.error_feedback import Errors
 from impl.comm.exchanges import Exchange
 from impl.comm.wire import Wire
 from impl.plan.hops import Hop
-from impl.plan.own_method import OwnMethod, Role
-from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import Tag
+from impl.policy.own_method import OwnMethod, Role
+from impl.policy.shard_layout import UnitGeometry
 from impl.unit.method_driver import Method, MethodDriver
 
 

@@ -28,8 +28,8 @@ from impl import ops
 from impl.codecs.codec import Raw
 from impl.codecs.reference import DTYPES
 from impl.plan.hops import Hop, Sends
-from impl.plan.own_method import Change
-from impl.plan.shard_layout import UnitGeometry
+from impl.policy.own_method import Change
+from impl.policy.shard_layout import UnitGeometry
 from impl.unit.context import UnitContext
 from impl.unit.master_shard import Version
 

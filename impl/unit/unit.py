@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from impl.errors import WrittenError, ZeroError
-from impl.plan.own_method import Change
-from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import MOST_AHEAD
-from impl.plan.shard_layout import UnitGeometry
 from impl.plan.traffic import ON_DEVICE, Phase, Placement
+from impl.policy.own_method import Change
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import UnitGeometry
 from impl.unit.context import MEMORY, UnitContext, recomputing
 from impl.unit.flat_buffer import FlatBuffer, Holder, Member, check_hooks
 from impl.unit.gradient_reduction import GradientReduction

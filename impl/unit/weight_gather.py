@@ -49,8 +49,8 @@ from impl.codecs.codec import Blocked
 from impl.codecs.planes import turn
 from impl.comm.all_gather import FrameGather, forward
 from impl.plan.hops import Hop, Plane, Sends, casts_alone, gather_hops, in_phase
-from impl.plan.shard_layout import Band, UnitGeometry
 from impl.plan.traffic import Phase, Purpose, Tag
+from impl.policy.shard_layout import Band, UnitGeometry
 from impl.transport.side_stream import Arrival
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import FlatBuffer

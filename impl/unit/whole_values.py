@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from impl.comm.all_gather import gather_whole
 from impl.comm.wire import Wire
-from impl.plan.shard_layout import UnitGeometry
-from impl.plan.topology import Axis
 from impl.plan.traffic import Tag
+from impl.policy.shard_layout import UnitGeometry
+from impl.policy.topology import Axis
 from impl.unit.flat_buffer import InUnit
 from impl.unit.placeholder import Placeholder, release
 from impl.unit.unit import Unit

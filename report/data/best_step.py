@@ -16,8 +16,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from impl.plan.prefetch_schedule import Schedule
-from impl.plan.shard_layout import UnitGeometry, chunked
 from impl.plan.timeline import Collective, Load, TimedHop, in_chunks, least_pass_seconds
+from impl.policy.shard_layout import UnitGeometry, chunked
 from report.data.frames import Frames
 
 BITS_PER_MBIT: Final = 1e6

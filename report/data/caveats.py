@@ -9,7 +9,7 @@ import pandas as pd
 
 from harness.records.bench_record import Bench
 from harness.suites import labels
-from impl.plan.shard_layout import MUCH_PADDING
+from impl.policy.shard_layout import MUCH_PADDING
 from report.data.frames import Frames, groups
 from report.data.metrics import OTHERS_WITHIN, Derived
 from report.data.speedups import RATES_AGREE_WITHIN

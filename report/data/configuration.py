@@ -20,8 +20,8 @@ from harness.suites.labels import differing, flatten, in_words
 from harness.suites.peers import BUCKET_MB, DEEPSPEED, family_of
 from harness.suites.trial import RECIPE, Trial
 from impl.deepspeed.config_to_policy import recipe
-from impl.plan.policy import SETTINGS, Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import SETTINGS, Policy
+from impl.policy.topology import Topology
 from report.data.text import plain
 
 BASELINE: Final = "zero3"  # in hops, without quantisation or a copy (hpZ)

@@ -26,7 +26,7 @@ from harness.suites.answering_quantity import ChosenQuantity
 from harness.suites.labels import differing, flatten
 from harness.suites.repeat_order import CONFIGURATION, compared_also, nearest_baselines
 from harness.suites.trial import Trial
-from impl.plan.shard_layout import FROZEN, UnitGeometry
+from impl.policy.shard_layout import FROZEN, UnitGeometry
 from report.data.configuration import NAMES, labels_of, shared_changes
 from report.data.text import OTHERS_WITHIN, plain, with_arguments
 

@@ -7,15 +7,16 @@ from typing import Final
 
 import pandas as pd
 
-from report.data import loss_verdicts, speedups
+from report.data import speedups
 from report.data.configuration import is_baseline
 from report.data.metrics import OF_TRIAL, Derived
-from report.data.net_speed import net_speeds
-from report.data.step_seconds import OWN
 from report.data.text import byte_unit, counted, number, span
 from report.draw.figure import Figure
 from report.draw.marks import Front, Lines, Measure, Rows
 from report.draw.names_of_rows import titles_of
+from report.effects import loss_verdicts
+from report.effects.net_speed import net_speeds
+from report.effects.step_seconds import OWN
 from report.quantities import formula
 
 _ENDS: Final = [*OF_TRIAL, "validation_loss", "validation_step"]

@@ -9,12 +9,13 @@ import pandas as pd
 
 from harness.suites.answering_quantity import LEAST_STEPS
 from impl.codecs.codec import ITEM_BYTES, parse
-from report.data import loss_verdicts, metrics
+from report.data import metrics
 from report.data.frames import groups
-from report.data.loss_verdicts import ENOUGH_POWER
 from report.data.metrics import Derived
 from report.data.text import NOTHING, listed, number, with_interval
 from report.draw.names_of_rows import by_setting_and_configuration
+from report.effects import loss_verdicts
+from report.effects.loss_verdicts import ENOUGH_POWER
 from report.quantities import formula
 from report.tables.table import CONFIGURATION, TRIALS, Column, Table, table_of, trial_count
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from report.data import net_speed
 from report.data.metrics import Derived
-from report.data.net_speed import NetSpeed
-from report.data.step_seconds import unmatched
 from report.data.text import listed, number, with_interval
+from report.effects import net_speed
+from report.effects.net_speed import NetSpeed
+from report.effects.step_seconds import unmatched
 from report.quantities import formula
 from report.tables.table import CONFIGURATION, RATIO, Column, Table, table_of
 

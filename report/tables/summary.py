@@ -10,10 +10,11 @@ import pandas as pd
 
 from harness.records.confidence_intervals import Interval
 from harness.suites import labels
-from report.data import caveats, loss_verdicts, metrics, speedups
+from report.data import caveats, metrics, speedups
 from report.data.configuration import BASELINE, FLAT_FACTOR, NAMES, short_names_in_words
 from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, number, span
+from report.effects import loss_verdicts
 from report.quantities import formula
 from report.tables.table import CONFIGURATION, RATIO, STEP, TRIALS, Column, Table, rows_of, table_of
 

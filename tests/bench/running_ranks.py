@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from impl.comm.mesh import Mesh
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 
 Prepare = Callable[..., Callable[[], object]]
 """Called as ``prepare(mesh, *case)`` on each rank; returns what a round calls."""

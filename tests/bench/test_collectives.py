@@ -17,7 +17,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from impl.quantized_collectives import quantized_all_gather, quantized_reduce_scatter
 from tests.bench.running_ranks import Ranks, running
 

@@ -16,8 +16,8 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 from impl.comm.mesh import Mesh
-from impl.plan.policy import preset
-from impl.plan.topology import Topology
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.bench.running_ranks import Ranks, running
 from tests.impl.engine.test_costs import BLOCK, blocks

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from harness.suites.model_sizes import GPTShape
 from harness.workloads.models import GPT
 from impl.comm.mesh import Mesh
-from impl.plan.policy import MemoryLimits, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.simulate import simulate
 from impl.zero import shard
 

@@ -14,7 +14,7 @@ from harness.laws.gather_laws import GatherDuty
 from harness.laws.method_laws import MethodDuty
 from harness.suites.suite_file import load
 from harness.suites.trial import Trial
-from impl.plan.own_method import LAWS
+from impl.policy.own_method import LAWS
 
 PAGE = (DOCS / "guide" / "own_method.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(python|toml)\n(.*?)```", PAGE, re.DOTALL)

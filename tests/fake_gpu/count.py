@@ -44,8 +44,8 @@ def count(engine: str, nodes: int, per_node: int, model_name: str, tokens: int) 
     from impl import ops, zero
     from impl.adapters.inside_fsdp2 import fsdp2
     from impl.comm.mesh import Mesh
-    from impl.plan.policy import preset
-    from impl.plan.topology import Topology
+    from impl.policy.presets import preset
+    from impl.policy.topology import Topology
     from tests.fake_gpu import engine_runs, moved, trace
 
     engine_runs.join_alone(nodes * per_node, peers=2)

@@ -27,8 +27,9 @@ from impl.adapters.inside_fsdp2 import fsdp2
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import Watchdog
 from impl.cuda.kernels import Kernels
-from impl.plan.policy import MemoryLimits, Offload, Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits, Offload, Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from tests.fake_gpu import emulate, trace
 
 TOPOLOGY: Final = Topology(2, 2)

@@ -25,8 +25,9 @@ from harness.suites.trial import Cluster, Trial
 from impl.codecs.codec import Dtype
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.policy import PRESETS, MemoryLimits, Policy, parse_feedback, parse_loss_scale, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits, Policy, parse_feedback, parse_loss_scale
+from impl.policy.presets import PRESETS, preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 
 FILE: Final = Path(__file__).with_name("golden.json.gz")

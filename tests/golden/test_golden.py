@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from tests.golden import record
 from tests.support.params import long
 from tests.support.ranks import on_processes, on_threads

@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from impl.checkpoint.save_load import save
 from impl.comm.mesh import Mesh
-from impl.plan.policy import parse_loss_scale, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import parse_loss_scale
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.harness.conftest import Zeropp
 from tests.support.models import Odd

@@ -43,8 +43,8 @@ from impl.comm.watchdog import Watchdog
 from impl.engine import muon
 from impl.engine.masters import Stepped
 from impl.engine.muon import Muon
-from impl.plan.policy import Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.topology import Topology
 from impl.unit.outer_step import OuterStep
 from impl.unit.unit import Unit
 from impl.zero import Zero

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from impl.comm.mesh import Mesh
 from impl.engine.outside_uses import memory_of
-from impl.plan.policy import preset
+from impl.policy.presets import preset
 from impl.pytree import cast_tensors, tensors_in
 from impl.zero import shard
 from tests.support.ranks import each_rank

@@ -18,9 +18,9 @@ from impl.comm import reduce_scatter
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import reduction_of
 from impl.comm.wire import Wire
-from impl.plan.policy import Policy, PolicyError
-from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
+from impl.policy.policy import Policy, PolicyError
+from impl.policy.topology import Topology
 from impl.quantized_collectives import quantized_all_gather, quantized_reduce_scatter
 from tests.impl.codecs.test_reference import through
 from tests.impl.comm.test_reduce_scatter import reduced

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from impl.comm.mesh import Mesh, MeshError
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Wire
-from impl.plan.policy import preset
-from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.simulate import simulate
 from impl.transport.threads import ThreadRankError, current
 from impl.zero import shard

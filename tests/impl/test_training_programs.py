@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from impl.errors import ZeroError
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from tests.support.programs import POLICIES, OneProcess, Program, Step, on_rank, programs, run
 from tests.support.ranks import on_threads
 

@@ -17,8 +17,9 @@ from impl.comm.mesh import Mesh, MeshError
 from impl.comm.wire import Transport, Wire
 from impl.parameters import access
 from impl.plan.memory import memory
-from impl.plan.policy import Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import ZeroError, plan_units, shard
 from tests.impl.test_zero_models import Stack, data
 from tests.support.history import gathered, history_of

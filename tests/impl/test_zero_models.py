@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.policy import MemoryLimits, Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits, Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.support.ranks import each_rank, on_processes, on_threads
 from tests.support.strategies import EXACT, ROOMY

@@ -39,10 +39,10 @@ from harness.records.trial_record import (
 )
 from harness.suites.trial import Cluster, Model, Trial
 from impl.plan.memory import memory
-from impl.plan.policy import Policy
-from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
-from impl.plan.topology import Topology
 from impl.plan.traffic import passes, predict
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import ParameterSpec, UnitGeometry, lay_out
+from impl.policy.topology import Topology
 
 POOL: Final = "0123456789ab"
 _CORES: Final = 2

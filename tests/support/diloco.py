@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from impl.plan.local_steps import fragments_of, meets
-from impl.plan.policy import Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.topology import Topology
 from impl.zero import plan_units
 from tests.support.training import Optimize, adamw, batch
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from impl.comm.mesh import Mesh
-from impl.plan.policy import Policy
 from impl.plan.traffic import Book, Event, predict
+from impl.policy.policy import Policy
 from impl.zero import Zero
 from tests.support.training import Training, batch
 

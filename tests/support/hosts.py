@@ -19,7 +19,7 @@ from harness.suites.trial import Cluster
 ROOT = Path(__file__).parents[2]
 _ENTER = """
 import os, sys
-from harness.cluster import netns_shaper
+from harness.shaping import netns_shaper
 netns_shaper.enter(int(sys.argv[1]))
 os.chdir(sys.argv[2])
 os.execvp(sys.argv[3], sys.argv[3:])

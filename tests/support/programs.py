@@ -26,8 +26,9 @@ from impl.checkpoint.save_load import load, save
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
 from impl.parameters.gathered import GatheredParameters
-from impl.plan.policy import MemoryLimits, Offload, Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits, Offload, Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import Zero, shard
 from tests.support.optimizers import HalvesGradients, Lamb
 from tests.support.training import model

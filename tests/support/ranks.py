@@ -27,7 +27,7 @@ from harness.cluster.port import Port
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from impl.comm.mesh import Mesh
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from impl.simulate import simulate
 from tests.support import nccl_rules
 

@@ -25,8 +25,9 @@ from impl.codecs.codec import (
     parse,
 )
 from impl.codecs.rounding_noise import Key
-from impl.plan.policy import Feedback, MemoryLimits, Offload, Policy, PolicyError, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import Feedback, MemoryLimits, Offload, Policy, PolicyError
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 
 ROOMY = MemoryLimits(max_padding=1e9)  # tiny test models are mostly padding
 EXACT = preset("exact", memory=ROOMY)

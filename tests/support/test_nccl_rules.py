@@ -13,7 +13,7 @@ from harness.cluster.link import exchange
 from harness.cluster.port import Port
 from harness.cluster.rank import Rank
 from impl.comm.mesh import Mesh
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from tests.support.nccl_rules import RULES, NcclRuleError
 from tests.support.ranks import on_threads
 

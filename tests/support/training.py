@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from impl.comm.mesh import Mesh
-from impl.plan.policy import Policy
+from impl.policy.policy import Policy
 from impl.zero import Zero, shard
 from tests.support.models import Net
 

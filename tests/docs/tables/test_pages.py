@@ -15,7 +15,8 @@ from docs.tables.scale import PLOTS, draw, forecast_table, needed_gbps, page
 from harness.suites.expand_suite import field_paths
 from harness.suites.trial import Cluster, Trial
 from impl.codecs.codec import parse
-from impl.plan.policy import PRESETS, MemoryLimits, preset
+from impl.policy.policy import MemoryLimits
+from impl.policy.presets import PRESETS, preset
 
 SUITES = (DOCS / "guide" / "suites.md").read_text(encoding="utf-8")
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from docs.tables import support
 from impl.codecs.codec import IntCodec
-from impl.plan.policy import Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.topology import Topology
 from tests.support.diloco import diloco
 from tests.support.models import Net
 from tests.support.ranks import on_threads

@@ -16,8 +16,8 @@ from harness.audit.inside import Found, audit
 from harness.audit.schemes import NONE
 from harness.audit.witness import Witness
 from impl.comm.mesh import Mesh
-from impl.plan.topology import Topology
 from impl.plan.traffic import passes, predict
+from impl.policy.topology import Topology
 from tests.support.ranks import on_processes
 
 STEPS: Final = 4

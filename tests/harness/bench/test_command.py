@@ -22,7 +22,7 @@ from harness.records.bench_record import Sample, merge_ranks
 from harness.records.trial_record import RecordError
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from tests.harness.test_cli import folder, refused
 from tests.report.bench.bench_records import OPERATIONS, codecs, collectives
 from tests.support.ranks import on_threads

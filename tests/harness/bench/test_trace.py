@@ -22,7 +22,7 @@ from harness.whatif import kineto
 from impl.comm.ledger import ACROSS, BETWEEN, INSIDE, WAITING, WITHIN, Span, Timeline
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from tests.golden import record
 from tests.support.ranks import on_threads
 

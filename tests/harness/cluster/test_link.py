@@ -15,19 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.cluster import keeper, netns_shaper
 from harness.cluster.link import OPENING, Link, message_bytes, open_link, slowest_rates
 from harness.cluster.nccl_environment import choose_hcas, flight_recorder, nccl_in_words, nccl_variables
-from harness.cluster.netns_shaper import shape
-from harness.cluster.pacer import Pacer
 from harness.cluster.port import Port
 from harness.cluster.rank import lift_rate
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
 from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES
+from harness.shaping import keeper, netns_shaper
+from harness.shaping.netns_shaper import shape
+from harness.shaping.pacer import Pacer
 from harness.suites.parse_quantity import CANONICAL
 from harness.suites.trial import Cluster
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from tests.harness.cluster import targets
 from tests.harness.cluster.test_rank_processes import until
 from tests.support.params import long
@@ -217,7 +217,7 @@ def test_adapters_are_those_that_a_node_has(present: list[str], data: st.DataObj
 
 ROUND_TRIP = """
 import socket, sys, time
-from harness.cluster import netns_shaper
+from harness.shaping import netns_shaper
 netns_shaper.enter(int(sys.argv[1]))
 begun = time.monotonic()
 assert socket.socket().connect_ex((sys.argv[2], 9))  # nobody listens, and the other side refuses

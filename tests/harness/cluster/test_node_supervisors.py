@@ -13,7 +13,7 @@ from harness.cluster.node_supervisors import Node, Nodes
 from harness.cluster.port import Port
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import Launch, LaunchError
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 
 PORTS = (Port("eth0", "10.0.0.0"), Port("eth0", "10.0.0.1"))
 

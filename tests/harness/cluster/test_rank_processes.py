@@ -13,7 +13,7 @@ from harness.cluster import link
 from harness.cluster.port import Port
 from harness.cluster.rank import Progress, Rank
 from harness.cluster.rank_processes import Launch, LaunchError, run_ranks
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from tests.harness.cluster import targets
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,7 +11,7 @@ from harness import cli
 from harness.laws import command, method_cases
 from harness.laws.gather_laws import GatherDuty, GatherLaw
 from harness.laws.method_laws import claims_of, falsify
-from impl.plan.own_method import LAWS, OwnMethod, method
+from impl.policy.own_method import LAWS, OwnMethod, method
 from tests.support.gathers import WRONG, Dither, Hops, Kept, Whole
 
 CLAIMS = {claim.name.lower(): claim for claim in (*GatherDuty, *GatherLaw)}

@@ -14,7 +14,7 @@ from examples.top_k import TopK
 from harness import cli
 from harness.laws import command, method_cases
 from harness.laws.method_laws import MethodDuty, claims_of, falsify
-from impl.plan.own_method import LAWS, OwnMethod, method
+from impl.policy.own_method import LAWS, OwnMethod, method
 from tests.support.methods import WRONG, Dither, Hops, Mean, Scaled
 
 OF_GATHERS = {"settles"}  # tried in test_gather_laws.py

@@ -22,8 +22,9 @@ from harness.runs.rank_trial import Assignment, Outcome, run
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Model, Trial
 from impl.comm.mesh import Mesh
-from impl.plan.policy import Offload, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import Offload
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.harness.cluster.test_rank_processes import local
 from tests.harness.runs.test_rank_trial import assembled, result, text, trial

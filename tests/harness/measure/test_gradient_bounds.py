@@ -11,9 +11,9 @@ from harness.measure.gradient_bounds import SAMPLED, FirstGradient, composed, la
 from impl.codecs import reference
 from impl.codecs.codec import Codec, parse
 from impl.codecs.rounding_noise import Clock
-from impl.plan.policy import preset
-from impl.plan.shard_layout import ParameterSpec, lay_out
-from impl.plan.topology import Topology
+from impl.policy.presets import preset
+from impl.policy.shard_layout import ParameterSpec, lay_out
+from impl.policy.topology import Topology
 
 CODECS = (
     "fp32", "bf16", "fp16", "int8:64", "int4:64", "int2:64", "int4:64:asym", "fp8e4m3:64", "fp8e5m2:64",

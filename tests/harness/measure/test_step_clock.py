@@ -12,7 +12,7 @@ import torch
 
 from harness.measure.step_clock import StepClock
 from impl.comm.watchdog import Watchdog
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from tests.support.simulated_stream import Stream
 
 

@@ -13,7 +13,7 @@ from harness.runs.rank_trial import Assignment, admit_of
 from harness.suites import folder
 from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Model, Trial
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 
 OWN = Trial(strategy="qwz", cluster=Cluster(nodes=2, launcher="torchrun", transport="gloo"))
 SUITE = Suite(name="q", question="?", combinations=(OWN,))

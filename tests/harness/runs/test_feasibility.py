@@ -21,9 +21,10 @@ from harness.suites.trial import Cluster, Generate, Model, Optimizer, PolicyChan
 from harness.workloads.preset_parameters import parameters_of_trial
 from impl.plan import traffic, unit_plan
 from impl.plan.owners import owners_of
-from impl.plan.policy import PRESETS, PolicyError, preset
-from impl.plan.shard_layout import ParameterSpec, lay_out
-from impl.plan.topology import Topology
+from impl.policy.policy import PolicyError
+from impl.policy.presets import PRESETS, preset
+from impl.policy.shard_layout import ParameterSpec, lay_out
+from impl.policy.topology import Topology
 
 GIB = 2**30
 FOLDER = Path(__file__).resolve().parents[3] / "suites"

@@ -30,8 +30,8 @@ from harness.runs.reference_checks import TrialError
 from harness.suites.trial import Trial
 from harness.workloads.models import GPT, GPTShape
 from impl.codecs.codec import parse
-from impl.plan.policy import PRESETS
-from impl.plan.topology import Topology
+from impl.policy.presets import PRESETS
+from impl.policy.topology import Topology
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables.errors import chosen_codecs

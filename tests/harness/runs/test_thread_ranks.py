@@ -15,7 +15,7 @@ from harness.records.trial_record import read_all, slowest_seconds
 from harness.runs.sweep import SweepOutcome
 from harness.suites.trial import Trial
 from harness.workloads.models import GPT, GPTShape
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from report.build import build
 from report.data.frames import load
 from report.data.metrics import derive

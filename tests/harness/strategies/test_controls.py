@@ -10,9 +10,9 @@ import torch
 from harness.strategies.controls import spoil
 from harness.workloads.rank_batches import RankBatches
 from impl.comm.mesh import Mesh
-from impl.plan.policy import preset
-from impl.plan.topology import Topology
 from impl.plan.traffic import LedgerKey, Sent
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.harness.runs.test_rank_trial import text, trial
 from tests.support.ranks import on_threads

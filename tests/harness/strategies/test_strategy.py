@@ -12,7 +12,7 @@ import torch
 
 from harness.cluster.rank_processes import ALLOCATOR, run_ranks
 from harness.records.trial_record import Record
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from tests.harness.cluster import targets
 from tests.harness.cluster.test_rank_processes import local
 from tests.harness.runs.test_rank_trial import INSTALLED, result, text, trial

@@ -13,7 +13,7 @@ from harness.suites.suite import SuiteError
 from harness.suites.suite_file import load
 from harness.suites.trial import Trial
 from impl.codecs.codec import parse
-from impl.plan.policy import preset
+from impl.policy.presets import preset
 from report.data.configuration import label_of
 
 SUITES = Path(__file__).parents[3] / "suites"

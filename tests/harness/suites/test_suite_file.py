@@ -21,7 +21,7 @@ from harness.suites.suite import FailureResponse, Suite, SuiteError
 from harness.suites.suite_file import load
 from harness.suites.trial import RECIPE, STRATEGIES, Trial
 from impl.codecs.codec import parse
-from impl.plan.policy import PRESETS
+from impl.policy.presets import PRESETS
 
 HEAD = 'name = "q"\nquestion = "?"\n'
 SUITES = Path(__file__).parents[3] / "suites"

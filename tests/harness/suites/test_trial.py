@@ -23,7 +23,8 @@ from harness.suites.trial import (
     _key,
 )
 from impl.codecs.codec import Raw
-from impl.plan.policy import PRESETS, MemoryLimits, Offload, Policy, PolicyError
+from impl.policy.policy import MemoryLimits, Offload, Policy, PolicyError
+from impl.policy.presets import PRESETS
 
 integers = r"int[2-8]:([1-9][0-9]{0,2}|[1-3][0-9]{3}|shard)(:asym)?"
 codecs = st.sampled_from(["fp32", "bf16", "fp16"]) | st.from_regex(integers, fullmatch=True)

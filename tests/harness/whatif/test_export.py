@@ -18,9 +18,9 @@ from harness.whatif import export, joint, kineto
 from harness.whatif.joint import Traced
 from harness.whatif.policies import REWRITES, Target, of_our_engine, rewritten
 from harness.whatif.predict import CLOSE, Prediction, check_replay, predict
-from impl.plan.policy import PRESETS
 from impl.plan.step_time import CodecCost, Machine
-from impl.plan.topology import Topology
+from impl.policy.presets import PRESETS
+from impl.policy.topology import Topology
 from tests.harness.whatif.test_joint import joined
 from tests.harness.whatif.test_predict import _hybrid
 from tests.harness.whatif.written import RATE, REAL, Writer, ddp, fsdp, on_gpu

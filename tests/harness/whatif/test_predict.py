@@ -17,12 +17,12 @@ from harness.whatif import joint, kineto
 from harness.whatif.joint import Traced
 from harness.whatif.policies import Target, units_of
 from harness.whatif.predict import VALIDATED, _crossing, about, check_replay, predict
-from impl.plan.policy import PRESETS
-from impl.plan.shard_layout import UnitGeometry
 from impl.plan.step_time import CodecCost, Machine
-from impl.plan.topology import Topology
 from impl.plan.traffic import passes
 from impl.plan.traffic import predict as traffic
+from impl.policy.presets import PRESETS
+from impl.policy.shard_layout import UnitGeometry
+from impl.policy.topology import Topology
 from tests.harness.whatif.test_joint import joined
 from tests.harness.whatif.written import (
     FORWARD,

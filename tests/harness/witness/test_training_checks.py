@@ -36,8 +36,8 @@ from impl.comm import exchanges
 from impl.comm.watchdog import Watchdog
 from impl.engine.engine import Zero
 from impl.engine.masters import Stepped
-from impl.plan.policy import Feedback, Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import Feedback, Policy
+from impl.policy.topology import Topology
 from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.secondary_shard import SecondaryShard
 from tests.harness.cluster.test_rank_processes import local

@@ -14,8 +14,8 @@ from harness.workloads.models import build, unfilled
 from harness.workloads.preset_parameters import parameters_of
 from impl.engine.unit_planning import plan_units
 from impl.plan import memory, unit_plan
-from impl.plan.policy import preset
-from impl.plan.topology import Topology
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 
 SEQUENCES = {"gpt": 48, "bert": 48, "vit": 64}
 CHANGED = [

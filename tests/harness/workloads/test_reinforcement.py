@@ -28,8 +28,8 @@ from harness.workloads.reinforcement import (
     sampler,
     targets_of,
 )
-from impl.plan.shard_layout import FROZEN, UnitGeometry
 from impl.plan.traffic import Event, passes, predict
+from impl.policy.shard_layout import FROZEN, UnitGeometry
 from tests.harness.runs.test_rank_trial import result
 from tests.harness.workloads import test_generation
 

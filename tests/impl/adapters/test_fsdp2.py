@@ -19,9 +19,10 @@ from impl.adapters.traffic import HostError
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.policy import BitBudget, Offload, Policy, PolicyError, preset
-from impl.plan.topology import Topology
 from impl.plan.traffic import Event, Sent
+from impl.policy.policy import BitBudget, Offload, Policy, PolicyError
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.transport.group import MeshError
 from impl.transport.side_stream import Arrival
 from impl.zero import shard

@@ -25,10 +25,11 @@ from impl.codecs.codec import Codec, parse
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Transport, Wire
 from impl.engine.unit_planning import find_blocks
-from impl.plan.policy import MemoryLimits, Policy, PolicyError, preset
-from impl.plan.shard_layout import ParameterSpec
-from impl.plan.topology import Topology
 from impl.plan.traffic import Event, LedgerKey, Sent
+from impl.policy.policy import MemoryLimits, Policy, PolicyError
+from impl.policy.presets import preset
+from impl.policy.shard_layout import ParameterSpec
+from impl.policy.topology import Topology
 from tests.support.models import Net
 from tests.support.ranks import each_rank, on_processes
 from tests.support.strategies import engine_codecs, raw_codecs, topologies

@@ -17,7 +17,8 @@ from impl.checkpoint.resharding import Parts
 from impl.checkpoint.save_load import Loaded, load, save
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
-from impl.plan.policy import PRESETS, Feedback, LossScale, Offload, Policy, parse_budget
+from impl.policy.policy import Feedback, LossScale, Offload, Policy, parse_budget
+from impl.policy.presets import PRESETS
 from tests.support.models import Odd
 from tests.support.strategies import ROOMY
 from tests.support.training import Training, model

@@ -14,7 +14,7 @@ import torch
 from impl.checkpoint.commit import CheckpointError, begin, checkpoints, commit, latest, thin
 from impl.checkpoint.save_load import load, save
 from impl.comm.mesh import Mesh
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.impl.checkpoint.checkpointed import EMPTY
 from tests.support.ranks import on_threads

@@ -14,8 +14,9 @@ from impl.checkpoint.full_state import consolidated, export
 from impl.checkpoint.save_load import CheckpointError, save
 from impl.comm.mesh import Mesh
 from impl.engine.narrowing import dtype_of
-from impl.plan.policy import Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.impl.checkpoint.checkpointed import ODD, same
 from tests.support.ranks import on_threads

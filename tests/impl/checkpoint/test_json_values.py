@@ -23,7 +23,7 @@ from impl.checkpoint.commit import CheckpointError
 from impl.checkpoint.json_values import from_json, to_json
 from impl.checkpoint.save_load import load, save
 from impl.comm.mesh import Mesh
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.support.ranks import on_threads
 from tests.support.strategies import EXACT

@@ -11,7 +11,7 @@ import torch
 from impl.checkpoint.commit import checkpoints
 from impl.checkpoint.save_load import CheckpointError, save
 from impl.comm.mesh import Mesh
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from impl.zero import Zero
 from tests.impl.checkpoint.checkpointed import NET, Run, contents, same
 from tests.support.ranks import each_rank, on_threads

@@ -13,8 +13,8 @@ from torch import nn
 
 from impl.checkpoint.commit import checkpoints
 from impl.comm.mesh import Mesh
-from impl.plan.policy import LossScale, Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import LossScale, Policy
+from impl.policy.topology import Topology
 from tests.impl.checkpoint.checkpointed import NET, ODD, POLICIES, Run, contents, same, written
 from tests.support.ranks import on_threads
 from tests.support.strategies import policies, topologies

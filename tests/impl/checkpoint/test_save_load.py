@@ -15,8 +15,8 @@ from impl.checkpoint import resharding
 from impl.checkpoint.save_load import CheckpointError, Loaded
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
-from impl.plan.policy import Offload, Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import Offload, Policy
+from impl.policy.topology import Topology
 from tests.impl.checkpoint.checkpointed import NET, ODD, POLICIES, Dropping, Run, same
 from tests.support.params import nightly
 from tests.support.ranks import each_rank, on_processes

@@ -18,7 +18,7 @@ from impl.checkpoint.save_load import MESSAGE_BYTES, CheckpointError, latest, lo
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.errors import ZeroError
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from tests.impl.checkpoint.checkpointed import NET, Run, same, written
 from tests.support.models import Net
 from tests.support.ranks import each_rank, on_threads

@@ -14,8 +14,9 @@ from impl.codecs.codec import CodecError, parse, user_codec
 from impl.codecs.reference import DTYPES, REFERENCE, Carried
 from impl.comm.mesh import Mesh
 from impl.ops import operations_of
-from impl.plan.policy import LossScale, MemoryLimits, PolicyError, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import LossScale, MemoryLimits, PolicyError
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.support.ranks import each_rank, on_threads
 from tests.support.training import model, train

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.codecs.planes import turn
-from impl.plan.shard_layout import ParameterSpec, lay_out
+from impl.policy.shard_layout import ParameterSpec, lay_out
 
 SHAPES = st.lists(
     st.one_of(

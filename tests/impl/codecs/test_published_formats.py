@@ -14,8 +14,8 @@ from harness.laws.subject import subject_of
 from impl import ops
 from impl.codecs.codec import FORMATS, parse
 from impl.codecs.published_formats import _float_table, _Microscaled
-from impl.plan.policy import preset
-from impl.plan.topology import Topology
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from tests.impl.codecs.test_reference import through
 from tests.support.ranks import on_threads
 from tests.support.strategies import ROOMY, blocks_of_values

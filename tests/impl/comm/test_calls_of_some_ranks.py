@@ -24,8 +24,8 @@ from impl.engine.engine import Zero
 from impl.errors import ZeroError
 from impl.parameters.gathered import GatheredParameters
 from impl.parameters.init import Init
-from impl.plan.policy import preset
-from impl.plan.topology import Topology
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.quantized_collectives import quantized_all_gather, quantized_reduce_scatter
 from impl.zero import shard
 from tests.support.strategies import ROOMY

@@ -19,8 +19,8 @@ from impl.comm import watchdog
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import Watchdog, WireError
 from impl.comm.wire import Wire
-from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
+from impl.policy.topology import Topology
 from tests.impl.comm.test_wire import arrive
 from tests.support.params import nightly
 

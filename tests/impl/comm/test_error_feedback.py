@@ -17,8 +17,9 @@ from impl.codecs.reference import Carried
 from impl.comm.error_feedback import Errors
 from impl.comm.mesh import Mesh
 from impl.plan.hops import reduction_hops
-from impl.plan.policy import Feedback, MemoryLimits, Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import Feedback, MemoryLimits, Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import Zero, ZeroError, shard
 from tests.impl.comm.test_reduce_scatter import hop_error, reduced
 from tests.support.ranks import each_rank, on_threads

@@ -10,8 +10,8 @@ from impl.comm.fingerprint import CollectiveLog, Fields, describe, parting
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Wire
-from impl.plan.topology import Topology, ranks_in_words
 from impl.plan.traffic import Tag
+from impl.policy.topology import Topology, ranks_in_words
 from tests.impl.comm.test_wire import arrive
 from tests.support.ranks import each_rank, on_processes
 

@@ -17,8 +17,8 @@ from impl.comm.hang_monitor import HangMonitor
 from impl.comm.mesh import Mesh, limit_nccl
 from impl.comm.watchdog import WireError
 from impl.comm.wire import NCCL_TIMES, Wire
-from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
+from impl.policy.topology import Topology
 from impl.transport.side_stream import Arrival
 from tests.support.never import Never
 from tests.support.ranks import on_threads

@@ -22,9 +22,10 @@ from impl.comm.wire import Wire
 from impl.errors import ZeroError
 from impl.parameters.gathered import GatheredParameters
 from impl.parameters.init import Init
-from impl.plan.policy import MemoryLimits, preset
-from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
+from impl.policy.policy import MemoryLimits
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.quantized_collectives import quantized_all_gather, quantized_reduce_scatter
 from impl.zero import shard
 from tests.golden import record
@@ -48,8 +49,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from impl.comm.mesh import Mesh
-from impl.plan.policy import MemoryLimits, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 
 def gloo():

@@ -17,9 +17,9 @@ from impl.comm.error_feedback import Errors
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import reduction_of
 from impl.comm.wire import Wire
-from impl.plan.policy import Policy
-from impl.plan.topology import Axis, Topology
 from impl.plan.traffic import Tag
+from impl.policy.policy import Policy
+from impl.policy.topology import Axis, Topology
 from tests.support.params import nightly
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import as_published, policies, topologies

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Observer, Wire
-from impl.plan.policy import Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.support.ranks import on_threads
 from tests.support.strategies import policies, topologies

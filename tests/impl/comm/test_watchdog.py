@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from impl.comm.watchdog import Watchdog, WireError
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from impl.transport.side_stream import Arrival
 from tests.support.simulated_stream import Stream
 

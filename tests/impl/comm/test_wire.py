@@ -12,8 +12,8 @@ from impl.comm.exchanges import Exchange
 from impl.comm.mesh import Mesh
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Transport, Wire
-from impl.plan.topology import Topology
 from impl.plan.traffic import Tag
+from impl.policy.topology import Topology
 from impl.transport.shared_memory import SLOTS
 from tests.support.ranks import each_rank
 

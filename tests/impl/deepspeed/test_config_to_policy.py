@@ -20,8 +20,8 @@ from impl.codecs.codec import BF16, FP16, FP32, IntCodec
 from impl.deepspeed.config_to_policy import QGZ, QWZ, AdamOptions, Finding, Recipe, laid_out, recipe
 from impl.deepspeed.keys import KEYS, SECTIONS, ZERO, DeepSpeedError, load
 from impl.engine.unit_planning import find_blocks, plan_units
-from impl.plan.policy import Feedback, LossScale, MemoryLimits, Offload, Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import Feedback, LossScale, MemoryLimits, Offload, Policy
+from impl.policy.topology import Topology
 from impl.zero import ZeroError
 from tests.support.history import history_of
 from tests.support.ranks import on_threads

@@ -17,9 +17,10 @@ from impl.comm.mesh import Mesh
 from impl.engine.masters import Stepped
 from impl.plan.bit_budget import shares_of
 from impl.plan.memory import memory
-from impl.plan.policy import Feedback, LossScale, Policy, PolicyError, parse_budget, preset
-from impl.plan.topology import Topology
 from impl.plan.traffic import Decision
+from impl.policy.policy import Feedback, LossScale, Policy, PolicyError, parse_budget
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import Zero, ZeroError, shard
 from tests.support.history import History, gathered, history_of
 from tests.support.ranks import each_rank, on_threads

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import impl
 from impl.comm.mesh import Mesh
-from impl.plan.policy import MemoryLimits, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.support.ranks import each_rank, on_processes
 from tests.support.strategies import ROOMY

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from impl.comm.mesh import Mesh
 from impl.engine.elementwise_probe import ELEMENTWISE, elementwise, why_not
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.support import optimizers as own
 from tests.support.ranks import each_rank, on_threads

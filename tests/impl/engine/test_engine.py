@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from impl.comm.mesh import Mesh
 from impl.engine.engine import find
 from impl.parameters.gathered import GatheredParameters
-from impl.plan.policy import Stage
-from impl.plan.topology import Topology
+from impl.policy.policy import Stage
+from impl.policy.topology import Topology
 from impl.zero import Zero, ZeroError, shard
 from tests.impl.checkpoint.checkpointed import Dropping
 from tests.impl.test_zero_models import WIDTH, Stack, data

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from impl.comm.exchanges import InMemory
 from impl.comm.mesh import Mesh
 from impl.parameters.gathered import GatheredParameters
-from impl.plan.policy import Stage
-from impl.plan.topology import Topology
+from impl.policy.policy import Stage
+from impl.policy.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.impl.test_zero_models import WIDTH, Stack, data
 from tests.impl.unit.test_flat_buffer import interrupted

@@ -14,10 +14,10 @@ from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.parameters.gathered import GatheredParameters
 from impl.plan.memory import memory
-from impl.plan.own_method import method
-from impl.plan.policy import Feedback, Policy
-from impl.plan.topology import Topology
 from impl.plan.traffic import Event, passes, predict
+from impl.policy.own_method import method
+from impl.policy.policy import Feedback, Policy
+from impl.policy.topology import Topology
 from impl.unit.outer_step import OuterStep
 from impl.zero import ZeroError
 from tests.support.diloco import diloco

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from impl.comm.mesh import Mesh
 from impl.engine.module_buffers import difference
-from impl.plan.policy import Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.support.ranks import each_rank, on_processes, on_threads
 from tests.support.strategies import EXACT

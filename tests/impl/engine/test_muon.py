@@ -20,9 +20,10 @@ from impl.engine.muon import Muon, hidden_matrices
 from impl.errors import ZeroError
 from impl.parameters.access import OptimizerState
 from impl.plan.memory import memory, with_muon
-from impl.plan.policy import LossScale, Offload, Policy, preset
-from impl.plan.topology import Topology
 from impl.plan.traffic import passes, predict
+from impl.policy.policy import LossScale, Offload, Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.support.diloco import diloco
 from tests.support.models import Net

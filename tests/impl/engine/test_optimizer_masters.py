@@ -15,8 +15,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from impl.codecs.codec import IntCodec
 from impl.comm.mesh import Mesh
-from impl.plan.policy import PRESETS, LossScale, Offload, Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import LossScale, Offload, Policy
+from impl.policy.presets import PRESETS, preset
+from impl.policy.topology import Topology
 from impl.zero import Zero, ZeroError, shard
 from tests.impl.test_zero_models import Stack, data
 from tests.support.ranks import each_rank, on_threads

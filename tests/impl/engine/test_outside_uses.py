@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from impl.comm.mesh import Mesh
 from impl.parameters.access import Gradient
-from impl.plan.policy import Offload, Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import Offload, Policy
+from impl.policy.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.impl.test_zero_models import WIDTH, Layer, Stack, data, of_data
 from tests.support.ranks import each_rank, on_threads

@@ -15,8 +15,9 @@ from impl.codecs.codec import parse
 from impl.codecs.reference import DTYPES
 from impl.comm.mesh import Mesh
 from impl.engine.masters import LossScaleError, LossScaler
-from impl.plan.policy import Dtype, LossScale, Stage, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import Dtype, LossScale, Stage
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.support.history import History
 from tests.support.ranks import each_rank, on_threads

@@ -16,9 +16,10 @@ from torch import Tensor
 from impl.codecs.codec import BF16, FP32, parse
 from impl.comm.mesh import Mesh
 from impl.plan.memory import memory
-from impl.plan.policy import Feedback, LossScale, Offload, Policy, PolicyError, preset
-from impl.plan.spans import Span
-from impl.plan.topology import Topology
+from impl.policy.policy import Feedback, LossScale, Offload, Policy, PolicyError
+from impl.policy.presets import preset
+from impl.policy.spans import Span
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.impl.checkpoint.checkpointed import Run, same
 from tests.support.history import gathered, history_of

@@ -15,9 +15,10 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.plan.memory import ADAM_BYTES
 from impl.plan.memory import memory as formula_of
-from impl.plan.policy import Feedback, MemoryLimits, Offload, Policy, Stage, preset
 from impl.plan.reduction_queue import Reducing
-from impl.plan.topology import Topology
+from impl.policy.policy import Feedback, MemoryLimits, Offload, Policy, Stage
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.support.history import history_of
 from tests.support.models import Odd

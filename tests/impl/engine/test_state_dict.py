@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
 from impl.parameters.gathered import GatheredParameters
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from impl.unit.whole_values import WholeValues
 from impl.zero import Zero, full_state_dict, load_full_state_dict, shard
 from tests.support.models import Net

@@ -13,8 +13,8 @@ from torch import Tensor
 from impl.comm.exchanges import Distributed
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.policy import Offload, Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import Offload, Policy
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.golden.record import _NETS, policies
 from tests.support.params import nightly

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from impl.comm.mesh import Mesh
-from impl.plan.policy import MemoryLimits, preset
-from impl.plan.shard_layout import GeometryError, PaddingError
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits
+from impl.policy.presets import preset
+from impl.policy.shard_layout import GeometryError, PaddingError
+from impl.policy.topology import Topology
 from impl.zero import ZeroError, find_blocks, plan_units, shard
 from tests.support.models import Net
 from tests.support.ranks import each_rank

@@ -10,8 +10,9 @@ import torch
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
 from impl.parameters import access
-from impl.plan.policy import MemoryLimits, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.support.models import Net
 from tests.support.ranks import each_rank, on_threads

@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
 from impl.parameters.external import register_external_parameter, register_forward_method
-from impl.plan.policy import MemoryLimits, Policy, Stage, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits, Policy, Stage
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import Zero, shard
 from tests.support.models import Net
 from tests.support.ranks import each_rank, on_threads

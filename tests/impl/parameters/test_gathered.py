@@ -15,7 +15,8 @@ from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
 from impl.parameters.access import Gradient, Weights
 from impl.parameters.gathered import GatheredParameters
-from impl.plan.policy import MemoryLimits, Offload, Policy, Stage, preset
+from impl.policy.policy import MemoryLimits, Offload, Policy, Stage
+from impl.policy.presets import preset
 from impl.zero import Zero, shard
 from tests.support.models import Net
 from tests.support.ranks import each_rank

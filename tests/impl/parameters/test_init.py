@@ -21,8 +21,9 @@ from impl.errors import ZeroError
 from impl.parameters.gathered import GatheredParameters
 from impl.parameters.init import Init, active, give_values
 from impl.parameters.presharded import cut_of
-from impl.plan.policy import MemoryLimits, Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits, Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.support.models import Block, Net
 from tests.support.ranks import each_rank, on_processes, on_threads

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from impl.comm.mesh import Mesh
 from impl.parameters.init import Init
 from impl.parameters.initial_weights import difference, sums
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.support.models import Net
 from tests.support.ranks import on_processes

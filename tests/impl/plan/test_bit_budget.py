@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from impl.codecs.codec import parse
 from impl.plan.bit_budget import Cost, at_most, choose, shares_of, total
-from impl.plan.policy import MemoryLimits, Policy, parse_budget, preset
-from impl.plan.shard_layout import ParameterSpec, lay_out
-from impl.plan.topology import Topology
 from impl.plan.traffic import Decision, Event, predict
+from impl.policy.policy import MemoryLimits, Policy, parse_budget
+from impl.policy.presets import preset
+from impl.policy.shard_layout import ParameterSpec, lay_out
+from impl.policy.topology import Topology
 
 NAMES = ("a", "b", "c")
 COSTS = st.lists(

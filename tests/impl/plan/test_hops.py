@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from impl.codecs.codec import BF16
 from impl.plan.hops import Hop, Sends, copy_bytes, gather_hops, in_phase, reduction_hops
-from impl.plan.policy import Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from tests.support.strategies import as_published, policies, topologies
 
 

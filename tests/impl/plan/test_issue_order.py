@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from impl.comm.all_gather import FrameGather
 from impl.comm.mesh import Mesh
 from impl.comm.reduce_scatter import Reduction, Ring
-from impl.plan.policy import MemoryLimits, Offload, Policy, PolicyError, preset
 from impl.plan.step_time import Machine, Step, passes_of
-from impl.plan.topology import Topology
+from impl.policy.policy import MemoryLimits, Offload, Policy, PolicyError
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.unit.gradient_reduction import GradientReduction
 from tests.support.ranks import on_threads
 from tests.support.strategies import ROOMY, as_published, policies, topologies

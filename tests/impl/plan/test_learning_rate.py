@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from impl.deepspeed.config_to_policy import recipe
 from impl.plan.learning_rate import Schedule
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 
 
 @given(

@@ -13,11 +13,11 @@ from impl.codecs.codec import BF16, FP32, parse
 from impl.plan.hops import outer_hops, reduction_hops
 from impl.plan.local_steps import fragments_of, meeting_steps, meets
 from impl.plan.memory import memory
-from impl.plan.policy import Feedback, LossScale, Offload, Policy, PolicyError
-from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.step_time import Machine, Step, step_of
-from impl.plan.topology import Topology
 from impl.plan.traffic import Event, LedgerKey, Sent, passes, predict
+from impl.policy.policy import Feedback, LossScale, Offload, Policy, PolicyError
+from impl.policy.shard_layout import ParameterSpec, UnitGeometry, lay_out
+from impl.policy.topology import Topology
 
 MICS = Policy(group="node", gradients=(BF16, parse("int4:64")))
 TOPOLOGY = Topology(2, 2)

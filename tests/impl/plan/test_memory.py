@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from impl.plan.memory import memory, secondary_either_way
-from impl.plan.policy import MemoryLimits, Offload, preset
-from impl.plan.shard_layout import ParameterSpec, lay_out
-from impl.plan.topology import Topology
 from impl.plan.traffic import predict
+from impl.policy.policy import MemoryLimits, Offload
+from impl.policy.presets import preset
+from impl.policy.shard_layout import ParameterSpec, lay_out
+from impl.policy.topology import Topology
 
 PUBLISHED = Path(__file__).parents[3] / "report" / "published"
 

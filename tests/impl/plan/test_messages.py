@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.plan.messages import SPARE, message_bytes, size_class
-from impl.plan.policy import preset
-from impl.plan.shard_layout import ParameterSpec, lay_out
-from impl.plan.topology import Topology
+from impl.policy.presets import preset
+from impl.policy.shard_layout import ParameterSpec, lay_out
+from impl.policy.topology import Topology
 
 
 @given(st.integers(0, 2**40))

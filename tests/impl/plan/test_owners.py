@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from impl.codecs.codec import BF16, FP32, parse
 from impl.errors import ZeroError
 from impl.plan.owners import MATRICES, Owners, newton_schulz_flops, owners_of
-from impl.plan.policy import MemoryLimits, Offload, Policy, PolicyError, preset
-from impl.plan.shard_layout import ParameterSpec
-from impl.plan.topology import Topology
 from impl.plan.traffic import Book, predict
 from impl.plan.unit_plan import Placed, plan_units
+from impl.policy.policy import MemoryLimits, Offload, Policy, PolicyError
+from impl.policy.presets import preset
+from impl.policy.shard_layout import ParameterSpec
+from impl.policy.topology import Topology
 from tests.support.strategies import ROOMY, topologies
 
 SHAPES = st.lists(st.tuples(st.integers(1, 70), st.integers(1, 70)), min_size=1, max_size=9)

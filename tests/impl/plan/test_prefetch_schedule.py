@@ -10,9 +10,10 @@ from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.trial import Model
 from harness.workloads.models import build, unfilled
 from impl.engine.unit_planning import plan_units
-from impl.plan.policy import MOST_LIVE, PRESETS, MemoryLimits, preset
 from impl.plan.prefetch_schedule import MOST_AHEAD, Schedule
-from impl.plan.topology import Topology
+from impl.policy.policy import MOST_LIVE, MemoryLimits
+from impl.policy.presets import PRESETS, preset
+from impl.policy.topology import Topology
 
 sizes = st.lists(st.integers(1, 100), min_size=2, max_size=9)
 

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.codecs.codec import parse
-from impl.plan.policy import Policy
 from impl.plan.prefetch_schedule import Schedule
-from impl.plan.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.plan.step_time import CodecCost, Machine, Step, step_of
 from impl.plan.timeline import Collective, Load, TimedHop, in_chunks, least_pass_seconds, pass_time
-from impl.plan.topology import Topology
 from impl.plan.traffic import passes, predict
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import ParameterSpec, UnitGeometry, lay_out
+from impl.policy.topology import Topology
 from tests.support.strategies import policies, topologies
 
 SECONDS = st.floats(0, 10)

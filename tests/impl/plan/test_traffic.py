@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.plan.memory import memory
-from impl.plan.policy import PRESETS, TECHNIQUES, MemoryLimits, Offload, Policy, Stage, preset
-from impl.plan.shard_layout import FROZEN, ParameterSpec, UnitGeometry, lay_out
-from impl.plan.topology import Topology
 from impl.plan.traffic import ON_DEVICE, Event, passes, placements_of, predict
+from impl.policy.policy import MemoryLimits, Offload, Policy, Stage
+from impl.policy.presets import PRESETS, TECHNIQUES, preset
+from impl.policy.shard_layout import FROZEN, ParameterSpec, UnitGeometry, lay_out
+from impl.policy.topology import Topology
 
 PUBLISHED = Path(__file__).parents[3] / "report" / "published"
 

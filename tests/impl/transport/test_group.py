@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from impl.transport.group import Group
 
 

@@ -14,8 +14,9 @@ from torch import nn
 from impl.codecs.codec import FP32
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.policy import Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.golden import record
 from tests.support.models import Odd

@@ -21,9 +21,10 @@ from examples.differences import Differences
 from impl.codecs.codec import parse
 from impl.comm.exchanges import Buffers
 from impl.comm.mesh import Mesh
-from impl.plan.own_method import method
-from impl.plan.policy import MemoryLimits, Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.own_method import method
+from impl.policy.policy import MemoryLimits, Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.transport import threads
 from impl.transport.threads import ThreadWorld
 from impl.unit.context import Reserve

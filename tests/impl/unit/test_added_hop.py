@@ -14,10 +14,11 @@ from impl.codecs.codec import BF16
 from impl.comm.mesh import Mesh
 from impl.plan import hops, messages, step_time, traffic
 from impl.plan.hops import Hop, Sends
-from impl.plan.policy import Policy, preset
-from impl.plan.shard_layout import UnitGeometry
 from impl.plan.step_time import Machine, Step
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.presets import preset
+from impl.policy.shard_layout import UnitGeometry
+from impl.policy.topology import Topology
 from impl.unit import weight_gather
 from impl.unit.weight_gather import WeightGather
 from impl.zero import shard

@@ -18,8 +18,8 @@ from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.errors import WrittenError
 from impl.parameters.gathered import GatheredParameters
-from impl.plan.policy import Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.topology import Topology
 from impl.zero import Zero, ZeroError, shard
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT, ROOMY

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.engine.engine import describe
-from impl.plan.policy import Feedback, LossScale, Offload, Policy, preset
-from impl.plan.topology import Topology
 from impl.plan.traffic import Copied, CopyKey
+from impl.policy.policy import Feedback, LossScale, Offload, Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.transport.side_stream import Arrival
 from impl.unit.context import ACCOUNTING, HostMemory, Meter, Reserve
 from impl.zero import shard

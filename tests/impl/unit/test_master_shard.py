@@ -16,7 +16,8 @@ from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
 from impl.ops import sums_of_bits
-from impl.plan.policy import MemoryLimits, Offload, Policy, preset
+from impl.policy.policy import MemoryLimits, Offload, Policy
+from impl.policy.presets import preset
 from impl.zero import Zero, shard
 from tests.support.ranks import each_rank
 from tests.support.training import batch, model, sgd

@@ -13,20 +13,12 @@ from examples.differences import Differences
 from impl.checkpoint import save_load
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
-from impl.plan.own_method import GatherInfo, MethodError, method, planned_gathers
-from impl.plan.policy import (
-    BF16,
-    FP32,
-    MemoryLimits,
-    Offload,
-    Policy,
-    PolicyError,
-    parse_budget,
-    preset,
-)
-from impl.plan.shard_layout import ParameterSpec, lay_out
-from impl.plan.topology import Topology
 from impl.plan.traffic import Sent, passes, predict
+from impl.policy.own_method import GatherInfo, MethodError, method, planned_gathers
+from impl.policy.policy import BF16, FP32, MemoryLimits, Offload, Policy, PolicyError, parse_budget
+from impl.policy.presets import preset
+from impl.policy.shard_layout import ParameterSpec, lay_out
+from impl.policy.topology import Topology
 from impl.quantized_collectives import quantized_all_gather
 from impl.simulate import simulate
 from impl.unit.own_gather import GatherMethod, OwnWeightGather

@@ -17,8 +17,9 @@ from examples.top_k import TopK
 from impl.checkpoint import save_load
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
-from impl.plan.own_method import MethodError, method, planned_messages
-from impl.plan.policy import (
+from impl.plan.traffic import Sent, passes, predict
+from impl.policy.own_method import MethodError, method, planned_messages
+from impl.policy.policy import (
     FP32,
     Feedback,
     LossScale,
@@ -27,11 +28,10 @@ from impl.plan.policy import (
     Policy,
     PolicyError,
     parse_budget,
-    preset,
 )
-from impl.plan.shard_layout import ParameterSpec, lay_out
-from impl.plan.topology import Topology
-from impl.plan.traffic import Sent, passes, predict
+from impl.policy.presets import preset
+from impl.policy.shard_layout import ParameterSpec, lay_out
+from impl.policy.topology import Topology
 from impl.simulate import simulate
 from impl.unit.own_reduction import ReductionMethod
 from impl.zero import shard

@@ -12,8 +12,8 @@ import torch
 from impl.codecs.codec import parse
 from impl.codecs.reference import DTYPES
 from impl.comm.mesh import Mesh
-from impl.plan.policy import Offload, Policy
-from impl.plan.topology import Topology
+from impl.policy.policy import Offload, Policy
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.support.history import History
 from tests.support.ranks import each_rank, on_threads

@@ -18,8 +18,9 @@ from impl.comm.exchanges import Buffers, Distributed
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.plan.memory import memory
-from impl.plan.policy import Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.transport.side_stream import Arrival
 from impl.zero import shard
 from tests.support import stream_order

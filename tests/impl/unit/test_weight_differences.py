@@ -16,8 +16,9 @@ from torch import Tensor
 from impl.codecs import reference
 from impl.codecs.codec import HALF_ULP, parse
 from impl.comm.mesh import Mesh
-from impl.plan.policy import Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.unit.master_shard import part_of
 from impl.unit.unit import Unit
 from impl.zero import shard

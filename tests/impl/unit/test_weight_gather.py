@@ -15,8 +15,9 @@ from impl.codecs import reference
 from impl.codecs.codec import FP32, parse
 from impl.comm.mesh import Mesh
 from impl.errors import ZeroError
-from impl.plan.policy import Policy, preset
-from impl.plan.topology import Topology
+from impl.policy.policy import Policy
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.support.models import Net
 from tests.support.ranks import each_rank, on_threads

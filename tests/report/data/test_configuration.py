@@ -8,16 +8,9 @@ from dataclasses import fields, replace
 from harness.suites.peers import PEERS
 from harness.suites.trial import PolicyChanges, Trial
 from impl.codecs.codec import BF16, FP32
-from impl.plan.policy import (
-    PRESETS,
-    MemoryLimits,
-    Offload,
-    Policy,
-    parse_budget,
-    parse_feedback,
-    parse_loss_scale,
-)
-from impl.plan.spans import Span
+from impl.policy.policy import MemoryLimits, Offload, Policy, parse_budget, parse_feedback, parse_loss_scale
+from impl.policy.presets import PRESETS
+from impl.policy.spans import Span
 from report.data.configuration import NAMES, fields_of, label_of
 
 LAYOUT = {"align"}  # it changes the layout alone

@@ -13,7 +13,7 @@ from harness.records import archive
 from harness.suites.peers import PEERS
 from harness.suites.trial import Cluster, Model, Trial
 from impl.adapters.traffic import HOSTED
-from impl.plan.policy import SUCCESSORS
+from impl.policy.presets import SUCCESSORS
 from report.data import published
 from report.data.configuration import STRATEGIES
 from report.data.frames import frames_of, load

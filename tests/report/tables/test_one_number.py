@@ -14,11 +14,11 @@ import pytest
 from harness.records.confidence_intervals import Interval
 from harness.records.trial_record import Record
 from harness.suites.trial import Cluster, Trial
-from report.data import effects, loss_verdicts
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.data.speedups import step_interval
 from report.draw.marks import Front, Lines, Measure, Rows, Stacked
+from report.effects import effects, loss_verdicts
 from report.figures.all_figures import FIGURES
 from report.tables import all_tables
 from tests.report.records import changed, changed_steps, committed, ending_at, records_of

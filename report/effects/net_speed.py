@@ -1,7 +1,7 @@
 """Net speed-up: how much sooner a configuration has a loss than its baseline, in seconds of training.
 
-It is the speed-up of a step (:mod:`report.data.step_seconds`) times the ratio of the steps to that loss
-(:mod:`report.data.equal_loss`).  Formulas: docs/reference/metrics.md, Net speed-up.
+It is the speed-up of a step (:mod:`report.effects.step_seconds`) times the ratio of the steps to that loss
+(:mod:`report.effects.equal_loss`).  Formulas: docs/reference/metrics.md, Net speed-up.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import pandas as pd
 
 from harness.records.confidence_intervals import Interval, product_interval
 from harness.suites.answering_quantity import LEAST_STEPS
-from report.data import loss_verdicts
-from report.data.equal_loss import NONE, EqualLoss, equal_loss
-from report.data.loss_verdicts import Row
 from report.data.metrics import Derived
-from report.data.step_seconds import StepSpeed, step_speeds
 from report.data.text import plus_or_minus
+from report.effects import loss_verdicts
+from report.effects.equal_loss import NONE, EqualLoss, equal_loss
+from report.effects.loss_verdicts import Row
+from report.effects.step_seconds import StepSpeed, step_speeds
 
 _FEWEST_DECIMALS: Final = 2
 

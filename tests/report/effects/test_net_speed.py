@@ -28,13 +28,13 @@ from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
 from impl.plan.step_time import Machine
 from report import seconds_key, stamp
 from report.build import build
-from report.data import net_speed
 from report.data.frames import ReportError, frames_of
 from report.data.metrics import Derived, StepSource, derive
-from report.data.net_speed import NetSpeed, net_speeds
-from report.data.step_seconds import StepsFrom, derive_folder, unmatched
 from report.draw.figure import FORMS, records_behind
 from report.draw.theme import Style
+from report.effects import net_speed
+from report.effects.net_speed import NetSpeed, net_speeds
+from report.effects.step_seconds import StepsFrom, derive_folder, unmatched
 from report.figures.learning import NET_SPEED
 from report.tables.latex import tabular
 from report.tables.net_speed import net_speedup

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 
-from impl.plan.topology import Topology
+from impl.policy.topology import Topology
 from tests.support.strategies import secondaries, topologies
 
 

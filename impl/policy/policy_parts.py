@@ -1,7 +1,7 @@
-"""Defines the parts of a :class:`~impl.plan.policy.Policy` that have fields or a text form of their own.
+"""Defines the parts of a :class:`~impl.policy.policy.Policy` that have fields or a text form of their own.
 
 These are the limits of memory, the shares on the host, the loss scale, error feedback and the budget of bits.
-:mod:`impl.plan.policy` exports them.
+:mod:`impl.policy.policy` exports them.
 
 Pure: no torch.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args, get_origin, get_type_hints
 
 from impl.codecs.codec import ITEM_BYTES, Codec, Dtype, parse
-from impl.plan.setting import out_of_range, setting
+from impl.policy.setting import out_of_range, setting
 
 Budgeted = Literal["weights", "gradients"]
 

@@ -23,8 +23,8 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from impl.codecs.codec import padded_bytes
 from impl.errors import raising
 from impl.named_object import NamedObjectError, allowed, import_object, is_name
-from impl.plan.shard_layout import UnitGeometry
-from impl.plan.topology import Axis, Topology
+from impl.policy.shard_layout import UnitGeometry
+from impl.policy.topology import Axis, Topology
 
 Argument = bool | int | float | str | tuple[Any, ...]
 MessageKind = Literal["all_gather", "all_to_all", "shift"]

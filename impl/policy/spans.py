@@ -2,7 +2,7 @@
 
 ``Policy(schedule=(Span(until="50 %", gradients=...), Span()))`` changes while it trains.  A schedule may change what
 is sent, but nothing that would move memory between ranks or give it another layout (:data:`FIXED`).  So the messages
-of a step follow from the step's number alone: :meth:`impl.plan.policy.Policy.policy_at` returns the step's policy.
+of a step follow from the step's number alone: :meth:`impl.policy.policy.Policy.policy_at` returns the step's policy.
 
 Pure: no torch.
 """

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from impl.codecs.codec import BF16, FP32, parse
 from impl.plan.memory import memory
-from impl.plan.policy import BitBudget, Feedback, Offload, Policy, PolicyError, preset
-from impl.plan.shard_layout import ParameterSpec
-from impl.plan.spans import FIXED, VARYING, Span, SpanError
 from impl.plan.step_time import Machine, Step, step_of
-from impl.plan.topology import Topology
 from impl.plan.traffic import passes, predict
 from impl.plan.unit_plan import Placed, plan_units
+from impl.policy.policy import BitBudget, Feedback, Offload, Policy, PolicyError
+from impl.policy.presets import preset
+from impl.policy.shard_layout import ParameterSpec
+from impl.policy.spans import FIXED, VARYING, Span, SpanError
+from impl.policy.topology import Topology
 
 INT4, INT8 = parse("int4:8"), parse("int8:8")
 FOUR = Topology(2, 2)

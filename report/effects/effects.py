@@ -22,10 +22,11 @@ from harness.records.confidence_intervals import (
 from harness.records.memory_parts import on_device
 from harness.suites.answering_quantity import LEAST_STEPS
 from harness.suites.peers import PEERS
-from report.data import bytes_and_memory, decoding, loss_verdicts, net_speed, speedups
+from report.data import bytes_and_memory, decoding, speedups
 from report.data.configuration import is_baseline, spelled
 from report.data.frames import groups
 from report.data.metrics import Derived
+from report.effects import loss_verdicts, net_speed
 
 Verdict = Literal[
     "better", "worse", "within the margin", "not significant", "inconclusive", "one value", "not measured",
@@ -151,7 +152,7 @@ def errors(derived: Derived) -> dict[Key, Effect]:
 
 
 def losses(derived: Derived) -> dict[Key, Effect]:
-    """Return the differences of final validation losses, judged by the rule of :mod:`report.data.loss_verdicts`.
+    """Return the differences of final validation losses, judged by the rule of :mod:`report.effects.loss_verdicts`.
 
     Where seeds of a configuration ended without a loss, those that remain are no fair sample, and the verdict is
     inconclusive.

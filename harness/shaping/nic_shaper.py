@@ -1,4 +1,4 @@
-"""Limits the rate of a network interface of this host with a ``tbf`` queue; a keeper (:mod:`harness.cluster.keeper`).
+"""Limits the rate of a network interface of this host with a ``tbf`` queue; a keeper (:mod:`harness.shaping.keeper`).
 
 The keeper replaces the kernel's default queue.  It removes its own queue when its supervisor asks it to end, when the
 supervisor itself ends or is killed by ``kill -9``, and at SIGTERM or SIGHUP.  If the keeper is killed by ``kill -9``,
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from harness.cluster.keeper import Keeper, report_errors, send_answer
-from harness.cluster.netns_shaper import shape
 from harness.errors import LinkError
+from harness.shaping.keeper import Keeper, report_errors, send_answer
+from harness.shaping.netns_shaper import shape
 
 _HANDLE: Final = 0x5A50  # handle of our queue, by which the next run recognises it
 _ROOT: Final = 0xFFFFFFFF  # parent handle of the queue through which all packets leave
@@ -57,7 +57,7 @@ def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Ite
             message then has the command that removes the queue.
     """
     try:
-        keeper = Keeper("harness.cluster.nic_shaper", json.dumps([interface, rate_mbit, others]))
+        keeper = Keeper("harness.shaping.nic_shaper", json.dumps([interface, rate_mbit, others]))
     except LinkError as error:
         raise LinkError(f"link 'shaped': {error}") from None
     try:

@@ -1,7 +1,7 @@
-"""Defines :class:`Policy`, a frozen value that says what training sends, holds and computes, and its presets.
+"""Defines :class:`Policy`, a frozen value that says what training sends, holds and computes.
 
 ZeRO-3, qwZ, hpZ, qgZ and ZeRO++ (2306.10209, sections 3.1 to 3.3) are values of :class:`Policy`, as are the
-methods of later papers; :data:`PRESETS` names them.  The engine reads the fields and never asks for a name.
+methods of later papers; :mod:`impl.policy.presets` names them.  The engine reads the fields and never asks for a name.
 Combinations that cannot be carried out are refused when a policy is built, or, where they depend on the
 number of ranks, by :meth:`Policy.check`.
 
@@ -15,7 +15,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 from impl.codecs.codec import (
@@ -23,13 +23,10 @@ from impl.codecs.codec import (
     FORMATS,
     FP32,
     LOSSLESS,
-    MX_BLOCK,
     Blocked,
     BuiltIn,
     Codec,
     Dtype,
-    FloatCodec,
-    IntCodec,
     Law,
     OwnCodec,
     Raw,
@@ -38,24 +35,24 @@ from impl.codecs.codec import (
     parse,
 )
 from impl.named_object import is_name
-from impl.plan.own_method import MethodError, OwnMethod, Role, method
-from impl.plan.policy_parts import FEEDBACKS, check_literals, parse_codec
-from impl.plan.policy_parts import LARGEST_SCALE as LARGEST_SCALE
-from impl.plan.policy_parts import MOST_LIVE as MOST_LIVE
-from impl.plan.policy_parts import BitBudget as BitBudget
-from impl.plan.policy_parts import Budgeted as Budgeted
-from impl.plan.policy_parts import Feedback as Feedback
-from impl.plan.policy_parts import LossScale as LossScale
-from impl.plan.policy_parts import MemoryLimits as MemoryLimits
-from impl.plan.policy_parts import Offload as Offload
-from impl.plan.policy_parts import PolicyError as PolicyError
-from impl.plan.policy_parts import parse_budget as parse_budget
-from impl.plan.policy_parts import parse_feedback as parse_feedback
-from impl.plan.policy_parts import parse_loss_scale as parse_loss_scale
-from impl.plan.setting import out_of_range, setting, settings
-from impl.plan.shard_layout import UnitGeometry
-from impl.plan.spans import Span, SpanError, check_order, in_words, over
-from impl.plan.topology import Axis, Topology
+from impl.policy.own_method import MethodError, OwnMethod, Role, method
+from impl.policy.policy_parts import LARGEST_SCALE as LARGEST_SCALE
+from impl.policy.policy_parts import MOST_LIVE as MOST_LIVE
+from impl.policy.policy_parts import BitBudget as BitBudget
+from impl.policy.policy_parts import Budgeted as Budgeted
+from impl.policy.policy_parts import Feedback as Feedback
+from impl.policy.policy_parts import LossScale as LossScale
+from impl.policy.policy_parts import MemoryLimits as MemoryLimits
+from impl.policy.policy_parts import Offload as Offload
+from impl.policy.policy_parts import PolicyError as PolicyError
+from impl.policy.policy_parts import check_literals, parse_codec
+from impl.policy.policy_parts import parse_budget as parse_budget
+from impl.policy.policy_parts import parse_feedback as parse_feedback
+from impl.policy.policy_parts import parse_loss_scale as parse_loss_scale
+from impl.policy.setting import out_of_range, setting, settings
+from impl.policy.shard_layout import UnitGeometry
+from impl.policy.spans import Span, SpanError, check_order, in_words, over
+from impl.policy.topology import Axis, Topology
 
 Stage = Literal[0, 1, 2, 3]
 Gather = Literal["flat", "hierarchical"]
@@ -99,14 +96,14 @@ class Policy:
         alters=lambda policy, codecs: _raw(policy.gradients) and not _raw(codecs),
     )  # fmt: skip
     # ``hierarchical``: between nodes first, so that a shard crosses each link between nodes once.
-    # A gather of your own is ``method(Differences)`` or ``mine:Differences`` (:mod:`impl.plan.own_method`).
+    # A gather of your own is ``method(Differences)`` or ``mine:Differences`` (:mod:`impl.policy.own_method`).
     gather: Gather | OwnMethod = setting(
         "hierarchical", "`flat`: one ring over all ranks; `hierarchical`: between nodes first, then inside nodes; or "
         "`module:Class`, a gather of your own",
         execution=True, alters=lambda policy, _: policy.gather == "flat",
     )  # fmt: skip
     # ``ring``: each of ``world - 1`` steps encodes the partial sum again (the paper's counter-example).
-    # A reduction of your own is ``method(PowerSGD, rank=4)`` or ``mine:PowerSGD`` (:mod:`impl.plan.own_method`).
+    # A reduction of your own is ``method(PowerSGD, rank=4)`` or ``mine:PowerSGD`` (:mod:`impl.policy.own_method`).
     reduce: Reduce | OwnMethod = setting(
         "two_hop", "`ring`; `one_hop`: one all-to-all over all ranks; `two_hop`: inside nodes, then between; or "
         "`module:Class`, a method of your own",
@@ -920,85 +917,3 @@ def _no_fixed_size(codec: OwnCodec) -> str:
 def _in_blocks(codec: Codec, block: int) -> Codec:
     """Returns the codec with blocks of ``block`` elements; a cast has no blocks and stays as it is."""
     return replace(codec, block=block) if isinstance(codec, Blocked) else codec
-
-
-_INT8 = IntCodec(8, 2048)
-_INT4 = (IntCodec(4, 256, clipped=True),) * 2  # clipping gives smaller errors with 4 bits, not with 8
-_BF16SR = OwnCodec("bf16sr")
-_MIN_MAX = IntCodec(8, 1024, asymmetric=True, stochastic=True)
-_SHIPPED = Policy(
-    weights=replace(_INT8, clipped=True), secondary="node", secondary_format="bf16", gradients=_INT4
-)
-
-TECHNIQUES: Final[dict[str, Policy]] = {
-    "exact": Policy(weights=FP32, gradients=(FP32, FP32)),
-    "zero0": Policy(stage=0),
-    "zero1": Policy(stage=1),
-    "zero2": Policy(stage=2),
-    "zero3": Policy(),
-    "zero3-flat": Policy(gather="flat", reduce="ring"),
-    "mics": Policy(group="node"),
-    "qwz": Policy(weights=_INT8),
-    "hpz": Policy(secondary="node"),
-    "qgz": Policy(gradients=_INT4),
-    "qwz+hpz": Policy(weights=_INT8, secondary="node"),
-    "qwz+qgz": Policy(weights=_INT8, gradients=_INT4),
-    "hpz+qgz": Policy(secondary="node", gradients=_INT4),
-    "zeropp": Policy(weights=_INT8, secondary="node", gradients=_INT4),
-}
-"""Policies by name:
-
-- ``exact``: ZeRO-3 with all messages in fp32;
-- ``zero0`` to ``zero3``: the ZeRO stages with messages in 16 bits; ``zero3`` is the baseline;
-- ``zero3-flat``: the ZeRO++ paper's baseline, whose collectives are one ring over all ranks, whatever their nodes;
-- ``mics``: ZeRO-3 that shards inside a node only;
-- all others: each technique of ZeRO++, each pair of techniques, and all three together (``zeropp``).
-"""
-
-SUCCESSORS: Final[dict[str, Policy]] = {
-    # ZeRO++ with two more of DeepSpeed's choices: its scale rule for weights too, and hpZ's copy in 16 bits.
-    "zeropp-deepspeed": _SHIPPED,
-    # Also with DeepSpeed's fp16 sums and block sizes.  What still differs from DeepSpeed: here scales are sent
-    # in the same message as the codes, gradients are averaged correctly (DeepSpeed's mean is larger by a factor of
-    # the ranks per node), vectors are quantised like the matrices of their unit, and no tensor is sent unquantised
-    # because of its size.
-    "zeropp-shipped": replace(_SHIPPED, sums="fp16", blocks="shape"),
-    # LoCo (2407.04480): ZeRO++ with a moving average of the errors of both hops.
-    "loco": Policy(weights=_INT8, secondary="node", gradients=_INT4, feedback=FEEDBACKS["loco"]),
-    # SDP4Bit (2410.15526): differences of weights in 4 bits; gradients in 8 bits inside nodes and, after a
-    # Hadamard rotation, in 4 bits between them.
-    "sdp4bit": Policy(
-        secondary="node",
-        differences=IntCodec(4, 2048, stochastic=True),
-        gradients=(IntCodec(8, 128, stochastic=True), IntCodec(4, 128, hadamard=32, stochastic=True)),
-    ),
-    # QSDP (2302.02390): 8 bits with minimum and maximum of every 1024 elements, unbiased rounding.
-    "qsdp": Policy(weights=_MIN_MAX, gradients=(_MIN_MAX, _MIN_MAX)),
-    # Gradients in bf16 by stochastic rounding, summed in fp32, as in torchcomms, but in two hops.
-    "bf16-fp32sum": Policy(gradients=(_BF16SR, _BF16SR)),
-    # Weights in 8-bit floats with one scale for a shard, where torchao has one for a tensor.
-    "fp8-gather": Policy(weights=FloatCodec("e4m3", "shard")),
-    # Weights in MXFP4, in which Megatron gathers 4-bit parameters.
-    "fp4-gather": Policy(weights=FloatCodec("e2m1", MX_BLOCK, scale="e8m0")),
-    # Weights in MXFP8 along rows and along columns in every gather, as in Megatron-FSDP, which keeps vectors in
-    # 16 bits.  With ``planes="phase"`` the values are the same and the bytes of gathers half as many, as in its v2.
-    "mxfp8-planes": Policy(weights=FloatCodec("e4m3", MX_BLOCK, scale="e8m0"), planes=2),
-}
-"""Methods that others published.  Megatron's HFSDP (ZeRO-3 inside a node, ZeRO-1 across nodes) places
-weights and states as ``hpz`` does.
-"""
-
-PRESETS: Final = TECHNIQUES | SUCCESSORS
-
-
-def preset(name: str, **changes: object) -> Policy:
-    """Returns the preset ``name`` with some fields replaced.
-
-    Raises PolicyError: for an unknown name or field.
-    """
-    if name not in tuple(PRESETS):  # a tuple, so that names that cannot be hashed are refused too
-        raise PolicyError(f"unknown policy {name!r}: expected one of {', '.join(PRESETS)}")
-    names = sorted(field.name for field in fields(Policy))
-    if unknown := [name for name in changes if name not in names]:
-        raise PolicyError(f"unknown policy field {unknown[0]!r}: expected one of {', '.join(names)}")
-    return replace(PRESETS[name], **changes)  # type: ignore[arg-type]  # checked by Policy itself

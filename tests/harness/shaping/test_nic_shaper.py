@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster.netns_shaper import HEADER_BYTES, shape
+from harness.shaping.netns_shaper import HEADER_BYTES, shape
 from tests.harness.cluster.test_rank_processes import until
 from tests.support.hosts import ROOT, Host, hosts
 from tests.support.params import long
@@ -22,7 +22,7 @@ from tests.support.params import long
 # A supervisor that waits for a line, and kills its keeper if the line is empty.
 _HOLD = """
 import json, os, signal, sys
-from harness.cluster import keeper, nic_shaper
+from harness.shaping import keeper, nic_shaper
 started, start = [], keeper.Keeper.__init__
 keeper.Keeper.__init__ = lambda self, *request: start(self, *request) or started.append(self.process.pid)
 try:
@@ -33,7 +33,7 @@ try:
 except Exception as error:
     print(error)
 """
-_KEEPER = [sys.executable, "-m", "harness.cluster.nic_shaper"]
+_KEEPER = [sys.executable, "-m", "harness.shaping.nic_shaper"]
 
 
 @pytest.fixture

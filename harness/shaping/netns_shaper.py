@@ -1,4 +1,4 @@
-"""Makes the nodes' network namespaces and the shaped link between them; a keeper (:mod:`harness.cluster.keeper`).
+"""Makes the nodes' network namespaces and the shaped link between them; a keeper (:mod:`harness.shaping.keeper`).
 
 Every node is an anonymous network namespace, which a small child of this process holds open; nothing is created in the
 host's own namespace.  Two nodes are joined by one veth pair, more nodes by a bridge in the keeper's own namespace.
@@ -25,10 +25,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
-from harness.cluster import socket_folder
-from harness.cluster.keeper import report_errors, send_answer
 from harness.errors import LinkError
 from harness.records.packet_sizes import HEADER_BYTES
+from harness.shaping import socket_folder
+from harness.shaping.keeper import report_errors, send_answer
 
 CLONE_NEWNET: Final = 0x40000000
 CLONE_NEWUSER: Final = 0x10000000

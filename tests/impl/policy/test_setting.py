@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from impl.codecs.codec import Raw, parse
-from impl.plan.policy import SETTINGS, MemoryLimits, Offload, Policy, PolicyError, preset
-from impl.plan.setting import out_of_range, setting, settings
+from impl.policy.policy import SETTINGS, MemoryLimits, Offload, Policy, PolicyError
+from impl.policy.presets import preset
+from impl.policy.setting import out_of_range, setting, settings
 
 ROOT = Path(__file__).parents[3]
 BY_PATH = {each.path: each for each in SETTINGS}
@@ -90,7 +91,7 @@ EXAMPLE = re.compile(r"### How to add a field of a policy\n.*?```python\n(.*?)``
 WITH_FIELD = """
 import importlib.util, json, sys
 
-spec = importlib.util.find_spec("impl.plan.policy")
+spec = importlib.util.find_spec("impl.policy.policy")
 module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 before, line, after = spec.loader.get_source(spec.name).partition("    align: int = setting(")
 exec(compile(before + sys.stdin.read() + line + after, spec.origin, "exec"), module.__dict__)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster import socket_folder
 from harness.errors import Refusal
+from harness.shaping import socket_folder
 from tests.harness.cluster.test_link import cluster_with
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from report.data.equal_loss import equal_loss
-from report.data.loss_verdicts import first_at
+from report.effects.equal_loss import equal_loss
+from report.effects.loss_verdicts import first_at
 from tests.support.params import nightly
 
 STEPS = (100, 200, 300, 400)

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from impl.plan.shard_layout import GeometryError, PaddingError, ParameterSpec, chunked, lay_out, padding_share
+from impl.policy.shard_layout import (
+    GeometryError,
+    PaddingError,
+    ParameterSpec,
+    chunked,
+    lay_out,
+    padding_share,
+)
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 specs = st.lists(st.tuples(shapes, st.integers(0, 2)), min_size=1, max_size=8).map(

@@ -4,7 +4,7 @@ The parent starts ``python -m MODULE REQUEST``.  The keeper answers with one lin
 or with ``{"error": ...}``.  When the parent ends, even by ``kill -9``, the keeper's standard input closes, and the
 keeper releases the resource.  Keepers do not import torch, so that a fresh interpreter starts in a tenth of a second.
 
-The two kinds of keeper are :mod:`harness.cluster.netns_shaper` and :mod:`harness.cluster.nic_shaper`.
+The two kinds of keeper are :mod:`harness.shaping.netns_shaper` and :mod:`harness.shaping.nic_shaper`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from harness.records.confidence_intervals import FEWEST, Interval, mean_interval
 from harness.records.trial_record import Record
 from harness.suites.trial import Cluster, Trial
 from report.data.frames import frames_of
-from report.data.loss_verdicts import ENOUGH_POWER, MARGIN, losses, non_inferiority, power
 from report.data.metrics import derive
+from report.effects.loss_verdicts import ENOUGH_POWER, MARGIN, losses, non_inferiority, power
 from report.tables import all_tables
 from tests.report.records import changed, ending_at, record_of
 from tests.support.params import nightly

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from harness.records.confidence_intervals import Interval, mean_interval
-from report.data.loss_verdicts import first_at
+from report.effects.loss_verdicts import first_at
 
 NONE: Final = Interval(math.nan, math.nan, math.nan, 0)
 

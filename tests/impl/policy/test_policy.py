@@ -13,8 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from impl.codecs.codec import BF16, FP16, FP32, parse
-from impl.plan.policy import (
-    PRESETS,
+from impl.policy.policy import (
     BitBudget,
     Feedback,
     LossScale,
@@ -25,10 +24,10 @@ from impl.plan.policy import (
     parse_budget,
     parse_feedback,
     parse_loss_scale,
-    preset,
     weight_block,
 )
-from impl.plan.topology import Topology
+from impl.policy.presets import PRESETS, preset
+from impl.policy.topology import Topology
 from tests.support.strategies import feedbacks
 
 MXFP8 = parse("mxfp8")

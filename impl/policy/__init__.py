@@ -1,0 +1,1 @@
+"""States what training sends, holds and computes, and over which ranks and shards, without torch."""
