@@ -187,7 +187,7 @@ def fit(rows: pd.DataFrame, efficiency: float | None = None) -> Machine:
             overlap=overlap,
         )
 
-    works, measured = _columns(rows["work"]), rows["seconds"].to_numpy()
+    works, measured = _columns(list(rows["work"])), rows["seconds"].to_numpy()
 
     def errors(values: np.ndarray) -> np.ndarray:
         return np.asarray(np.log(_seconds(machine(values), works) / measured))
@@ -202,7 +202,7 @@ def equal_fits(rows: pd.DataFrame) -> list[Machine]:
 
     One machine is fitted for each efficiency of adapters in :data:`EFFICIENCIES`.
     """
-    works, measured = _columns(rows["work"]), rows["seconds"].to_numpy()
+    works, measured = _columns(list(rows["work"])), rows["seconds"].to_numpy()
 
     def error(machine: Machine) -> float:
         return float(np.sqrt(np.mean(np.log(_seconds(machine, works) / measured) ** 2)))

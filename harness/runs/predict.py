@@ -144,11 +144,12 @@ def per_node_bytes(
             tuple[list[Book], dict[Link, int]]
         ]()  # of ranks that differ in what they send over each link
         for rank in range(topology.ranks_per_node):
-            alike = (sent for books, sent in found if books and all(book.fits(rank) for book in books))
-            if (sent := next(alike, None)) is None:
-                found.append(of_rank(rank, phase, before))
-                sent = found[-1][1]
-            for link, size in sent.items():
+            same = (sent for books, sent in found if books and all(book.fits(rank) for book in books))
+            step = next(same, None)
+            if step is None:
+                books, step = of_rank(rank, phase, before)
+                found.append((books, step))
+            for link, size in step.items():
                 total[link] += steps * size
     inter, intra = total["inter"] // trial.steps, total["intra"] // trial.steps
     if owners is not None:
