@@ -79,6 +79,8 @@ class Rank:
     model: dict[str, Any] | None = None
     # By step and interface, the bytes that the interface had sent by the end of the step.
     counters: dict[int, dict[str, int]] = field(default_factory=dict)
+    # By step, those of its rows that are calls after this reading of the counters.
+    late: dict[int, dict[Key, Count]] = field(default_factory=dict)
     ended: str = ""  # how the process ended; empty if it was killed
     reading: float = 0.0  # share of the time that reading the recorder took
     notes: list[str] = field(default_factory=list)
@@ -100,8 +102,7 @@ class Rank:
             case "model":
                 self.model = dict(event)
             case "rows":
-                counts = {Key(*row[:_FIRST]): Count(*row[_FIRST:]) for row in event["rows"]}
-                last = event["last"]
+                counts, last = _counts(event["rows"]), event["last"]
                 for step in range(event["first"], (event["first"] if last is None else last) + 1):
                     rows = self.rows.setdefault(step, {})
                     for key, count in counts.items():
@@ -109,6 +110,8 @@ class Rank:
                 self.whole = max(self.whole, last or 0)
             case "counters":
                 self.counters[event["step"]] = event["sent"]
+            case "late":
+                self.late[event["step"]] = _counts(event["rows"])
             case "lost":
                 self.missed.append(
                     f"the recorder overflowed: {event['entries']} calls of steps {event['first']} to {event['last']} "
@@ -124,6 +127,10 @@ class Rank:
             case "end":
                 self.ended, self.steps = event["how"], event["steps"]
                 self.reading = event["reading"] / event["lasted"] if event.get("lasted") else 0.0
+
+
+def _counts(rows: Iterable[Sequence[Any]]) -> dict[Key, Count]:
+    return {Key(*row[:_FIRST]): Count(*row[_FIRST:]) for row in rows}
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,10 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
         expected = sum(
             wire.between_by_node(calls, step).get(node, 0.0) for step in range(first + 1, through + 1)
         )
+        # Calls of the optimizer after a step, such as gathers of new weights, belong to the step but are counted later.
+        expected += wire.between_by_node(calls, first, late=True).get(node, 0.0)
+        if through == last:
+            expected -= wire.between_by_node(calls, last, late=True).get(node, 0.0)
         began, ended = _readings(ranks, first), _readings(ranks, last)
         for name, (low, high) in sorted(ended.items()):
             before = began.get(name, (low, high))

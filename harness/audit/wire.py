@@ -46,12 +46,12 @@ def sent(rank: int, key: Key, count: Count, group: Group, topology: Topology) ->
     return Sent(0, nbytes) if topology.nodes.get(following, 0) != me else Sent(nbytes, 0)
 
 
-def between_by_node(calls: Calls, step: int) -> dict[int, float]:
-    """Return the bytes that leave each node in a step."""
+def between_by_node(calls: Calls, step: int, *, late: bool = False) -> dict[int, float]:
+    """Return the bytes that leave each node in a step; with ``late``, those after the step's counters were read."""
     leaving: dict[int, float] = defaultdict(float)
     for rank in calls.ranks:
         leaving[calls.topology.nodes[rank.number]] += 0
-        for key, count in rank.rows.get(step, {}).items():
+        for key, count in (rank.late if late else rank.rows).get(step, {}).items():
             group = calls.group(rank, key.group)
             leaving[calls.topology.nodes[rank.number]] += sent(
                 rank.number, key, count, group, calls.topology

@@ -24,6 +24,7 @@ The file has one JSON object a line:
 - ``rows``: calls of the steps ``first`` to ``last``, which all had the same calls; ``last`` is null for calls after
   the last whole step.  A row is a list in the order of :data:`FIELDS`;
 - ``counters``: bytes that interfaces have sent until the end of a step, without headers;
+- ``late``: those of the step's rows that are calls after this reading of the counters;
 - ``lost``: entries that were overwritten;
 - ``unmarked``: the function that ``--step-marker`` names does not exist, so that no call of it ends a step;
 - ``fault``: an exception of this file; ``end``: the process ended by itself.
@@ -574,6 +575,9 @@ class Witness:
                 own += 1
             if own > place:
                 by_step.setdefault(step - 1, []).extend(calls[place:own])
+                if step - 1 == self.read_steps:  # the counters of this step were read before these calls
+                    late = _rows(row for _, row in calls[place:own])
+                    self.write(event="late", step=step - 1, rows=late)
             by_step.setdefault(step, []).extend(calls[own:after])
             place = after
         tail = by_step.pop(self.steps + 1)

@@ -64,3 +64,20 @@ def test_a_step_that_not_all_ranks_of_a_node_read_is_not_compared() -> None:
     """The counters of step 2 are those of one rank only."""
     (found,) = audited({0: {1: 5000, 2: 9999, 3: 7000}, 1: {1: 5000, 3: 7000}})
     assert (found["counted"], found["uncertain"]) == (2 * STEP, 0)
+
+
+@pytest.mark.parametrize("ended", ["exit", "step 3"])
+def test_calls_after_a_reading_are_in_the_next_one(ended: str) -> None:
+    """Half of a step is sent after its counters are read: the last reading after the end has it, others do not."""
+    half, ranks = 2 * 4 * (STEP // 16), []  # 4 bytes an element, from each of 2 ranks
+    for rank in range(4):
+        made = events(rank, 4, [row("send", STEP // 8, peer=(rank + 2) % 4)], ended="")
+        late = [row("send", STEP // 16, peer=(rank + 2) % 4)]
+        made += [{"event": "late", "step": step, "rows": late} for step in (1, 2, 3)]
+        read = {step: 5000 + step * STEP - half for step in (1, 2, 3)}
+        read[3] += half if ended == "exit" else 0
+        made += [{"event": "counters", "step": s, "sent": {"eth0": value}} for s, value in read.items()]
+        ranks.append([*made, {"event": "end", "how": ended, "steps": 3}])
+    report = tables.report_on(calls_of(ranks, 2), [2, 3], None, by="optimizer steps")
+    for found in tables.counter_rows(report):
+        assert found["counted"] == found["expected"]

@@ -128,6 +128,17 @@ def test_a_gather_of_the_optimizer_after_a_step_belongs_to_that_step() -> None:
     assert written(inside, marks) == {1: 1, 2: 1, 3: 0}
 
 
+def test_calls_after_a_reading_of_the_counters_are_written_by_themselves() -> None:
+    """Of the step whose end was read before, the calls of the optimizer that followed are rows of an event ``late``."""
+    found = Witness(None)
+    for step in (1, 2, 3):
+        found.marks, found.steps = [(step, 10 * step - 2, 10 * step)], step
+        found.tail = found._write_steps([call(10 * step - 9, "optimizer", 7), call(10 * step - 5)])
+        found.read_steps = step
+    late = [event for event in found.events if event["event"] == "late"]
+    assert [(event["step"], [row[-2] for row in event["rows"]]) for event in late] == [(1, [7]), (2, [7])]
+
+
 def test_steps_with_equal_calls_are_written_once() -> None:
     """One event holds the rows of all steps that are alike."""
     found = Witness(None)
