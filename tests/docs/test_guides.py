@@ -105,6 +105,12 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
+def test_no_page_has_marks_of_an_unfinished_merge() -> None:
+    """A page with both sides of a conflict in it is not published."""
+    marks = re.compile(r"^(<{7} |={7}$|>{7} )", re.MULTILINE)
+    assert [page for page in PAGES if marks.search(page.read_text(encoding="utf-8"))] == []
+
+
 def test_links_to_headings_lead_to_one() -> None:
     """Of all pages."""
     links = [

@@ -83,6 +83,8 @@ def hosts(count: int, folder: Path, files: Mapping[str, str]) -> Iterator[list[H
     with open_link(Cluster(link="namespaces", nodes=count), f"{os.getpid():x}"[-6:]) as link:
         started = []
         for number, port in enumerate(link.ports):
+            assert port.interface is not None
+            assert port.holder is not None
             home = folder / f"host{number}"
             home.mkdir(parents=True)
             for name, text in files.items():
