@@ -54,7 +54,7 @@ def test_all_rows_at_once_take_the_seconds_of_each(tmp_path: Path, overlap: str)
     pd.read_csv(path).assign(accumulation=8, pp=2).to_csv(path, index=False)
     rows = read(path)
     machine = published_steps.fit(rows, 0.7)
-    at_once = published_steps._seconds(machine, published_steps._columns(rows["work"]))
+    at_once = published_steps._seconds(machine, published_steps._columns(list(rows["work"])))
     assert at_once.tolist() == [step_time(machine, work).seconds for work in rows["work"]]
 
 
