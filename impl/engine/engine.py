@@ -411,13 +411,6 @@ class Zero:
         for key, tensor in state.items():
             name, _, entry = key.rpartition("/")
             unit_states[name][entry] = tensor
-        self.follow_schedule(int(state["step"]))
-        try:
-            for unit in self.units:
-                unit.check_communication_state(unit_states[unit.geometry.name])
-        except ZeroError:
-            self.follow_schedule(self.clock.step)
-            raise
         numel = state["budget"].numel() if "budget" in state else 0
         expected = 0 if self.renewal is None else self.renewal.state().numel()
         if numel != expected:
@@ -425,6 +418,13 @@ class Zero:
                 f"state of the bit budget has {numel} numbers, expected {expected}: load a state that was saved with "
                 "the same policy"
             )
+        self.follow_schedule(int(state["step"]))
+        try:
+            for unit in self.units:
+                unit.check_communication_state(unit_states[unit.geometry.name])
+        except ZeroError:
+            self.follow_schedule(self.clock.step)
+            raise
         self.clock.step, self.clock.micro_batch = int(state["step"]), int(state["micro_batch"])
         for unit in self.units:
             unit.load_communication_state(unit_states[unit.geometry.name])

@@ -20,7 +20,7 @@ from impl.policy.policy import Feedback, LossScale, Offload, Policy, PolicyError
 from impl.policy.presets import preset
 from impl.policy.spans import Span
 from impl.policy.topology import Topology
-from impl.zero import shard
+from impl.zero import ZeroError, shard
 from tests.impl.checkpoint.checkpointed import Run, same
 from tests.support.history import gathered, history_of
 from tests.support.ranks import each_rank, on_threads
@@ -120,6 +120,20 @@ def test_a_resumed_run_goes_on_in_the_span_of_its_step(name: str, tmp_path: Path
         for ours, theirs in zip(whole, resumed, strict=True):
             assert ours[0][saved:] == theirs[0], saved
             assert same(ours[1], theirs[1]), saved
+
+
+def test_a_state_that_does_not_fit_leaves_the_span_as_it_is() -> None:
+    """A state of a later span with the numbers of a bit budget is refused, and the engine stays in its own span."""
+
+    def refused(mesh: Mesh) -> Policy:
+        run = Run(mesh, _of_spans(*PAIRS["exact then zeropp"]), NET)
+        state = run.zero.communication_state() | {"step": torch.tensor(3), "budget": torch.zeros(4)}
+        with pytest.raises(ZeroError, match="bit budget has 4 numbers, expected 0"):
+            run.zero.load_communication_state(state)
+        return run.zero.current_policy
+
+    policy = _of_spans(*PAIRS["exact then zeropp"])
+    assert on_threads(Topology(2, 1), refused) == [policy.phases[0]] * 2
 
 
 KINDS = (
