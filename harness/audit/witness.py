@@ -480,7 +480,7 @@ class Witness:
         return {part.rpartition(":")[2] for part in backend.split(",")} <= known
 
     def find_groups(self) -> None:
-        """Write the process groups that are new, and this process's rank."""
+        """Write an event for each new process group and, as soon as it is known, one for this process's rank."""
         world = _world()
         if world is None or (self.forked_here and world.default_pg in (None, self.inherited)):
             return

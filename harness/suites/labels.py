@@ -77,7 +77,7 @@ def pad_note(shares: Iterable[float]) -> str:
     """Return the footnote that explains the mark, for models with these shares of padding; empty if none is marked."""
     most = max(shares, default=0.0)
     added = f"padding adds more than {MUCH_PADDING:.0%} to the model's elements, at most {most:.1%}"
-    return f"{PADDED}: {added}; it is sent and held as elements are." if most > MUCH_PADDING else ""
+    return f"{PADDED}: {added}; padding is sent and held like elements." if most > MUCH_PADDING else ""
 
 
 def at(trial: Mapping[str, Any], path: str) -> str:

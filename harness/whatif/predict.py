@@ -98,7 +98,7 @@ def predict(traced: Traced, target: Target) -> Prediction:
     """
     if target.topology.nodes == 1:
         raise Refusal(
-            "--nodes 1: one node has no link between nodes, whose rate could matter: choose two or more"
+            "--nodes 1: one node has no link whose rate a step could depend on: choose two or more nodes"
         )
     policies.check(target.policy, traced)
     by_hypothesis = {

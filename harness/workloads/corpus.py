@@ -213,7 +213,7 @@ def _check_tokens(origin: str, tokens: Any) -> NDArray[Any]:
     with raising(CorpusError, f"{origin}: no array of tokens:"):
         row = np.asarray(tokens)
     if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row):
-        wanted = "expected one dimension of whole numbers"
+        wanted = "expected one dimension of whole numbers, with at least one number"
         raise CorpusError(f"{origin}: tokens are an array {row.shape} of {row.dtype}; {wanted}")
     if int(row.min()) < 0:
         raise CorpusError(f"{origin}: has a token {int(row.min())}; expected tokens of 0 and above")

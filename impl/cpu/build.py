@@ -54,7 +54,9 @@ def user_cache() -> Path:
     try:
         caches = named if named.is_absolute() else Path.home() / ".cache"
     except RuntimeError as problem:  # the user has no account, as may be in containers
-        raise BuildError("no folder for compiled kernels: set XDG_CACHE_HOME or HOME") from problem
+        raise BuildError(
+            "no folder for compiled kernels: set HOME, or XDG_CACHE_HOME to an absolute path"
+        ) from problem
     return caches / "zeropp-bench"
 
 

@@ -47,7 +47,10 @@ def check_same_start(
 
 
 def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return, for each parameter that has values, the sum of its bits; equal values have equal sums."""
+    """Return, for each parameter that has values, the sum of its elements, with their bits read as integers.
+
+    Parameters with equal values have equal sums.
+    """
     integers = {
         name: parameter.detach()
         .resolve_neg()

@@ -386,7 +386,7 @@ class GradientReduction:
     def clear_feedback(self) -> None:
         """Forget carried errors, because the gradients that they come from are not used; all ranks must do so.
 
-        A user's method begins anew.
+        The state of a user's own method is reset.
         """
         if self._errors is not None:
             self._errors.clear()

@@ -190,7 +190,9 @@ class SecondaryShard:
         self._version, self._settled = version, version[1]
 
     def state(self, version: Version) -> dict[str, Tensor]:
-        """Return the copies, so that a resumed run can send differences; empty without differences.
+        """Return the copies and the step of the last gather of whole weights; empty without differences.
+
+        With these a resumed run can send differences.
 
         ``version`` is the present version of the master.
         """

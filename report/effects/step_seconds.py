@@ -29,7 +29,7 @@ from report.data.configuration import label_of
 from report.data.frames import Frames, ReportError, groups, load, rate_text
 from report.data.metrics import Derived, StepSource, derive
 
-OWN: Final = "own records"
+OWN: Final = "this suite's own records"
 _ELSEWHERE: Final = "other trials of this suite"
 _WORK: Final = (
     "workload", "model", "tokenizer", "sequence", "tokens_per_rank", "accumulation", "activation_checkpointing",
@@ -45,7 +45,7 @@ class StepSpeed:
     speedup: Interval
     seconds: float
     base_seconds: float
-    source: str  # in words, such as ``own records`` or ``records of convergence``
+    source: str  # in words, such as ``this suite's own records`` or ``records of convergence``
     where: str  # the setting of these seconds
 
     @property

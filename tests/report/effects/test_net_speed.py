@@ -127,7 +127,7 @@ def test_a_better_configuration_is_marked_as_better_in_every_form() -> None:
     assert (raw["net_speedup"], raw["net_speedup_low"]) == pytest.approx((net.estimate, net.low))
     table = verdicts(derived).table
     assert (
-        "Net speed-up: to the baseline's final loss, with seconds of steps from own records."
+        "Net speed-up: to the baseline's final loss, with seconds of steps from this suite's own records."
         in table.footnotes
     )
     assert cell in table.markdown_rows()
@@ -250,7 +250,7 @@ def test_named_seconds_come_first_and_each_source_has_its_row() -> None:
     elsewhere = source(timed(Cluster(rate="200 Mbit/s"), {"zero3": 3.0, "zeropp": 1.0}))
     derived = Derived(frames_of(trained(BETTER)), (elsewhere,))
     steps = [each.step for each in net_speeds(derived)]
-    assert [each.source for each in steps if each] == ["records of quickstart", "own records"]
+    assert [each.source for each in steps if each] == ["records of quickstart", "this suite's own records"]
     assert re_number(verdict_of(derived)[0]) == pytest.approx(3.3, rel=0.01)
 
 
