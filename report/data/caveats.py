@@ -96,7 +96,7 @@ def untimed_in_words(derived: Derived) -> str:
     which = "all trials" if untimed == len(trials) else f"{untimed} of {counted(len(trials), 'trial')}"
     sentence = (
         f"In {which} the ranks were threads of one process that took turns: no step was timed. Losses, errors and "
-        "bytes are those of ranks that are processes."
+        "bytes are the same as with ranks that are processes."
     )
     return sentence if untimed else ""
 
