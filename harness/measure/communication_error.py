@@ -101,7 +101,10 @@ class ReductionObserver(Observer):
 
 
 def _unlike_reference(unit: str, hop: EncodedHop, values: Tensor, frames: Tensor) -> str | None:
-    """Return how a message differs from what the reference backend encodes; None if it is equal or may differ."""
+    """Return how a message differs from what the reference backend encodes.
+
+    None if both are equal, or if the codec permits a difference.
+    """
     codec = hop.codec
     if codec.stochastic or isinstance(codec, OwnCodec):
         # A stochastic codec's noise depends on the message, and is not known here.  A user's codec has the same code on

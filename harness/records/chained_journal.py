@@ -140,7 +140,7 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
             for trial, runs in of_trial.items()
             if trial in by_id and content_of(by_id[trial]) != runs[-1].content
         ],
-        "records name a line that the journal does not have": [
+        "records name a line that is missing from the journal": [
             record.id for record in records if record.entry is not None and record.id not in of_trial
         ],
     }

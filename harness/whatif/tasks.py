@@ -36,10 +36,10 @@ _EARLY: Final = 5e-3  # most seconds before a collective's recorded end at which
 class Task:
     """One piece of a rank's step."""
 
-    seconds: float  # on its thread or stream; for a collective, from its issue to its beginning
-    after: list[int]  # the rank's tasks that must be done
+    seconds: float  # on its thread or stream; of a collective, the delay between its issue and its beginning
+    after: list[int]  # the rank's tasks that must be done before, by their numbers
     collective: int | None = None  # the collective that it runs, by its number in the step
-    earliest: float = -math.inf  # seconds since the step began, before which it does not start
+    earliest: float = -math.inf  # its earliest start, in seconds since the step began
     name: str = ""  # what it computes
     phase: Phase = "forward"  # of its issue
     stream: int | None = None  # stream of a GPU; None on the host

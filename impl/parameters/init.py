@@ -86,7 +86,7 @@ class Init:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The mesh of the ranks that were given."""
+        """The mesh of the ranks that were given, or of all ranks."""
         if self._mesh is not None and self._data_parallel_group is not None:
             raise ZeroError("Init has both mesh= and data_parallel_group=: leave one of them out")
         return Mesh.of(self._data_parallel_group if self._mesh is None else self._mesh)

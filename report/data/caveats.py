@@ -66,12 +66,16 @@ def footnotes(cells: Iterable[str]) -> str:
 
 
 def alone_in_words(derived: Derived) -> str:
-    """Return a footnote, after a space, on trials whose computation was not measured by itself; empty for none."""
-    unmeasured = int((~derived.trials["alone"].eq(other=True)).sum())
+    """Return a footnote, after a space, on trials whose computation was not measured by itself; empty for none.
+
+    Trials without seconds do not count (:func:`untimed_in_words`).
+    """
+    timed = derived.trials[~derived.trials["id"].isin(derived.frames.untimed)]
+    unmeasured = int((~timed["alone"].eq(other=True)).sum())
     is_rlhf = any(trial.workload == "rlhf" for trial in derived.frames.trial_of.values())
     why = "their steps do more than train" if is_rlhf else "their records are older"
     sentence = (
-        f" In {unmeasured} of {counted(len(derived.trials), 'trial')} computation was not measured by itself ({why}). "
+        f" In {unmeasured} of {counted(len(timed), 'trial')} computation was not measured by itself ({why}). "
         "For these trials, the time in which ranks did not wait is given instead; it includes stalls of the engine."
     )
     return sentence if unmeasured else ""
@@ -96,7 +100,7 @@ def untimed_in_words(derived: Derived) -> str:
     which = "all trials" if untimed == len(trials) else f"{untimed} of {counted(len(trials), 'trial')}"
     sentence = (
         f"In {which} the ranks were threads of one process that took turns: no step was timed. Losses, errors and "
-        "bytes are those of ranks that are processes."
+        "bytes are the same as with ranks that are processes."
     )
     return sentence if untimed else ""
 
@@ -228,9 +232,13 @@ def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
         return throttled
     added = " or ".join(f"{latency:g}" for latency in sorted({latency or 0.0 for latency in latencies_ms}))
     latency = "no latency" if added == "0" else f"{added} ms of latency one way"
+    if kinds & {*_NODES} == {"threads"}:
+        hops = "and each hop is a copy in memory"
+    else:
+        hops = f"a hop inside a node is a copy in memory, and the link adds {latency}"
     return (
         f"Emulated: {'; or '.join(nodes)}. All ranks share the processors of one machine: sending a byte also costs "
-        f"processor time, a hop inside a node is a copy in memory, and the link adds {latency}. {throttled}"
+        f"processor time, {hops}. {throttled}"
     ).strip()
 
 

@@ -40,7 +40,8 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
     return (
         f"A trial is disturbed if other programs and the machine's host took more than {OTHERS_WITHIN:.0%} of the "
         "processors' time. Times in seconds leave out disturbed trials, and speed-ups leave out pairs with a "
-        f"disturbed trial. This leaves out {left} of the {whole} trials or pairs of {counted(len(counts), 'row')}."
+        f"disturbed trial. {left} of the {whole} trials or pairs behind {counted(len(counts), 'row')} were left "
+        "out."
     )
 
 

@@ -130,6 +130,6 @@ def _row(derived: Derived, trials: pd.DataFrame) -> dict[str, Any]:
         row |= {
             "pairs_lowest": lowest,
             "pairs_highest": highest,
-            "_pairs": f"{len(timed_pairs)}{at}{between}",
+            "_pairs": f"{len(timed_pairs)}{at}{between}" if timed_pairs["speedup"].notna().any() else NOTHING,
         }
     return row

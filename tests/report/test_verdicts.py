@@ -444,7 +444,8 @@ def test_disturbed_pairs_are_left_out_counted_and_kept_in_the_csv() -> None:
     assert row["n"] == "4"
     assert raw.loc["ZeRO++", "speedup_left_out"] == 2
     assert (
-        "with a disturbed trial. This leaves out 2 of the 6 trials or pairs of 1 row." in head.table.footnotes
+        "with a disturbed trial. 2 of the 6 trials or pairs behind 1 row were left out."
+        in head.table.footnotes
     )
     assert re.search(r"n = 4, 2 disturbed left out\)\.", head.sentence)
     assert len(derive(frames_of(slow)).trials) == 12

@@ -86,8 +86,8 @@ def edit_line(folder: Path) -> None:
         (scale_times, "records were edited after they were written: 1 trial"),
         (keep(0, 2), "line 2 of 2 does not follow from the line before it"),
         (edit_line, "line 3 of 3 does not follow from the line before it"),
-        (keep(0), "records name a line that the journal does not have: 2 trials"),
-        (keep(), "records name a line that the journal does not have: 3 trials"),
+        (keep(0), "records name a line that is missing from the journal: 2 trials"),
+        (keep(), "records name a line that is missing from the journal: 3 trials"),
     ],
 )
 def test_sabotages_are_named(tmp_path: Path, sabotage: Callable[[Path], None], named: str) -> None:

@@ -88,6 +88,9 @@ def test_the_page_says_that_no_seconds_were_measured(tmp_path: Path) -> None:
     assert "In all trials the ranks were threads of one process that took turns: no step was timed." in page
     assert "ranks are threads of one process that take turns, and no link joins the nodes" in page
     assert "Step, s" not in page
+    # Nothing on the page speaks of a link's latency, of missing measurements, or of ratios of seconds.
+    for absent in ("the link adds", "records are older", "nan to nan"):
+        assert absent not in page
 
 
 def failing(sequence: int) -> Any:

@@ -22,7 +22,7 @@ def test_trials_that_were_left_out_are_counted_over_all_rows() -> None:
     )
     assert left_out_in_words([kept]) == ""
     assert (
-        "with a disturbed trial. This leaves out 3 of the 12 trials or pairs of 2 rows."
+        "with a disturbed trial. 3 of the 12 trials or pairs behind 2 rows were left out."
         in left_out_in_words([kept, some, more])
     )
 
