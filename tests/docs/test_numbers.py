@@ -184,7 +184,9 @@ def test_a_reader_computes_the_net_speed_up_with_pandas_alone() -> None:
     )
     assert done.returncode == 0, done.stderr
     readme = (numbers.ROOT / "README.md").read_text(encoding="utf-8")
-    (net,) = re.findall(r"^\| gpt-tiny, .*\| \*\*(.*?)(?: within this start)?\)\*\* \|$", readme, re.MULTILINE)
+    (net,) = re.findall(
+        r"^\| gpt-tiny, .*\| \*\*(.*?)(?: within this start)?\)\*\* \|$", readme, re.MULTILINE
+    )
     (loss,) = re.findall(r"steps are counted to (\S+), the loss with which it ends", readme)
     assert done.stdout == f"at {loss} nats: {net})\n"
 
