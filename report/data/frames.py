@@ -309,7 +309,7 @@ def _settings(
 
     A setting consists of all fields of a trial except :data:`_NOT_OF_A_SETTING` and the fields ``also``, which belong
     to the configuration.  ``setting`` is the hash of these fields and ``where`` their description.  ``elsewhere`` is
-    the description without the rate, and ``shape`` the model.
+    the description without the rate, and ``shape`` the model, with the optimizer if there are several.
     """
     apart = (*_NOT_OF_A_SETTING, *also)
     fields = {
@@ -321,6 +321,7 @@ def _settings(
         varying, key=lambda key: (not key.endswith(".name"), key)
     )  # what has arguments, before these
     models = [trial.model for trial in trials.values()]
+    optimizers = {trial.optimizer.name for trial in trials.values()}
     shapes = {(model.name, with_arguments(model.name, model.arguments)) for model in models}
     settings = {}
     for identity, trial in trials.items():
@@ -333,11 +334,13 @@ def _settings(
         ]
         text, model = json.dumps(fields[identity], sort_keys=True, separators=(",", ":")), trial.model
         several = sum(name == model.name for name, _ in shapes) > 1
+        shape = with_arguments(model.name, model.arguments) if several else model.name
         settings[identity] = {
             "setting": hashlib.sha256(text.encode()).hexdigest()[:12],
             "where": ", ".join(parts),
             "elsewhere": ", ".join([parts[0], *parts[2:]]),
-            "shape": with_arguments(model.name, model.arguments) if several else model.name,
+            # Optimizers differ in what they hold, and those of whole matrices in what they send.
+            "shape": f"{shape}, {trial.optimizer.name}" if len(optimizers) > 1 else shape,
         }
     return settings
 

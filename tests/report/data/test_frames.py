@@ -194,3 +194,7 @@ def test_settings_name_their_fields_apart() -> None:
     frames = frames_of([record_of(Trial.model_validate({"optimizer": each})) for each in (muon, adamw)])
     places = {where.partition("tokens/rank, ")[2] for where in frames.finished["where"]}
     assert places == {"optimizer Muon, adamw lr 0.001, lr 0.02", "optimizer AdamW, lr 0.001"}
+    assert set(frames.finished["shape"]) == {
+        "gpt-tiny, Muon",
+        "gpt-tiny, AdamW",
+    }  # never in one row of bytes or memory
