@@ -201,7 +201,7 @@ def test_bytes_that_are_no_tuples_are_shown() -> None:
     """If ``bytes()`` returns anything but tuples, the error shows what it has, and what is expected."""
     geometry = lay_out("u", [ParameterSpec("w", (8,))], grain=1, world=4, max_padding=1.0)
     with pytest.raises(
-        MethodError, match=r"bytes\(\) has 'all_to_all': expected \(kind, axis, bytes\) with a kind of"
+        MethodError, match=r"bytes\(\) returned 'all_to_all': expected \(kind, axis, bytes\) with a kind of"
     ):
         planned_messages(method(Untupled), Topology(2, 2), [geometry])
 

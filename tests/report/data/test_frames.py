@@ -195,6 +195,6 @@ def test_settings_name_their_fields_apart() -> None:
     places = {where.partition("tokens/rank, ")[2] for where in frames.finished["where"]}
     assert places == {"optimizer Muon, adamw lr 0.001, lr 0.02", "optimizer AdamW, lr 0.001"}
     assert set(frames.finished["shape"]) == {
-        "gpt-tiny, Muon",
-        "gpt-tiny, AdamW",
+        "gpt-small, Muon",
+        "gpt-small, AdamW",
     }  # never in one row of bytes or memory
