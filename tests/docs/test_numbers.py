@@ -184,7 +184,8 @@ def test_a_reader_computes_the_net_speed_up_with_pandas_alone() -> None:
     )
     assert done.returncode == 0, done.stderr
     readme = (numbers.ROOT / "README.md").read_text(encoding="utf-8")
-    ((loss, net),) = re.findall(r"\| net speed-up to (\S+) nats \| (.*?)(?: within this start)?\) \|", readme)
+    (loss,) = re.findall(r"steps are counted to (\S+), the loss", readme)
+    (net,) = re.findall(r"\| gpt-tiny, .*\*\*(.*?)(?: within this start)?\)\*\* \|", readme)
     assert done.stdout == f"at {loss} nats: {net})\n"
 
 
