@@ -186,6 +186,19 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
 # Fit
 
 
+def test_a_loss_before_the_end_is_refused() -> None:
+    """If ``validate_every`` does not divide the steps, the last validation is no final loss."""
+    trial, steps = (
+        trial_of("zeropp", 64, 0),
+        [Validation(step=600, loss=2.5, train_seconds=0.0, inter_bytes=None)],
+    )
+    records = [record(trial_of("zero3", 64, 0), 2.0), record(trial, 2.5, validations=steps)]
+    with pytest.raises(
+        Refusal, match=r"record \w+ of suite ladder: expected a finite loss of a validation at its end"
+    ):
+        rungs(records, "ladder")
+
+
 def drawn(truth: Callable[[int], float], noise: float, random: np.random.Generator) -> Fit:
     """A fit of the four smaller sizes, with 8, 8, 8 and 4 seeds of normal differences around ``truth``."""
     sizes = zip([*SIZES.values()][:4], (8, 8, 8, 4), strict=True)
