@@ -167,7 +167,14 @@ class Estimate:
 
         With the standard error of the ratio's logarithm, from its interval, this is
         ``exp((t(0.975) + t(0.8)) * error) - 1``, by Student's t with n - 1 degrees of freedom.
+
+        Raises:
+            DocumentError: If there is no interval, or one over several occasions, whose degrees of freedom are others.
         """
+        if not self._spreads or self.occasions > 1:
+            raise DocumentError(
+                f"{self.what}: a detectable change needs an interval of pairs of one occasion"
+            )
         students = [float(stats.t.ppf(share, self.n - 1)) for share in (0.975, 0.8)]
         error = math.log(self.interval.high / self.interval.low) / (2 * students[0])
         return self._with(self._caveats, f"{100 * math.expm1(sum(students) * error):.0f} %")

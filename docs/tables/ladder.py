@@ -20,7 +20,7 @@ import sys
 import tempfile
 import textwrap
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -29,7 +29,7 @@ from typing import Final
 
 import numpy as np
 from matplotlib.axes import Axes
-from pydantic import BaseModel
+from pydantic import AwareDatetime, BaseModel
 
 from docs.numbers import REFERENCE, ROOT
 from docs.tables import markdown
@@ -109,7 +109,7 @@ class Registered(BaseModel, extra="forbid", frozen=True):
     """Predictions that were registered at one moment, and what they rest on."""
 
     suite: str
-    moment: datetime
+    moment: AwareDatetime
     commits: list[str]  # of the code that the records ran
     records: list[str]  # ids of the trials of all points
     content: str  # SHA-256 over these ids and the hashes of the records' contents
@@ -144,8 +144,19 @@ class Ladder:
 
     @classmethod
     def of(cls, axis: Axis, records: Records, registered: Iterable[Registered]) -> Ladder:
-        """Return the rungs of the records, and the registrations of this axis."""
+        """Return the rungs of the records, and the registrations of this axis.
+
+        Raises:
+            Refusal: If a configuration has several rungs at one place, since a fit and an outcome are of one training.
+        """
         found = rungs([kept.record for kept in records.values()], axis.suite)
+        places = Counter((rung.configuration, axis.of_rung(rung)) for rung in found)
+        for (name, at), count in places.items():
+            if count > 1:
+                raise Refusal(
+                    f"suite {axis.suite}: {name} with {at:,} {axis.name} has records of {count} trainings, which "
+                    "differ in more than the configuration and the seed: keep the records of one of them"
+                )
         return cls(axis, records, found, [each for each in registered if each.suite == axis.suite])
 
     def at(self, rung: Rung) -> int:
@@ -362,11 +373,18 @@ def as_toml(each: Registered) -> str:
 
 
 def registered_in(path: Path) -> list[Registered]:
-    """Read the registered predictions; there are none if the file does not exist."""
+    """Read the registered predictions; there are none if the file does not exist.
+
+    Raises:
+        Refusal: If the file is no TOML, or has other tables than :func:`as_toml` writes.
+    """
     if not path.exists():
         return []
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    return [Registered.model_validate(each) for each in tables.get("registered", [])]
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return [Registered.model_validate(each) for each in tables.get("registered", [])]
+    except ValueError as error:  # of tomllib, of pydantic, or of a wrong encoding
+        raise Refusal(f"{path}: {error}: take the file from git, since entries are never changed") from error
 
 
 def verdict(prediction: RegisteredPrediction, outcome: Rung | None, moment: datetime) -> str:
@@ -657,7 +675,9 @@ def register_all(folders: Sequence[Path], predictions: Path, moment: datetime) -
         records: dict[str, Kept] = {}
         for suite in (axis.suite, *axis.others):
             records |= found.get(suite) or committed(suite)
-        finished = [kept.record for kept in records.values() if kept.record.failure is None]
+        # A size whose records are committed is measured, even if they are not in the folders.
+        known = [*records.values(), *committed(axis.suite).values()]
+        finished = [kept.record for kept in known if kept.record.failure is None]
         ladder = Ladder.of(axis, records, before)
         new = register(ladder, planned(axis), moment, {axis.of_record(record) for record in finished})
         added.append(as_toml(new))

@@ -172,7 +172,8 @@ def rungs(records: Sequence[Record], suite: str) -> list[Rung]:
         suite: The suite's name.
 
     Raises:
-        Refusal: If a final loss is not finite, since leaving it out would flatter its configuration.
+        Refusal: If a final loss is not finite, since leaving it out would flatter its configuration; or if the last
+            validation was before the end.
     """
     finished = [record for record in records if record.failure is None]
     trials = {record.id: Trial.from_canonical(record.trial) for record in finished}
@@ -189,7 +190,7 @@ def rungs(records: Sequence[Record], suite: str) -> list[Rung]:
             if not (seeds := sorted(own.keys() & base.keys())):
                 continue
             used = [record for side in (own, base) for seed in seeds for record in side[seed]]
-            losses = [(_mean_loss(own[seed]), _mean_loss(base[seed])) for seed in seeds]
+            losses = [(_mean_loss(own[seed], trials), _mean_loss(base[seed], trials)) for seed in seeds]
             trial = trials[used[0].id]
             found.append(
                 Rung(
@@ -236,12 +237,14 @@ def _by_seed(records: Sequence[Record], trials: Mapping[str, Trial]) -> dict[int
     return found
 
 
-def _mean_loss(records: Sequence[Record]) -> float:
+def _mean_loss(records: Sequence[Record], trials: Mapping[str, Trial]) -> float:
     """Return the mean final validation loss of the repeats of one seed."""
     for record in records:
-        if not record.validations or not math.isfinite(record.validations[-1].loss):
+        end = trials[record.id].warmup + trials[record.id].steps
+        losses = [each.loss for each in record.validations if each.step == end]
+        if not losses or not math.isfinite(losses[-1]):
             raise Refusal(
                 f"record {record.id} of suite {record.suite}: expected a finite loss of a validation at its end: "
-                "set validate_every, or leave its configuration out of the suite"
+                "let validate_every divide the steps, or leave its configuration out of the suite"
             )
     return float(np.mean([record.validations[-1].loss for record in records]))

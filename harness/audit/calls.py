@@ -110,6 +110,8 @@ class Rank:
                 self.whole = max(self.whole, last or 0)
             case "counters":
                 self.counters[event["step"]] = event["sent"]
+                # Read again after the step, as when a process group is destroyed, they count these calls too.
+                self.late.pop(event["step"], None)
             case "late":
                 self.late[event["step"]] = _counts(event["rows"])
             case "lost":

@@ -44,6 +44,9 @@ _DTYPES: Final = {  # types of gloo's traces by the names that they have in NCCL
 }  # fmt: skip
 _MOST: Final = 1 << 50  # elements of a collective
 _GLOO_THREADS: Final = 2  # threads on which a gloo process group runs collectives
+# The beginning of an NCCL kernel's name.  In traces that a prediction is written into, a kernel that computes is named
+# after what it does and the user's module, whose name may be anything.
+_NCCL: Final = re.compile(r"(void )?[\w:]*nccl", re.IGNORECASE)
 _UNIT: Final = re.compile(r"FSDP::\S.* \((.*)\)$")
 _WINDOW: Final = re.compile(r"FSDP::(pre_forward|post_forward|pre_backward) \((.*)\)$")
 _DDP: Final = "DistributedDataParallel.forward"
@@ -142,7 +145,7 @@ def find(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
     Raises:
         Refusal: if the trace lacks what names a collective, or has messages between two ranks.
     """
-    on_gpu = any("nccl" in event.name.lower() for event in step.device)
+    on_gpu = any(_NCCL.match(event.name) for event in step.device)
     found = _nccl(trace, step, marks) if on_gpu else _gloo(trace, step, marks)
     for collective in found:
         if not 0 <= collective.elements < _MOST:
@@ -180,7 +183,7 @@ def _nccl(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
     launched = {event.arguments.get("correlation"): event for event in step.launches}
     found = []
     for kernel in step.device:
-        if "nccl" not in kernel.name.lower():
+        if not _NCCL.match(kernel.name):
             continue
         facts = kernel.arguments
         name = facts.get("Collective name")
@@ -206,7 +209,8 @@ def _nccl(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
                 issued=(launch.begin, launch.end),
                 ran=(kernel.begin, kernel.end),
                 # So a prediction is written for a program over gloo (:mod:`harness.whatif.export`).
-                as_all_reduce=kind == "reduce_scatter" and "allreduce" in kernel.name.lower(),
+                as_all_reduce=kind == "reduce_scatter"
+                and "allreduce" in kernel.name.lower().partition("(")[0],
                 kernel=kernel,
             )
         )

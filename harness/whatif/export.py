@@ -36,6 +36,7 @@ MOST: Final = 1024  # ranks that are written
 _HOST_THREAD: Final = 1
 _STREAM: Final = 7  # torch's first stream for computation
 _APART: Final = 1e-6  # seconds from one launch to the next
+_MOST_LISTED: Final = 30  # ranks of a group that torch lists with each collective
 _NAMES: Final[Mapping[Kind, tuple[str, str]]] = {  # collective's name, and a part of its kernel's
     "all_gather": ("_allgather_base", "AllGather"),
     "reduce_scatter": ("_reduce_scatter_base", "ReduceScatter"),
@@ -176,6 +177,16 @@ def _lines(
     yield "\n]}\n"
 
 
+def _listed(group: Sequence[int]) -> str:
+    """Return the ranks of a group as torch writes them: all, or the first and the last of a large group.
+
+    ``distributedInfo`` has all of them, once for each group and not with each collective.
+    """
+    if len(group) <= _MOST_LISTED:
+        return str([*group])
+    return f"[{', '.join(map(str, group[: _MOST_LISTED - 1]))}, ..., {group[-1]}]"
+
+
 def _description(name: str) -> str:
     return "default_pg" if name == "0" else f"group {name}"
 
@@ -239,7 +250,7 @@ class _Events:
             "Collective name": _NAMES[message.kind][0], "In msg nelems": message.given,
             "Out msg nelems": message.received, "Group size": len(message.group), "dtype": message.dtype,
             "In split size": "[]", "Out split size": "[]", "Process Group Name": group,
-            "Process Group Description": _description(group), "Process Group Ranks": str([*message.group]),
+            "Process Group Description": _description(group), "Process Group Ranks": _listed(message.group),
             "Rank": self.rank, "Seq": self.sent[group],
         }  # fmt: skip
         return facts | ({"codec": message.codec} if message.codec else {})

@@ -357,8 +357,15 @@ def _named(key: str, fields: Mapping[str, Any], among: Sequence[str]) -> str:
     if key == "cluster.slow":
         return "equal nodes" if value is None else f"one node at {value:g} of the rate"
     table, _, name = key.removesuffix(".name").rpartition(".")
-    if sum(other.removesuffix(".name").rpartition(".")[2] == name for other in among) > 1:
-        name = f"{table.rpartition('.')[2]} {name}".removeprefix("arguments ")
+    parted = [other.removesuffix(".name").rpartition(".") for other in among]
+    alike = [other_table for other_table, _, other_name in parted if other_name == name]
+    if len(alike) > 1:
+        first, _, last = table.rpartition(".")
+        if (
+            last == "arguments"
+        ):  # named after what has the arguments, but only where several things have such ones
+            last = first if sum(other.endswith(".arguments") for other in alike) > 1 else ""
+        name = f"{last} {name}".lstrip()
     if key not in fields:
         return ""
     return f"no {name}" if value is None else f"{name} {plain(value)}"

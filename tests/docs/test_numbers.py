@@ -217,6 +217,15 @@ def test_a_detectable_difference_is_found_in_four_of_five_runs(ratio: float, n: 
     assert abs(student.ppf(power) - student.ppf(0.8)) <= near
 
 
+@pytest.mark.parametrize(
+    "interval", [Interval(1.1, math.nan, math.nan, 3), Interval(1.1, 1.0, 1.2, 28, occasions=3)]
+)
+def test_no_detectable_difference_follows_from_other_intervals(interval: Interval) -> None:
+    """Without an interval, or with one whose degrees of freedom are those of occasions, a document gets no number."""
+    with pytest.raises(numbers.DocumentError, match=r"a ratio: a detectable change needs an interval"):
+        _ = Estimate(interval, "{:.2f}".format, "a ratio", equal=1.0).detectable
+
+
 STEPS = {  # seconds of a step by strategy and type in which it computes
     ("ddp", "fp32"): 3.0, ("ddp-tuned", "fp32"): 2.0, ("ddp-bf16", "fp32"): 1.5, ("ddp-bf16", "bf16"): 1.25,
     ("fsdp2", "fp32"): 5.0, ("fsdp2", "bf16"): 0.5, ("exact", "fp32"): 1.0, ("zero3", "fp32"): 1.0,

@@ -186,6 +186,19 @@ def test_a_loss_that_is_not_finite_is_refused() -> None:
 # Fit
 
 
+def test_a_loss_before_the_end_is_refused() -> None:
+    """If ``validate_every`` does not divide the steps, the last validation is no final loss."""
+    trial, steps = (
+        trial_of("zeropp", 64, 0),
+        [Validation(step=600, loss=2.5, train_seconds=0.0, inter_bytes=None)],
+    )
+    records = [record(trial_of("zero3", 64, 0), 2.0), record(trial, 2.5, validations=steps)]
+    with pytest.raises(
+        Refusal, match=r"record \w+ of suite ladder: expected a finite loss of a validation at its end"
+    ):
+        rungs(records, "ladder")
+
+
 def drawn(truth: Callable[[int], float], noise: float, random: np.random.Generator) -> Fit:
     """A fit of the four smaller sizes, with 8, 8, 8 and 4 seeds of normal differences around ``truth``."""
     sizes = zip([*SIZES.values()][:4], (8, 8, 8, 4), strict=True)
@@ -430,6 +443,40 @@ def test_the_command_leaves_out_sizes_with_records(results: Path, width: int) ->
     assert module.main(["register", str(results)]) == 0
     (each,) = registered_in(module.PREDICTIONS)
     assert [prediction.at for prediction in each.predictions] == [SIZES[224 - width]]
+
+
+def test_the_command_leaves_out_sizes_with_committed_records(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A size that was measured before is not predicted, though its records are not in the folder."""
+    before = {"ladder": kept([record(trial_of("zero3", 96, 0), 2.0)])}
+    monkeypatch.setattr(module, "committed", lambda suite: before.get(suite, {}))
+    assert module.main(["register", str(results)]) == 0
+    (each,) = registered_in(module.PREDICTIONS)
+    assert [prediction.at for prediction in each.predictions] == [SIZES[128]]
+
+
+@pytest.mark.parametrize("text", ["[[registered]", "[[registered]]\nsuite = 1\n", None])
+def test_a_wrong_file_of_predictions_is_named(
+    results: Path, text: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is no TOML, an entry without its fields, and a moment without a zone end the command in one line."""
+    if text is None:
+        text = as_toml(registered_from(small_sizes())).replace("+00:00", "")
+    module.PREDICTIONS.write_text(text, encoding="utf-8")
+    assert module.main(["register", str(results)]) == 2
+    assert (line := capsys.readouterr().err).startswith(f"docs.tables.ladder: {module.PREDICTIONS}: ")
+    assert line.count("\n") == 1
+    assert module.PREDICTIONS.read_text(encoding="utf-8") == text
+
+
+def test_two_trainings_of_one_size_are_refused(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Records of another training of a size, such as of fewer steps, are neither fitted nor taken as its outcome."""
+    for strategy in ("zero3", "zeropp"):
+        write(results / "ladder", record(trial_of(strategy, 64, 0, steps=7), 2.0))
+    assert module.main(["register", str(results)]) == 2
+    assert "ZeRO++ with 139,584 parameters has records of 2 trainings" in capsys.readouterr().err
+    assert not module.PREDICTIONS.exists()
 
 
 def test_the_command_refuses_folders_without_records(

@@ -73,11 +73,33 @@ def test_calls_after_a_reading_are_in_the_next_one(ended: str) -> None:
     for rank in range(4):
         made = events(rank, 4, [row("send", STEP // 8, peer=(rank + 2) % 4)], ended="")
         late = [row("send", STEP // 16, peer=(rank + 2) % 4)]
-        made += [{"event": "late", "step": step, "rows": late} for step in (1, 2, 3)]
         read = {step: 5000 + step * STEP - half for step in (1, 2, 3)}
-        read[3] += half if ended == "exit" else 0
-        made += [{"event": "counters", "step": s, "sent": {"eth0": value}} for s, value in read.items()]
+        for step, value in read.items():
+            made.append({"event": "counters", "step": step, "sent": {"eth0": value}})
+            made.append({"event": "late", "step": step, "rows": late})
+        if ended == "exit":
+            made.append({"event": "counters", "step": 3, "sent": {"eth0": read[3] + half}})
         ranks.append([*made, {"event": "end", "how": ended, "steps": 3}])
+    report = tables.report_on(calls_of(ranks, 2), [2, 3], None, by="optimizer steps")
+    for found in tables.counter_rows(report):
+        assert found["counted"] == found["expected"]
+
+
+@pytest.mark.parametrize("ended", ["", "exit"])
+def test_calls_before_a_second_reading_are_in_it(ended: str) -> None:
+    """Counters that are read again after a step, as when a group is destroyed, have the calls after the first reading.
+
+    This holds whether the program then ends by itself or is killed.
+    """
+    half, ranks = 2 * 4 * (STEP // 16), []
+    for rank in range(4):
+        made = events(rank, 4, [row("send", STEP // 8, peer=(rank + 2) % 4)], ended="")
+        late = [row("send", STEP // 16, peer=(rank + 2) % 4)]
+        for step in (1, 2, 3):
+            made.append({"event": "counters", "step": step, "sent": {"eth0": 5000 + step * STEP - half}})
+            made.append({"event": "late", "step": step, "rows": late})
+            made.append({"event": "counters", "step": step, "sent": {"eth0": 5000 + step * STEP}})
+        ranks.append([*made, *([{"event": "end", "how": ended, "steps": 3}] if ended else [])])
     report = tables.report_on(calls_of(ranks, 2), [2, 3], None, by="optimizer steps")
     for found in tables.counter_rows(report):
         assert found["counted"] == found["expected"]

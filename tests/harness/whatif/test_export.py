@@ -185,6 +185,39 @@ def test_collectives_have_the_arguments_of_real_traces(tmp_path: Path) -> None:
     assert (about["policy"], about["nodes"]) == ("same", 2)
 
 
+@pytest.mark.parametrize("module", ["nccl_mlp", "allreduce_mlp", 'a"\\\n'])
+@pytest.mark.parametrize("policy", ["same", "zeropp"])
+def test_modules_may_have_any_name(tmp_path: Path, policy: str, module: str) -> None:
+    """Modules that are called as NCCL's kernels are, or whose names need escapes, make no kernel another one."""
+    writers = [fsdp(Writer(rank)) for rank in (0, 1)]
+    for event in itertools.chain.from_iterable(writer.events for writer in writers):
+        event["name"] = event["name"].replace("(a)", f"({module})")
+    traced, target = joined(tmp_path, *writers, rate=TRACED), Target(policy, TRACED, TWO, MACHINE)
+    (plain := tmp_path / "plain").mkdir()
+    usual, named = written(plain, of(plain, "fsdp"), target)[1], written(tmp_path, traced, target)[1]
+    pairs = zip(again(usual, target).steps, again(named, target).steps, strict=True)
+    for before, after in pairs:
+        assert [facts(one.seen) for one in after.collectives] == [
+            facts(one.seen) for one in before.collectives
+        ]
+        assert [one.seen.as_all_reduce for one in after.collectives] == [
+            one.seen.as_all_reduce for one in before.collectives
+        ]
+
+
+@pytest.mark.parametrize("ranks", [30, 31, 1 << 16])
+def test_collectives_of_large_groups_list_few_ranks(tmp_path: Path, ranks: int) -> None:
+    """As torch does, a collective of more than 30 ranks lists the first 29 and the last; readers know them all."""
+    traced = joint.join([kineto.read(REAL)], 1, None)
+    target = Target("bf16", traced.rate, Topology(ranks // 2, 2) if ranks % 2 == 0 else Topology(ranks, 1))
+    _, (path,) = written(tmp_path, traced, target)
+    first = next(event["args"] for event in events(path) if "Collective name" in event["args"])
+    whole = [*range(ranks)]
+    some = f"{str(whole[:29])[:-1]}, ..., {whole[-1]}]"
+    assert first["Process Group Ranks"] == (str(whole) if ranks == 30 else some)
+    assert again([path], target).steps[0].collectives[0].seen.group == tuple(whole)
+
+
 @pytest.mark.parametrize("policy", ["bf16", "zeropp"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_what_shares_a_track_does_not_overlap(tmp_path: Path, kind: str, policy: str) -> None:

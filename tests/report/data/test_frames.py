@@ -194,7 +194,36 @@ def test_settings_name_their_fields_apart() -> None:
     frames = frames_of([record_of(Trial.model_validate({"optimizer": each})) for each in (muon, adamw)])
     places = {where.partition("tokens/rank, ")[2] for where in frames.finished["where"]}
     assert places == {"optimizer Muon, adamw lr 0.001, lr 0.02", "optimizer AdamW, lr 0.001"}
-    assert set(frames.finished["shape"]) == {
-        "gpt-small, Muon",
-        "gpt-small, AdamW",
-    }  # never in one row of bytes or memory
+    shapes = {"gpt-small, Muon", "gpt-small, AdamW"}  # never in one row of bytes or memory
+    assert set(frames.finished["shape"]) == shapes
+
+
+@pytest.mark.parametrize(
+    ("trials", "names"),
+    [
+        (
+            [
+                {"warmup": warmup, "optimizer": {"schedule": {"warmup": rising, "decay": "cosine"}}}
+                for warmup, rising in ((0, 1), (1, 2))
+            ],
+            {"schedule warmup 1, warmup 0", "schedule warmup 2, warmup 1"},
+        ),
+        (
+            [
+                {
+                    "model": {"name": "mine:Model", "arguments": {"eps": of_model}},
+                    "optimizer": {"arguments": {"eps": of_optimizer}},
+                }
+                for of_model, of_optimizer in ((0.5, 0.25), (0.25, 0.5))
+            ],
+            {"model eps 0.5, optimizer eps 0.25", "model eps 0.25, optimizer eps 0.5"},
+        ),
+    ],
+    ids=["of no table", "arguments"],
+)
+def test_fields_of_equal_names_are_named_after_their_tables(
+    trials: list[dict[str, object]], names: set[str]
+) -> None:
+    """A field of no table has no table's name, and arguments of two things have the names of these."""
+    frames = frames_of([record_of(Trial.model_validate(each)) for each in trials])
+    assert {where.partition("tokens/rank, ")[2] for where in frames.finished["where"]} == names
