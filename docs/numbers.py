@@ -469,12 +469,17 @@ def net_speed(suite: str, name: str, over: str = "", at: str = "") -> Net:
     It is over the configuration ``over`` in the same setting, or else over the baseline.
 
     Raises:
-        DocumentError: If the loss is not compared with a baseline's, or there are no seconds or no ratio of steps.
+        DocumentError: If the loss is not compared with a baseline's, if there are no seconds or no ratio of steps, or
+            if ``over`` is of another setting.
     """
     found = _net_speed(suite, name, at)
     if over:
-        base = _trials(suite, over, at)["id"]
-        found = net_speed_against(derived(suite), found.row, list(base))[0]
+        base = _trials(suite, over, at)
+        if base["setting"].iloc[0] != found.row["setting"]:
+            raise DocumentError(
+                f"{suite}: {over!r} at {at!r} is of another setting than {name!r}: name a setting that has both"
+            )
+        found = net_speed_against(derived(suite), found.row, list(base["id"]))[0]
     if found.step is None or found.equal.why:
         raise DocumentError(
             f"{suite}: no net speed-up of {name!r}: {found.equal.why or 'no seconds of a step on a link with a rate'}"
