@@ -341,7 +341,7 @@ def test_plan_and_show_mark_padding_and_not_its_limit(folder: Path, zeropp: Zero
     for units, marked in (([("u", 1000, 1050)], False), ([("u", 1000, 1051)], True)):
         write(RESULTS, unpadded.model_copy(update={"units": units}))
         text = zeropp("show", "q").stdout
-        assert (" 2 ¶ " in text, "at most 5.1%; it is sent" in text) == (marked, marked)
+        assert (" 2 ¶ " in text, "at most 5.1%; padding is sent" in text) == (marked, marked)
         assert "max_padding" not in text + plain
 
 
