@@ -13,6 +13,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from harness.measure import machine
 from harness.records import archive, chained_journal
 from harness.records.trial_record import read_all
+from harness.workloads import corpus
 
 pytestmark = pytest.mark.bench
 
@@ -30,9 +31,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     results = tmp_path_factory.mktemp("results")
     code, facts = machine.code(), machine.facts()
     here = {"code": code, "machine": facts, "pool": machine.pool_key(facts, code)}
+    text = corpus.load("stdlib").sha256  # the sources of the Python that runs this
     for record in read_all(packed):
         if record.sweep == 0:
-            chained_journal.append(results / "quickstart", record.model_copy(update=here))
+            inputs = {"inputs": record.inputs | {"corpus": text}}
+            chained_journal.append(results / "quickstart", record.model_copy(update=here | inputs))
     return results
 
 
