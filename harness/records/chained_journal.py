@@ -153,10 +153,10 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
         if trials
     ]
     if older := sum(record.entry is None and record.id not in of_trial for record in records):
-        unknown = (
-            "written before sweeps kept a journal; whether trials were deleted or run again is not known"
+        sentences.append(
+            f"Not in the journal: {counted(older, 'record')}, because they are older than journals or were changed "
+            "since; whether trials were deleted or run again is not known."
         )
-        sentences.append(f"Not in the journal: {counted(older, 'record')}, {unknown}.")
     return sentences
 
 
