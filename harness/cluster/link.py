@@ -178,7 +178,9 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
     }
     for limit, requested in limits.items():
         if requested:
-            raise LinkError(f"{limit} network namespaces, which link {kind!r} does not give here ({why})")
+            raise LinkError(
+                f"{limit} network namespaces, which link {kind!r} does not give here ({why}); remove this limit"
+            )
     if rate is None:
         return Link(cluster, "none", why, loopback)
     details = {"header_bytes": 0, "latency_ms": latency or 0.0, "untimed": "open"}
@@ -220,7 +222,7 @@ def tbf_details(rate_mbit: float) -> dict[str, Any]:
 
 
 def measure_link(rank: Rank, message: tuple[int, int, str, str]) -> list[float]:
-    """Measure the link's rate with :func:`exchange`; a supervisor may run this on its ranks.
+    """Return the link's rates in Mbit/s, as :func:`exchange` measures them; a supervisor may run this on its ranks.
 
     Args:
         rank: This rank.

@@ -295,7 +295,7 @@ def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any], ad
 
 
 def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_reason: StopReason) -> Answer:
-    """Run work on this node's ranks; meanwhile shape its interface, if the link asks for that."""
+    """Run work on this node's ranks, and return the answer; limit the node's interface meanwhile if it is shaped."""
     port = launch.ports[launch.node or 0]
     others = [other.address for other in launch.ports if other is not port]
     shaped: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
@@ -311,7 +311,7 @@ def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_re
 
 
 def _cause(answers: Mapping[int, Answer], log: Path) -> LaunchError:
-    """Return the most likely cause of a failure, and append the other nodes' logs to ``log``, this node's."""
+    """Return an error with the most likely cause of a failure; appends the other nodes' logs to ``log`` of node 0."""
     failures = {node: answer for node, answer in answers.items() if "kind" in answer}
     with contextlib.suppress(OSError):
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -131,7 +131,7 @@ def _request(keeper: socket.socket, send: Callable[[], None], expected: bytes) -
         send()
         answer = keeper.recv(len(expected), socket.MSG_WAITALL)
     except OSError as error:
-        raise LinkError(f"the keeper of the link does not answer: {error}") from error
+        raise LinkError(f"the keeper of the link does not answer: {error}: run the trial again") from error
     if answer != expected:
         raise LinkError(
             f"the link's keeper ended: it answered {answer!r} instead of {expected.decode()!r}: run the trial again"

@@ -70,8 +70,8 @@ def read_all(folder: Path) -> list[BenchmarkFile]:
     """Read all files of a folder, in the order in which they were written.
 
     Raises:
-        RecordError: If the folder holds none; or, naming the file, if a file was not written by pytest-benchmark, or
-            lacks a field that report pages need.
+        RecordError: If the folder holds no such files, or if a file was not written by pytest-benchmark or lacks a
+            field that report pages need; the message names this file.
     """
     files = []
     for path in paths_in(folder):

@@ -221,13 +221,14 @@ def geometric_interval(
 def product_interval(left: Interval, right: Interval) -> Interval:
     """Return the product of two independent positive ratios, with its interval.
 
-    On logarithms, each end lies as far from the estimate as the root of the sum of the squares of the distances of the
-    two factors' ends (MOVER, the method of variance estimates recovery: Zou and Donner, Statistics in Medicine 27
-    (2008), 1693).  A factor whose ends equal its estimate adds nothing.
+    In logarithms, let a and b be the distances of the two factors' lower (or upper) ends from their estimates.  Then
+    the product's lower (or upper) end lies sqrt(a**2 + b**2) from the product's estimate (MOVER, the method of variance
+    estimates recovery: Zou and Donner, Statistics in Medicine 27 (2008), 1693).  A factor whose ends equal its estimate
+    adds nothing.
 
     Returns:
-        The interval, whose ``n`` is the smaller number of values of the factors that have any.  Its ends are NaN unless
-        both factors have an interval.
+        The interval.  Its ``n`` is the smaller of the two factors' ``n``, without a factor whose ``n`` is 0.  Its ends
+        are NaN unless both factors have an interval.
 
     Raises:
         ValueError: If an estimate or an end is zero or negative.

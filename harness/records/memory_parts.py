@@ -35,5 +35,5 @@ def on_host(memory: dict[str, int]) -> dict[str, int]:
 
 
 def sum_parts(memory: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """Add up bytes by part of two engines on one rank."""
+    """Return bytes by part, summed over two engines on one rank."""
     return {part: memory.get(part, 0) + other.get(part, 0) for part in memory | other}

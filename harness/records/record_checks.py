@@ -62,9 +62,7 @@ def ledger_mismatch(record: Record) -> str | None:
     if not measured and (why := sent_by_step.mismatch(record)) is not None:
         return why
     if measured and record.predicted.equal is not None:
-        return (
-            f"the record states that its ledgers equal predictions of {measured[0]}, which were not predicted"
-        )
+        return f"the record states that its ledgers equal its predictions, but no bytes of {measured[0]} were predicted"
     stated = record.predicted.equal or bool(measured)
     return None if stated else "the record states that its ledgers differ from its predictions"
 
@@ -136,7 +134,7 @@ def codec_mismatch(record: Record) -> str | None:
 
 
 def _codecs_of(policy: Policy) -> set[str]:
-    """Return the texts of all codecs in which messages of a policy without a schedule may be."""
+    """Return the texts of all codecs with which a policy without a schedule may encode messages."""
     policies = [policy, policy.for_kind(persistent=True), policy.for_kind(trainable=False)]
     known = {str(codec) for variant in policies for codec in (*variant.codecs, variant.copy_codec)}
     if policy.blocks == "shape":  # the size of blocks then differs from unit to unit
@@ -186,7 +184,7 @@ def flat_loss(record: Record) -> str | None:
 
 
 def header_bytes(row: LedgerRow) -> int:
-    """Return the bytes of packet headers of a row's messages.
+    """Return how many bytes the packet headers of all messages of a ledger's row take.
 
     The messages are assumed to be equally long, and to be cut into packets with ``SEGMENT_BYTES`` of payload.
     """

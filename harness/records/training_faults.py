@@ -78,7 +78,7 @@ class Norms(NamedTuple):
 
     reduced: float  # norm of the gradient as the backward passes left it
     stepped: float  # norm of the gradient with which the optimizer stepped
-    scale: float  # loss scale in ``reduced``
+    scale: float  # loss scale by which ``reduced`` is multiplied
 
 
 class OuterNote(NamedTuple):
@@ -93,9 +93,9 @@ class OuterNote(NamedTuple):
 class OuterRules(NamedTuple):
     """What outer steps should do."""
 
-    group: int  # ranks of a group; ranks of equal index in their groups hold the same shards
-    rate: float
-    momentum: float
+    group: int  # number of ranks in a group; ranks of equal index in their groups hold the same shards
+    rate: float  # learning rate of the outer SGD
+    momentum: float  # its Nesterov momentum
     error: float  # largest error of a mean over groups, relative to what groups moved by, that the codecs explain
 
 
@@ -183,7 +183,7 @@ def _faults(
 
 
 def _wrong_steps(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
-    """Yield steps that are not recorded, or are recorded with another loss, or as warm-up or timed by mistake."""
+    """Yield an error for each step that is missing, has another loss than was computed, or has a wrong ``warmup``."""
     if not record.steps:  # generations have no steps
         return
     total = check.warmup + check.timed
@@ -275,12 +275,12 @@ def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
 def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iterator[str]:
     """Yield outer steps after which groups differ, or that are not the trial's SGD with Nesterov momentum.
 
-    From the new masters and the momentum so far follows the mean that the engine had.  It is compared with the mean of
-    what groups moved by, so that a codec's errors do not add up over outer steps.
+    The new masters and the momentum so far determine which mean the engine used.  This mean is compared with the mean
+    of the groups' movements since the last outer step, so that a codec's errors do not add up over outer steps.
 
     Args:
-        checked: What the ranks noted that hold the same shards, one of each group.
-        ranks: Their numbers.
+        checked: Notes of the ranks that hold the same shards, one rank of each group.
+        ranks: The numbers of these ranks.
     """
     rules, first = checked[0].outer, checked[0]
     if rules is None or not first.outer_start:
@@ -355,7 +355,7 @@ def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start:
 
 
 def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Iterator[str]:
-    """Yield a rank that slept for much longer than it recorded to have waited for messages."""
+    """Yield an error for a rank whose thread slept for much longer than the rank recorded as waiting for messages."""
     longer: list[str] = []
     for rank, check in enumerate(checked):
         count = len(check.steps)
@@ -417,7 +417,7 @@ def slowed(checked: Sequence[Checked], record: Record) -> str | None:
 
 
 def _idle(checked: Sequence[Checked], record: Record) -> str | None:
-    """Return how long nothing happened in the steps of a trial, if that is longer than messages explain."""
+    """Return an error if ranks and link were idle in a trial's steps for longer than is allowed; None if not."""
     total, count = math.fsum(slowest_seconds(record)), checked[0].timed
     rates = [] if record.link is None else [*record.link.probed_mbit, *record.link.calibrated_mbit]
     by_node: dict[int, int] = defaultdict(int)

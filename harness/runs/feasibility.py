@@ -273,7 +273,11 @@ def _units(
 def _plan(
     prediction: Forecast, policy: Policy, model: nn.Module | Listed, state: int
 ) -> dict[str, int] | None:
-    """Fill in what a trial with a policy sends; returns one rank's memory by part, None for a host engine."""
+    """Write into ``prediction`` what a trial with a policy sends.
+
+    Returns:
+        Bytes by part of the rank that holds the most; None for a host engine.
+    """
     trial, topology, memory, owners = prediction.trial, prediction.trial.topology(), None, None
     units, judges = _units(trial, policy, model)
     if trial.host is None:
@@ -471,7 +475,10 @@ def _memory_problems(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[
         need = f"x {gib(whole / ranks)} = {gib(whole)} without activations"
         need = f"offload {gib(whole)}" if cuda else need
         problems.append(f"{ranks} ranks {need}, but this machine has {gib(host.memory)}")
-    return tuple(f"too big for memory: {problem}" for problem in problems)
+    return tuple(
+        f"too big for memory: {problem}; choose a smaller model, or fewer ranks on this machine"
+        for problem in problems
+    )
 
 
 def _batch_bytes(trial: Trial) -> int:

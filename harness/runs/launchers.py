@@ -108,7 +108,7 @@ def in_step(environment: Mapping[str, str] = os.environ) -> bool:
 def lead_nodes(
     leader: Place | None, trials: Sequence[Trial], *, same_code: bool = True
 ) -> Iterator[Nodes | None]:
-    """Bring the launcher's nodes together for a ``with`` block, which gets them, or None if ``leader`` is None.
+    """Connect the nodes that the launcher started, for a ``with`` block; yields them, or None if ``leader`` is None.
 
     Raises:
         Refusal: If the nodes do not come together or, with ``same_code``, run different code.

@@ -108,7 +108,7 @@ def _until_infinite(losses: Sequence[float]) -> list[float]:
 
 
 def _mean(shares: Sequence[Validation]) -> Validation:
-    """Merge all ranks' shares of one validation."""
+    """Merge all ranks' results of one validation: their mean loss, the longest time, and the sum of their bytes."""
     known = [share.inter_bytes for share in shares if share.inter_bytes is not None]
     return Validation(
         step=shares[0].step,
@@ -119,7 +119,7 @@ def _mean(shares: Sequence[Validation]) -> Validation:
 
 
 def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
-    """Merge all ranks' gradient errors by step and unit."""
+    """Return one check for each step and unit: the sum of all ranks' elements, and the largest of their shares."""
     by_unit: dict[tuple[int, str], list[GradientError]] = defaultdict(list)
     for error in compared:
         by_unit[error.step, error.unit].append(error)

@@ -84,7 +84,7 @@ class Display:
         self._live.stop()
 
     def began(self, trial: Trial) -> None:
-        """Begin a trial."""
+        """Show that ``trial`` begins, and start its clock."""
         self._name, self._began = self._name_of(trial), time.monotonic()
         self._live.reset(self._line)
         self.progress(Progress("set-up"))

@@ -228,7 +228,11 @@ class Comparison:
         self.compared.wrong = self.compared.wrong or wrong or observed.unlike
 
     def watched_matrix(self, zero: Zero, optimizer: torch.optim.Optimizer) -> MatrixWitness | None:
-        """Return a witness of one drawn matrix; None if no step of it is taken again, or this rank holds no part."""
+        """Return a witness that notes one step of one matrix, so that :meth:`after_step` can repeat the step.
+
+        The matrix is drawn by the trial's seed and repeat.  Returns None if the trial repeats no step, or if this
+        rank's optimizer is not Muon.
+        """
         if self.stepped_again is None or not isinstance(optimizer, Muon):
             return None
         matrices, rank = optimizer.owners.matrices, zero.wire.mesh.rank
@@ -241,9 +245,10 @@ class Comparison:
         return MatrixWitness(optimizer, matrix, master, part, self.stepped_again, self.rank.rank)
 
     def after_step(self, index: int, strategy: Strategy, zero: Zero, witness: MatrixWitness) -> str | None:
-        """Take step ``index`` of one matrix again, from the whole of it, and return how it differs; else None.
+        """Repeat step ``index`` of the witness's matrix without sharding it; all ranks must call this method.
 
-        All ranks must call it.
+        Returns:
+            A sentence on the element that differs most from the training's; None if all are within the tolerance.
         """
         assert strategy.wire is not None  # noqa: S101  # the engine has one
         parts, unit, slot = witness.parts, zero.units[witness.matrix.unit], witness.matrix.slot
@@ -273,7 +278,8 @@ class Comparison:
         """Compare loss and reduced gradients of step ``index`` with a single process that has the same masters.
 
         Policies with differences, and gradients with error feedback, are left out: a single process, which encodes
-        only once, would find other values.  Policies with a bit budget are left out because it chooses other codecs.
+        only once, would find other values.  Policies with a bit budget are left out because the single process does not
+        have the codecs that the budget chose.
         """
         if zero.current_policy.differences is not None or zero.policy.budget is not None:
             return
@@ -310,9 +316,10 @@ class Comparison:
         return expected
 
     def _same_masters(self, strategy: Strategy, zero: Zero) -> tuple[nn.Module, _Gathered | None]:
-        """Return an unsharded model with the engine's masters and, with a user's own gather, what it gathers of them.
+        """Return an unsharded model with the engine's masters, and the weights that a user's own gather makes of them.
 
-        The passes that follow gather the same weights again, since these do not change.
+        The weights are None without such a gather.  The passes that follow gather the same weights, since the masters
+        do not change before.
         """
         with next(strategy.model.parameters()).device:
             model = models.of_trial(self.trial)

@@ -98,7 +98,7 @@ def locked(results: Path) -> Iterator[None]:
     """Hold the lock of a results folder during the body, also on NFS.
 
     Raises:
-        RecordError: If another run holds it, or the folder cannot be written.
+        RecordError: If another run holds the lock, or the folder cannot be written.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -221,9 +221,10 @@ def _path_of(error: ErrorDetails, point: Point) -> str:
 
 
 def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
-    """Return for each point whether a partial match hits it.
+    """Return for each point whether its trial has all the values that the table ``match`` names.
 
-    Values are compared once parsed, so that ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``.
+    A list in ``match`` stands for any of its values.  Values are parsed before they are compared, so that
+    ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``.  ``name`` is the table's name, for error messages.
     """
     written, wanted = dict[str, list[Any]](), dict[str, list[Any]]()
     for path, value in flatten(match):
@@ -270,7 +271,7 @@ def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[
 
 
 def _readable(trial: Trial) -> bool:
-    """Return whether the block sizes of all codecs of a trial may be read; those of a user's own may need an import."""
+    """Return whether the block sizes of all of a trial's codecs are known without importing a codec of the user's."""
     policy = trial.resolved_policy()
     return policy is None or policy.readable
 
@@ -310,9 +311,9 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
 
 
 def _runs(trials: Sequence[Trial]) -> list[Trial]:
-    """Return for each trial the one that is run in its place.
+    """Return for each trial the trial that is run in its place.
 
-    Of several trials that resolve to the same run, this is the one that changes fewest fields of its preset.
+    Of several trials that resolve to the same run, only the trial that changes fewest fields of its preset is run.
     """
     kept: dict[str, Trial] = {}
     keys = [_run_key(trial) for trial in trials]

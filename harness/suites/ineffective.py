@@ -47,7 +47,7 @@ def _joined(trial: Trial) -> str | None:
 
 
 def _validated(trial: Trial) -> str | None:
-    return "no validation: set validate_every too" if trial.validate_every is None else None
+    return "validate_every not set, so that nothing is validated" if trial.validate_every is None else None
 
 
 def _with_policy(trial: Trial) -> str | None:
@@ -108,7 +108,7 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "gather_method": lambda trial: (
         None
         if trial.own_gather is not None
-        else "no class of your own that gathers: name one in policy.gather, such as 'mine:Class'"
+        else "no class of your own that gathers named in policy.gather, such as 'mine:Class'"
     ),
     "policy.schedule": _with_policy,
     "policy.owned": lambda trial: (
@@ -123,9 +123,11 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "method": lambda trial: (
         None
         if trial.own_method is not None or trial.own_strategy
-        else "no class of your own: name one in policy.reduce or strategy, such as 'mine:Class'"
+        else "no class of your own named in policy.reduce or strategy, such as 'mine:Class'"
     ),
-    "policy.persist_most": lambda trial: None if trial.policy.persist_below else "no policy.persist_below",
+    "policy.persist_most": lambda trial: (
+        None if trial.policy.persist_below else "policy.persist_below not set"
+    ),
     **{f"peer.{name}": _read_by(*families) for name, families in READ_BY.items()},
     "peer": lambda trial: (
         None

@@ -44,7 +44,7 @@ def name_of(path: Path) -> str:
     """Return the name in a suite file without expanding the suite, so that no module of the user's is imported.
 
     Raises:
-        SuiteError: As :func:`load` does.
+        SuiteError: If the file cannot be read, or one of its keys is unknown, missing or invalid.
     """
     try:
         return _validated(_parse(path)[1]).name
@@ -58,7 +58,9 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
         content = regular_file.read_bytes(path, MOST_BYTES)
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise SuiteError(f"more than {MOST_BYTES >> 20} MiB; expected a suite in TOML") from None
+            raise SuiteError(
+                f"more than {MOST_BYTES >> 20} MiB; give a suite file, which is a short TOML"
+            ) from None
         raise SuiteError(f"cannot read: {error.strerror or error}") from None
     try:
         text = content.decode("utf-8-sig")
