@@ -186,7 +186,7 @@ _TRAINING: Final = ("forward", "backward", "step")  # phases that a training ste
 
 
 def _summary(record: Record) -> dict[str, Any]:
-    """Return the main numbers of a record; None for those that were not measured.
+    """Return the main numbers of a record by name; a number that was not measured is None.
 
     ``step_seconds`` is the median of the slowest rank's steps (a generation counts as a step without loss),
     ``exposed_seconds`` the median of the first rank's waits, ``rate_mbit`` the median of the link's probes.

@@ -125,7 +125,7 @@ class Channel:
         except ValueError as error:
             where = _with_port(self.place)
             raise ChannelError(
-                f"the value of {key!r} in the store at {where} was not written by a process of this run"
+                f"the value of {key!r} in the store at {where} comes from no process of this run"
             ) from error
 
     def _full(self, key: str) -> str:

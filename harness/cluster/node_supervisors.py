@@ -106,7 +106,8 @@ class Nodes:
             The results, by rank.
 
         Raises:
-            LaunchError: The most likely first failure, after the ranks of all nodes have ended.
+            LaunchError: If ranks of any node fail; the message describes the failure that most likely came first.  The
+                ranks of all nodes have then ended.
         """
         others, (argument_type, result_type) = range(1, launch.topology.nodes), _types(work)
         number = self._command(

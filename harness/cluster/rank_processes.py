@@ -195,7 +195,8 @@ def run_ranks(
         The results, by rank.
 
     Raises:
-        LaunchError: The most likely first failure, after all ranks have ended; the log is kept.
+        LaunchError: If a rank fails, the time is over, or ``stop_reason`` returns a reason; the message describes the
+            failure that most likely came first.  All ranks have then ended, and their log is kept.
     """
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as name:
         scratch = Path(name).absolute()
@@ -432,7 +433,7 @@ def _limit_nccl(launch: Launch) -> None:
 
 
 def _end_with_sweep() -> None:
-    """End this process with the fork server, its parent, and with the sweep, which it watches in a thread."""
+    """Make this process end as soon as its parent, the fork server, or the sweep ends; a thread watches the sweep."""
     netns_shaper.die_with_parent(os.getppid())
     if (sweep := multiprocessing.parent_process()) is not None:
         ends = sweep.sentinel
@@ -459,7 +460,7 @@ def _run_threads(launch: Launch, device: str, pipe: Connection, target: Any, arg
 
 
 def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
-    """Enter the network namespace of a rank's node, and join the process group of all ranks."""
+    """Enter the network namespace of a rank's node, join the process group of all ranks, and return the rank."""
     import torch
     import torch.distributed as dist
 

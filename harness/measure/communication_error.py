@@ -190,9 +190,12 @@ def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace
 
 
 def gathered_weights(zero: Zero) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gather all weights for a forward pass and for a backward pass, by parameter; all ranks must call this.
+    """Gather all weights as for a forward pass, and as for a backward pass; all ranks must call this.
 
-    Call it in a rehearsal, since a user's own gather may have a state.
+    Call this function in a rehearsal, since a user's own gather may have a state.
+
+    Returns:
+        (weights of forward passes, weights of backward passes), each in fp32 by the parameter's name.
     """
     by_phase: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for unit in zero.units:

@@ -47,7 +47,10 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise a Refusal now if an optimizer is neither elementwise nor Muon, which the engine would do later."""
+    """Raise a Refusal if an optimizer is neither elementwise nor Muon.
+
+    The engine would refuse such an optimizer too, but only after the ranks have started.
+    """
     if optimizer.orthogonalises:
         _check_muon(optimizer)
     elif _kind(optimizer) not in ELEMENTWISE:
@@ -57,7 +60,10 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def group_of(optimizer: Optimizer, model: nn.Module) -> GroupOf | None:
-    """Return the optimizer groups of a model's parameters for ``shard()``; None if all are in one group."""
+    """Return a function (name, parameter) -> number of the parameter's optimizer group, for ``shard()``.
+
+    Returns None if all parameters are in one group.
+    """
     if not optimizer.orthogonalises:
         return None
     hidden = hidden_parameters(model)
@@ -142,7 +148,7 @@ def owned_shapes(trial: Trial, model: nn.Module) -> list[tuple[int, ...]]:
 def of_share(
     optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], parameters: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Build the trial's optimizer to time a step of it.
+    """Build the trial's optimizer for one rank's share of the model, so that its step can be timed by itself.
 
     Args:
         optimizer: Name and arguments.

@@ -1,7 +1,7 @@
 """Strategies of one's own: a class that changes how our engine trains, named as ``strategy = "mine:DiLoCo"``.
 
-It is for what is no reduction of gradients: local steps with an outer optimizer, stale weights, optimizers that
-communicate.  docs/guide/own_method.md is the guide, ``examples/local_steps.py`` an example.
+Such a class is for methods that are more than a reduction of gradients: local steps with an outer optimizer, stale
+weights, optimizers that communicate.  docs/guide/own_method.md is the guide, ``examples/local_steps.py`` an example.
 """
 
 from __future__ import annotations
@@ -81,7 +81,10 @@ class OwnStrategy(Sharded):
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """Purposes of messages that are measured and not predicted: those of :attr:`messages`, and undeclared ones."""
+        """Purposes of messages that are measured and not predicted.
+
+        They are ``state``, the purpose of :attr:`messages`, and those of methods that declare no bytes.
+        """
         return ("state", *super().unpredicted)
 
     def close(self) -> None:

@@ -182,7 +182,7 @@ class Strategy:
         return self.ledger(), {} if self.zero is None else self.zero.copied()
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict the :meth:`books` after the passes and steps in ``events``; empty for peers."""
+        """Predict the :meth:`books` after the passes and steps in ``events``; (None, {}) for peers."""
         return None, {}
 
     def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
@@ -203,7 +203,10 @@ class Strategy:
         return None if self.wire is None else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """Return :meth:`impl.comm.wire.Wire.mark_exposed` of this strategy's wire; None for peers."""
+        """Return a function that returns the :meth:`exposed_seconds` at the time of this call; None for peers.
+
+        On a GPU, call the function only after the device has passed this moment.
+        """
         return None if self.wire is None else self.wire.mark_exposed()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:

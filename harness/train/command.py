@@ -248,7 +248,10 @@ def _with_room(trial: Trial) -> Trial:
 
 
 def steps_text(manifest: Manifest) -> str:
-    """Say how many steps a checkpoint's run has done, including skipped steps, which the log counts too."""
+    """Return a text with the number of steps that a checkpoint's run has done, such as ``step 12``.
+
+    Skipped steps are included, as in the log, and named.
+    """
     scale, extra = manifest.loss_scale, manifest.extra
     done = manifest.step + (0 if scale is None else scale["skipped"])
     if isinstance(extra, dict) and extra.keys() == {"seed", "corpus", "sequence", "steps"}:

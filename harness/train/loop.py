@@ -38,7 +38,9 @@ class Job:
     """What every rank of a training run needs to know: the trial, and where checkpoints are read and saved."""
 
     trial: Trial  # model, data, optimizer and policy
-    load: Path | None  # checkpoint to continue from, or a folder, whose newest one is used; None starts anew
+    load: (
+        Path | None
+    )  # checkpoint to continue from, or a folder whose newest checkpoint is used; None starts anew
     save: Path | None  # folder to save checkpoints in; None saves none
     every: int | None  # steps between checkpoints; None saves after the last step only
     keep: int | None  # number of newest checkpoints to keep; None keeps all
