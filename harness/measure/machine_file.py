@@ -27,7 +27,8 @@ def read(path: Path) -> Machine:
     """Read a machine from a file.
 
     Raises:
-        Refusal: if the file cannot be read, or a key is missing, unknown or wrong; the message names the first such key.
+        Refusal: if the file cannot be read, or a key is missing, unknown or wrong; the message names the first such
+            key.
     """
     try:
         table = tomllib.loads(regular_file.read_text(path, most=1 << 20))

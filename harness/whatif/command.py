@@ -148,7 +148,7 @@ def whatif(
 
 
 def _rate(option: str, text: str) -> float:
-    """Return a rate in bytes a second."""
+    """Parse the rate that an option gives, such as ``100 Gbit/s``, and return it in bytes a second."""
     try:
         mbit = parse_rate(text)
     except ValueError:

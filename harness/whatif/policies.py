@@ -1,4 +1,4 @@
-"""Rewrites the collectives of a traced step for other messages, or lays the traced model out for one of our policies.
+"""Predicts a traced step with other messages, or with the traced model under one of our engine's policies.
 
 The program's own engine with other messages needs no new schedule: ``bf16`` and ``fp16`` change the type of messages,
 and ``kept`` leaves out the gathers of backward.  A preset of :mod:`impl.policy.policy` runs on another engine, so the
