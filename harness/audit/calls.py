@@ -79,7 +79,7 @@ class Rank:
     model: dict[str, Any] | None = None
     # By step and interface, the bytes that the interface had sent by the end of the step.
     counters: dict[int, dict[str, int]] = field(default_factory=dict)
-    # By step, those of its rows that are calls after this reading of the counters.
+    # By step, the part of its rows that was called after the interface counters were read.
     late: dict[int, dict[Key, Count]] = field(default_factory=dict)
     ended: str = ""  # how the process ended; empty if it was killed
     reading: float = 0.0  # share of the time that reading the recorder took
@@ -142,7 +142,7 @@ class Topology:
     nodes: Mapping[int, int]  # node by global rank
 
     def place(self, ranks: Iterable[int]) -> str:
-        """Return whether a group is ``inside`` a node, ``between`` nodes (one rank each) or ``across`` both."""
+        """Return ``inside`` if all ranks are on one node, ``between`` if no two are on one node, else ``across``."""
         nodes = [self.nodes.get(rank, 0) for rank in ranks]
         if len(set(nodes)) <= 1:
             return "inside"

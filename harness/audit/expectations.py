@@ -72,7 +72,7 @@ class Expectation:
     place: str = ""  # "between nodes", "inside nodes", "sent", or empty for whole messages
 
     def covers(self, key: Key, size: int) -> bool:
-        """Return whether calls in a group of ``size`` ranks count."""
+        """Return whether the expectation counts calls with the fields ``key``, in a group of ``size`` ranks."""
         return (
             self.operation in ("all", key.operation)
             and self.dtype in ("", key.dtype)
@@ -81,7 +81,7 @@ class Expectation:
         )
 
     def holds(self, value: float, bound: float) -> bool:
-        """Return whether a measured value satisfies the relation."""
+        """Return whether ``value``, which was measured, has the expectation's relation to ``bound``."""
         match self.relation:
             case "<=":
                 return value <= bound * (1 + 1e-9)
@@ -209,7 +209,7 @@ def _in_unit(value: float, unit: str, bound: float, number: float) -> str:
 
 
 def _instead(expectation: Expectation, calls: Calls, step: int) -> str:
-    """Say in which types the operation was called, where the expectation names one that was not."""
+    """Return a text with the types in which the operation was called; empty if the expectation names no type."""
     if not expectation.dtype:
         return ""
     types: dict[str, int] = defaultdict(int)

@@ -53,7 +53,7 @@ def check_replay(traced: Traced) -> list[float]:
     for step in traced.steps:
         if step.seconds <= 0:
             raise Refusal(
-                "a traced step has no time at which all ranks run it: give traces of one run, whose steps overlap"
+                "a traced step takes no time that all ranks share: give traces of one run, whose steps overlap"
             )
     replayed = [joint.replay(step, joint.as_traced(step)) for step in traced.steps]
     for run, step in zip(replayed, traced.steps, strict=True):

@@ -69,7 +69,7 @@ def ranks_of(traced: Traced, target: Target) -> list[int]:
 
 
 def schedules(traced: Traced, target: Target) -> Iterator[Callable[[int], RankSchedule]]:
-    """Yield a function for each predicted step, which returns the schedule of one of the ranks.
+    """Yield for each predicted step a function from a rank's number to the rank's schedule.
 
     Overheads of collectives scale with their bytes over the rate.
     """
@@ -124,7 +124,10 @@ def _on_host(task: Task) -> bool:
 def _computed(
     task: Task, span: tuple[float, float], launched: float | None, seconds: float, *, on_gpu: bool
 ) -> Iterator[Activity]:
-    """Yield a task's decoding of what it waited for, and its computation; or the host's waiting and working."""
+    """Yield the activities of a task that is no collective: decoding what it waited for, and computing.
+
+    A task of the host of a GPU waits and works instead.
+    """
     begin, end = span
     if on_gpu and task.stream is None:
         if launched is not None and len(task.after) > 1 and begin > launched:
@@ -164,7 +167,10 @@ def _sent(task: Task, span: tuple[float, float], launched: float | None, run: Ru
 
 
 def _simulated(step: Simulated, topology: Topology) -> Callable[[int], RankSchedule]:
-    """Return the function of a simulated step; ranks differ only in the groups of their collectives."""
+    """Return a function from a rank's number to the rank's schedule in a simulated step.
+
+    The schedules of two ranks differ only in the groups of their collectives.
+    """
     began = 0.0
     by_time = list[tuple[float, int, Activity, PostedMessage | None]]()
     for run in step.passes:
@@ -200,9 +206,10 @@ def _simulated(step: Simulated, topology: Topology) -> Callable[[int], RankSched
 
 
 def _posted(posted: PostedMessage, rank: int) -> Message | None:
-    """Return the collective that the messages of one hop are.
+    """Return the messages of one hop, as ``rank`` sends and receives them, in the form of a collective.
 
-    A step of a ring, in which each rank sends only to the next one, is an all-to-all of that size.
+    A step of a ring, in which each rank sends only to the next rank, becomes an all-to-all of the same size.  Returns
+    None if the messages belong to no hop.
     """
     hop, nbytes = posted.hop.hop, posted.hop.nbytes
     if hop is None:
@@ -222,10 +229,9 @@ def _posted(posted: PostedMessage, rank: int) -> Message | None:
 
 
 def _in_turn(activities: Iterable[Activity]) -> Iterator[Activity]:
-    """Yield the activities, so that those of one track do not overlap, as on a stream.
+    """Yield the activities, changed so that no two of codecs or of one kind of link overlap on one track.
 
-    A collective begins at the earliest when its link's track is free.  One that ends before the track is free gets a
-    track of its own.
+    Such an activity begins only when its track is free.  If it ends before that, it gets a further track.
     """
     moved, free = dict[int, Activity](), dict[str, float]()
     numbered = [*enumerate(activities)]
