@@ -98,7 +98,7 @@ def _default_interrupt() -> None:
 def count_parameters(name: str) -> int:
     """Return the number of parameters of the model that ``module:function`` returns.
 
-    It is made on the device ``meta``, where tensors take no memory.
+    The model is made on the device ``meta``, where tensors take no memory.
 
     Raises:
         Refusal: if the function cannot be imported, raises an error, or returns no module.

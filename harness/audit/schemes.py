@@ -116,7 +116,7 @@ def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Mode
 
 
 def recognise(calls: Calls, rank: Rank, step: int, model: Model) -> Scheme:
-    """Return the scheme of the calls that a rank made in a step."""
+    """Return the scheme of the calls that a rank made in a step; its name is :data:`NONE` if no closed form fits."""
     if model.hops and (own := rank.model or {}).get("own"):
         return _of_hops(calls, rank, step, model, own["own"])
     sums: dict[tuple[str, str, str, int], Count] = defaultdict(lambda: Count(0, 0, 0))

@@ -149,10 +149,11 @@ def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
 def counter_rows(report: Report) -> list[dict[str, Any]]:
     """Return what each node's interfaces counted in the reported steps, next to what the calls send between nodes.
 
-    Each rank of a node reads the node's counters when its own step ends.  The first rank reads before the others have
-    sent the rest of the step, the last one after others have sent a part of the next.  What the node's ranks have sent
-    for all steps until then lies between both readings, so that the bytes between two steps are known to within the
-    differences of these readings, half of which is ``uncertain``.  After the program's end, the last reading is exact.
+    Each rank of a node reads the node's counters when its own step ends.  The first rank's reading lacks what other
+    ranks have yet to send in this step.  The last rank's reading includes what other ranks have already sent in the
+    next step.  The node's count at the end of the step lies between these two readings, so the bytes between two steps
+    are known as a range: ``counted`` is its middle, and ``uncertain`` half of its width.  After the program's end, the
+    last reading is exact.
     """
     calls, rows = report.calls, list[dict[str, Any]]()
     for node in sorted(set(calls.topology.nodes.values())):
@@ -203,7 +204,8 @@ def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
 def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, int] | None:
     """Return two steps after which all ranks of a node read counters, with the reported steps between them.
 
-    Of the first and of the last ten such steps these are the two between which the bytes of a step are known best.
+    The first step is one of the first ten such steps, and the second is one of the last ten.  They are chosen so that
+    the bytes of a step between them are known with the smallest error.  Returns None if there are no two such steps.
     """
     common = set.intersection(*(set(rank.counters) for rank in ranks))
     read = sorted(step for step in common if steps[0] - 1 <= step <= steps[-1])

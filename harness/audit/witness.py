@@ -9,7 +9,8 @@ There are two sources:
 
 - the *recorder*: torch's flight recorder, which the backends NCCL and (from torch 2.13) gloo fill in C++.  It also
   sees what C++ calls, such as DDP's reducer.  It is a ring buffer that is copied as a whole.  It is read after each of
-  the first ten steps, and later as often as one percent of the time allows, or when it is about to overflow.  The
+  the first ten steps; later, as often as reading takes at most one percent of the elapsed time, and whenever it is
+  about to overflow.  The
   Python stacks are read until a step's sequence of operations, groups, sizes and types has come twice with the same
   stacks; later steps with this sequence get its phases and call sites.  A reading in which any step has another
   sequence is repeated with stacks;
@@ -24,7 +25,7 @@ The file has one JSON object a line:
 - ``rows``: calls of the steps ``first`` to ``last``, which all had the same calls; ``last`` is null for calls after
   the last whole step.  A row is a list in the order of :data:`FIELDS`;
 - ``counters``: bytes that interfaces have sent until the end of a step, without headers;
-- ``late``: those of the step's rows that are calls after this reading of the counters;
+- ``late``: the part of the step's rows that was called after the counters were read;
 - ``lost``: entries that were overwritten;
 - ``unmarked``: the function that ``--step-marker`` names does not exist, so that no call of it ends a step;
 - ``fault``: an exception of this file; ``end``: the process ended by itself.
@@ -158,7 +159,10 @@ def _below_packages(path: str) -> str:
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let no exception leave a method of :class:`Witness`, which does nothing while this thread is inside one."""
+    """Wrap a method of :class:`Witness` so that no exception leaves it.
+
+    The method does nothing if this thread is inside another such method already, or if the witness has stopped.
+    """
 
     @functools.wraps(function)
     def guarded(self: Witness, *arguments: Any, **options: Any) -> Any:
@@ -180,7 +184,7 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Sequence:
     """The calls of a step: what identifies each of them without its stack, and their rows.
 
-    ``rows`` is None once the same calls have come with other stacks; ``times`` is how often they came with these.
+    ``rows`` is None once the same calls have come with other stacks; ``times`` is the number of steps with these calls.
     """
 
     def __init__(self, identities: list[Any], rows: list[Any]) -> None:
@@ -503,7 +507,7 @@ class Witness:
                 self.write(event="rank", rank=self.rank, world=default.size())
 
     def measure_model(self, optimizer: Any) -> None:
-        """Write how many parameters the optimizers hold that have stepped so far, and FSDP2's units or our hops."""
+        """Write the number of parameters in all optimizers that have stepped, and FSDP2's units or our hops."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self.held[id(parameter)] = (_elements(parameter), str(parameter.dtype).rpartition(".")[2])
@@ -619,7 +623,7 @@ class Witness:
     def unread(
         self, name: str, dump: Callable[..., bytes], *, stacks: bool
     ) -> tuple[list[dict[str, Any]], int]:
-        """Return a recorder's entries since it was last read, and the number of the last one; report lost ones."""
+        """Return a recorder's entries since it was last read, and the last entry's number; report lost entries."""
         entries = pickle.loads(dump(True, stacks, False)).get("entries") or []  # noqa: S301  # torch wrote it
         last = self.seen.get(name, -1)
         if not entries:
@@ -664,7 +668,7 @@ class Witness:
                 sequences.append(_Sequence(identities, rows_of_step))
 
     def by_mark(self, entries: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the entries until the end of each step that has ended since the last reading."""
+        """Yield the entries of each step that has ended since the last reading, one list for each step."""
         place, moments = 0, [*map(_CREATED, entries)]
         for _, _, end in self.marks:
             first = place
@@ -768,7 +772,7 @@ class _AfterImport:
         return None
 
     def imported(self, name: str, module: Any) -> None:
-        """Call the function for a module that has been imported; finds nothing any more once all have been."""
+        """Call the function for a module that has been imported; remove this finder after the last wanted module."""
         after = self.wanted.pop(name, None)
         if not self.wanted and self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -824,7 +828,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _rows(calls: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
-    """Add up the calls that agree in all but their counts, sorted."""
+    """Return sorted rows: calls that agree in all fields but elements and bytes are counted and added up in one row."""
     sums: dict[tuple[Any, ...], list[int]] = {}
     for call in calls:
         counts = sums.setdefault(call[:-2], [0, 0, 0])
@@ -859,6 +863,9 @@ def _other_engines(
     """Return the parameters of engines whose optimizers hold flat shards: DeepSpeed's and this project's.
 
     ``optimizers`` are the ids of the optimizers that have stepped, ``held`` those of the parameters that they hold.
+
+    Returns:
+        The engine's name, and the (elements, type) of each parameter by a number; None if there is no such engine.
     """
     if engines := _own_engines(held):
         slots = [slot for engine in engines for unit in engine.units for slot in unit.geometry.slots]

@@ -79,10 +79,10 @@ def trials() -> list[Trial]:
 
 
 def calibrate(name: str, results: Path, console: Console) -> Machine:
-    """Measure this machine.
+    """Measure this machine, and return its description with fitted costs.
 
     Args:
-        name: Name that the machine gets.
+        name: Name of the returned machine.
         results: Folder of results.  The trials' records are written into a new folder in it, and stay there.
         console: Where progress is printed.
 
@@ -207,9 +207,9 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
 def _fit_factors(
     terms: Mapping[str, Sequence[float]], seconds: Sequence[float], over: Sequence[float]
 ) -> dict[str, Any]:
-    """Return non-negative factors of ``terms`` whose weighted sums are nearest to ``seconds``.
+    """Return a non-negative factor for each of ``terms``, by name.
 
-    Errors are taken relative to ``over``.
+    The sum of all terms times their factors is as near to ``seconds`` as possible; errors count relative to ``over``.
     """
     weights = 1 / np.maximum(np.array(over), 1e-9)
     matrix = np.array([*terms.values()]).T * weights[:, None]

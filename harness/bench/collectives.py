@@ -42,7 +42,7 @@ it once."""
 
 
 def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
-    """Time all collectives on one tensor of ``mebibytes``, for about ``seconds``; runs on every rank.
+    """Time all collectives on one tensor of ``mebibytes`` MiB, for about ``seconds``; runs on every rank.
 
     Seconds and bytes of the samples are those of this rank.
     """

@@ -106,7 +106,10 @@ def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float
 
 
 def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
-    """Time the first hop alone, which needs no link between nodes; runs on every rank."""
+    """Return this rank's seconds of the first hop alone, by round; it needs no link between nodes.
+
+    Runs on every rank.
+    """
     hop, _ = _hops(Wire(Mesh.create(rank.topology), transport="backend"), mebibytes)
     (rounds,) = interleaved(rank, [timed(hop)], "first hop", PROBES)
     return rounds

@@ -5,9 +5,9 @@ then :data:`PROFILED` steps under torch.profiler, whose traces ``zeropp whatif``
 engine, each encoding, each decoding, each message and each wait has a name in it, which begins with ``zeropp::`` and
 has the unit and the hop.
 
-With this project's engine one further step, between the two, is drawn on the suite's page: each activity of a rank,
-such as computing, encoding or waiting, has its own lane in a file in Chrome's format.  Only trials on the CPU of one
-machine are traced, since their ranks share a clock.
+With this project's engine one further step, between the untraced step and the profiled steps, is drawn on the suite's
+page: each activity of a rank, such as computing, encoding or waiting, has its own lane in a file in Chrome's format.
+Only trials on the CPU of one machine are traced, since their ranks share a clock.
 """
 
 from __future__ import annotations

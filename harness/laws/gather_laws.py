@@ -68,7 +68,7 @@ def training(steps: int) -> Calls:
 
 
 def _repeated(times: int) -> Calls:
-    """Return gathers of one step's weights, which the method is told to have changed."""
+    """Return gathers of the same weights; before each gather the method is told that the weights have changed."""
     return [(0, GatherInfo("forward", "stepped" if number else "loaded", number)) for number in range(times)]
 
 
