@@ -78,7 +78,7 @@ def units_of(path: Path) -> tuple[list[Unit], Sizes]:
             rows = kind == "gradients" and tensor.dim() > 1
             units.append(Unit(kind, name, tensor.float().flatten(int(rows))))
     if not units:
-        raise Refusal(f"{path}: has no tensor of floating-point numbers")
+        raise Refusal(f"{path}: has no tensor of floating-point numbers; give a file of weights or gradients")
     ranks = max((len(unit.x) for unit in units if unit.x.dim() > 1), default=1)
     try:
         nodes, ranks_per_node = (
@@ -289,8 +289,8 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     count, seeds = table.shape
     if count < _FEWEST or not seeds:
         raise Refusal(
-            f"--losses {results}: has losses for {count} of the measured codecs; a rank correlation needs at least "
-            f"{_FEWEST}"
+            f"--losses {results}: has losses for {count} of the measured codecs, but a rank correlation needs at least "
+            f"{_FEWEST}; give results with more of these codecs, or leave --losses out"
         )
     drawn = np.random.default_rng(0).integers(seeds, size=(_RESAMPLED, seeds))
     correlation, *resampled = [

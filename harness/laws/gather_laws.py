@@ -1,7 +1,7 @@
 """The laws of a user's own gather of weights, tried on ranks that are threads.
 
-Every class has the duties of :class:`GatherDuty`, and promises laws of :class:`GatherLaw` besides.  Each is tried by
-real gathers: forward and backward, of weights that change from step to step.
+Every class has the duties of :class:`GatherDuty`, and may promise laws of :class:`GatherLaw` as well.  Each duty and
+law is tried by real gathers: forward and backward, of weights that change from step to step.
 """
 
 from __future__ import annotations

@@ -138,9 +138,12 @@ Row = tuple[Mapping[LedgerKey, Sent], Mapping[LedgerKey, Sent]]
 
 
 def check_booked(ranks: Sequence[Row], purpose: str, what: str) -> None:
-    """Raise a Violation if a rank's ledger differs from what ``bytes()`` declares; both are given for each rank.
+    """Raise a Violation if a rank's ledger differs from what the method's ``bytes()`` declares.
 
-    ``what`` says in which calls the messages were sent.
+    Args:
+        ranks: For each rank, what its ledger has and what was declared.
+        purpose: Only messages of this purpose are compared.
+        what: The calls in which the messages were sent, for the message.
     """
     for rank, (sent, declared) in enumerate(ranks):
         for key in sent.keys() | declared.keys():

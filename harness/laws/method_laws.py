@@ -1,8 +1,8 @@
 """The laws of a user's own reduction, tried on ranks that are threads, with topologies and gradients drawn at random.
 
-Every method has the duties of :class:`MethodDuty`; a class promises laws of :class:`~impl.policy.own_method.MethodLaw`
-besides.  Each is tried by real reductions: real units, the engine's own wire, and its ledger.  The claims of a gather
-of weights are tried by :mod:`harness.laws.gather_laws`.
+Every method has the duties of :class:`MethodDuty`, and may promise laws of :class:`~impl.policy.own_method.MethodLaw`
+as well.  Each duty and law is tried by real reductions: real units, the engine's own wire, and its ledger.  The claims
+of a gather of weights are tried by :mod:`harness.laws.gather_laws`.
 """
 
 from __future__ import annotations

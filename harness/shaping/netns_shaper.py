@@ -118,7 +118,10 @@ def enter(process: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; call this after entering namespaces, which undoes it."""
+    """Have the kernel kill this process when ``parent``, its parent, ends.
+
+    Entering a namespace undoes this, so call the function afterwards.
+    """
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
@@ -174,7 +177,7 @@ def _set(queue: _Queue, state: bytes | None = None) -> None:
             try:
                 route.tc("add", "netem", index, handle="1:", **delay)
             except Exception as error:
-                message = f"no latency of {queue.latency_ms:g} ms: the kernel has no netem ({error})"
+                message = f"no latency of {queue.latency_ms:g} ms: the kernel has no netem ({error}): load sch_netem"
                 raise OSError(message) from error
         if shape is None:
             return
