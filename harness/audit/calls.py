@@ -48,7 +48,7 @@ class Key(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How many calls there were, and the elements and bytes of their whole messages."""
+    """The number of some calls, and the elements and bytes of their whole messages together."""
 
     calls: int
     elements: int
@@ -65,7 +65,7 @@ Rows = Mapping[Key, Count]
 
 @dataclass
 class Rank:
-    """What one process of the program did."""
+    """The calls that one process of the program made, and facts about the process."""
 
     number: int = -1  # global rank
     world: int = 0
@@ -292,9 +292,9 @@ def lines(calls: Calls, step: int) -> list[Line]:
 
 
 def alike(calls: Calls, steps: Sequence[int]) -> list[list[int]]:
-    """Return the steps in classes; in all steps of a class, every rank made the same calls.
+    """Return classes of steps with equal calls: in all steps of a class, every rank made the same calls.
 
-    The largest class comes first; of classes of equal size, the one with the latest step.
+    The largest class comes first; among classes of equal size, the class with the latest step.
     """
     classes: dict[Any, list[int]] = defaultdict(list)
     for step in steps:

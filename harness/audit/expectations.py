@@ -59,7 +59,7 @@ FORM: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """One expectation; empty fields hold for everything."""
+    """One expectation, such as ``all_gather int8 <= 0.5 M``; an empty field matches every call."""
 
     text: str
     operation: str

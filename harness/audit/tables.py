@@ -55,7 +55,7 @@ _WHERE: Final = {"inside": "inside a node", "between": "between nodes", "across"
 
 @dataclass(frozen=True)
 class Report:
-    """What an audit found about the reported steps."""
+    """The result of an audit for the reported steps: their calls, their scheme, and broken expectations."""
 
     calls: Calls
     steps: list[int]  # the reported steps
@@ -128,7 +128,7 @@ def short(site: str) -> str:
 
 
 def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
-    """Return a row for each term of a scheme, for each message outside of it, and for the sum of its terms."""
+    """Return a row for each term of a scheme's closed form, for each message outside of it, and for all terms."""
     rows = [
         {
             "phase": term.phase, "operation": term.operation, "dtype": term.dtype, "group_size": term.group_size,

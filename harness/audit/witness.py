@@ -113,7 +113,7 @@ def operation_of(name: str) -> str:
 
 
 def dtype_of(scalar: str) -> str:
-    """Return torch's name of an element type from that of C++."""
+    """Return torch's name of an element type, such as ``float32``, from its name in C++, such as ``Float``."""
     return _SCALAR.get(scalar, scalar.lower())
 
 
@@ -305,7 +305,7 @@ class Witness:
                 self.write(event="fault", text=traceback.format_exc(limit=4).strip().splitlines()[-3:])
 
     def write(self, **event: Any) -> None:
-        """Append an event to the file, whose system call either writes the whole line or nothing of it."""
+        """Append an event to the file in one system call, which writes either the whole line or nothing."""
         if self.folder is None:
             self.events.append(event)
             return
@@ -883,7 +883,7 @@ def _other_engines(
 
 
 def _own_engines(held: Iterable[int]) -> list[Any]:
-    """Return those of this project's engines whose masters optimizers hold."""
+    """Return this project's engines that have a master among the parameters with the ids ``held``."""
     watch = sys.modules.get("impl.engine.optimizer_watch")
     engines = [] if watch is None else watch.engines()
     return [engine for engine in engines if not set(held).isdisjoint(engine.masters.numbers)]

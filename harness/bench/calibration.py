@@ -129,7 +129,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a step of one calibration trial took; processor seconds are those of one rank."""
+    """Seconds of a step of one calibration trial; processor seconds are of one rank."""
 
     step: Step  # the work of the step
     computing: float  # processor seconds of forward and backward without communication

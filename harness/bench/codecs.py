@@ -52,7 +52,7 @@ _QUEUE_CYCLES: Final = 1_000_000  # GPU cycles, about half a millisecond, in whi
 
 
 class Work(NamedTuple):
-    """One operation to time."""
+    """One operation of a codec or of another library's quantiser, to be timed."""
 
     # Operation, codec, backend; ``other`` describes another library's arithmetic.
     names: dict[str, str | None]

@@ -60,7 +60,7 @@ class RankTrace(NamedTuple):
 
 
 class Tracing(NamedTuple):
-    """What a rank has to trace."""
+    """The argument of :func:`trace_step`: what a rank runs, and where the profiler's file goes."""
 
     assignment: Assignment
     folder: Path  # folder of the profiler's files

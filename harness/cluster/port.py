@@ -62,7 +62,9 @@ def port_towards(host: str) -> Port:
     for name, entries in interfaces.items():
         if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
             return Port(name, address)
-    raise Refusal(f"no interface of this host has the address {address}; set GLOO_SOCKET_IFNAME")
+    raise Refusal(
+        f"no interface of this host has the address {address}; set GLOO_SOCKET_IFNAME to an interface's name"
+    )
 
 
 def host_identity() -> str:

@@ -369,7 +369,7 @@ def _out_of_memory_kills() -> int:
 def _rank_main(  # noqa: PLR0917  # a new process needs all of them
     number: int, launch: Launch, scratch: Path, target: Any, argument: Any, pipe: Connection
 ) -> None:
-    """Run a rank process: redirect output to its log, join the others, run ``target``, and send the result."""
+    """Run a rank process: redirect its output to a log, join the process group, run ``target``, send the result."""
     gc.freeze()  # else the first collection would copy the pages of all imports, which takes 0.25 s
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which then ends its ranks
     log = os.open(scratch / f"rank{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -188,9 +188,10 @@ def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
 
 
 def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
-    """Reduce gradients (ranks, P) in two hops to their mean (parts, S); with one node, in one hop.
+    """Reduce gradients (ranks, P) in two hops; with one node, in one hop.
 
-    The bytes are those of one rank's frames in the last hop.
+    Returns:
+        The mean (parts, S), the bytes of one rank's frames in the last hop, and the seconds of all coding.
     """
     nodes, ranks = sizes if math.prod(sizes) == len(gradients) else (1, len(gradients))
     rows = _cut(codec, gradients.view(nodes, ranks, -1), nodes * ranks)  # (nodes, ranks, parts, S)
@@ -256,7 +257,7 @@ def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost
 
 
 class Agreement(NamedTuple):
-    """How well the order of codecs by error agrees with their order by loss."""
+    """The rank correlation between the errors of codecs and the losses of trials with these codecs."""
 
     correlation: float  # Spearman's
     low: float  # lower end of the 95 % confidence interval, from resampled seeds

@@ -59,7 +59,7 @@ Calls = Sequence[tuple[int, GatherInfo]]  # the step whose weights are gathered,
 
 
 def training(steps: int) -> Calls:
-    """Return the gathers of some steps of training, each with a forward and a backward pass."""
+    """Return the gathers of ``steps`` training steps: in each step one for forward and one for backward."""
     calls = list[tuple[int, GatherInfo]]()
     for step in range(steps):
         calls.append((step, GatherInfo("forward", "stepped" if step else "loaded", step)))
@@ -135,7 +135,7 @@ def _repeat(own: OwnMethod, case: Case) -> None:
 
 
 def _apart(own: OwnMethod, case: Case) -> None:
-    """Gather two units at once, in the order in which the engine would, and one of them alone."""
+    """Check that gathering two units at once, in the engine's order of calls, gives the weights of gathering one."""
     geometry, other, dtype = case.geometry(), case.geometry("another"), DTYPES[case.compute]
 
     def body(_: Mesh, wire: Wire) -> list[Tensor]:

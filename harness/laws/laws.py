@@ -86,7 +86,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """Input of one check."""
+    """The row on which one claim is checked, and what else the check needs."""
 
     x: Tensor  # (S,) fp32, bf16 or fp16, on the CPU: the row
     out: Dtype = "fp32"  # type to decode to

@@ -55,7 +55,7 @@ Claim = MethodDuty | MethodLaw | GatherDuty | GatherLaw
 
 
 class Outcome(NamedTuple):
-    """How many cases were tried, and the smallest on which the claim does not hold, with what went wrong."""
+    """The result of trying a claim: the number of cases, the smallest case that breaks the claim, and how it does."""
 
     cases: int
     case: Case | None
@@ -190,7 +190,7 @@ def _resume(own: OwnMethod, case: Case) -> None:
 
 
 def _apart(own: OwnMethod, case: Case) -> None:
-    """Reduce two units at once, in the order in which the engine would, and one of them alone."""
+    """Check that reducing two units at once, in the engine's order of calls, gives the means of reducing one."""
     geometry, other = case.geometry(), case.geometry("another")
 
     def body(mesh: Mesh, wire: Wire) -> list[Tensor]:

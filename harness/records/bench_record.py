@@ -74,7 +74,7 @@ def merge_ranks(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
 
 
 class Bench(BaseModel, extra="forbid", frozen=True):
-    """One run of a benchmark."""
+    """The record of one run of ``zeropp bench``."""
 
     schema_version: int = 3
     subject: Subject  # what was timed: the argument of ``zeropp bench``

@@ -28,7 +28,7 @@ class Stats(BaseModel, frozen=True):
 
 
 class Timed(BaseModel, frozen=True):
-    """One benchmark: a test with its parameters."""
+    """One benchmark: a test with its parameters, and the seconds of its rounds."""
 
     name: str
     group: str | None = None
@@ -44,7 +44,7 @@ class Timed(BaseModel, frozen=True):
 
 
 class BenchmarkFile(BaseModel, frozen=True):
-    """One run of pytest-benchmark."""
+    """One JSON file of pytest-benchmark: the benchmarks of one run."""
 
     machine_info: dict[str, Any] = {}
     commit_info: dict[str, Any] = {}

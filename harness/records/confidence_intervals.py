@@ -73,9 +73,9 @@ class Interval:
 
     @property
     def over(self) -> str:
-        """What the interval is over, ``within this start`` or ``3 occasions``.
+        """A text on the values that the interval is computed from: ``within this start`` or ``3 occasions``.
 
-        Empty without an interval, and for values that do not depend on the occasion.
+        The text is empty without an interval, and for values that do not depend on the occasion.
         """
         if not self.known or not self.occasions:
             return ""
@@ -126,8 +126,9 @@ def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]])
     """Return the prediction interval of a ratio, using a covariate if it explains how occasions differ.
 
     From four occasions on, the logarithm of the ratio is also fitted by a straight line over the covariate.  The line
-    is used if it predicts each occasion from the others better than their mean does, that is, if the sum of its squared
-    leave-one-out errors is smaller.  The returned prediction then holds at the mean of the covariate.
+    is used if it predicts each occasion from the other occasions better than the mean of the others does, that is, if
+    the sum of the line's squared leave-one-out errors is smaller.  The returned prediction then holds at the mean of
+    the covariate.
 
     Args:
         ratio: The ratio with its interval over occasions.

@@ -30,7 +30,7 @@ def on_device(memory: dict[str, int]) -> dict[str, int]:
 
 
 def on_host(memory: dict[str, int]) -> dict[str, int]:
-    """Return bytes by part of only those parts that are offloaded to the host."""
+    """Return bytes by part, for the parts that are offloaded to the host only."""
     return {part: size for part, size in memory.items() if part.startswith(HOST)}
 
 

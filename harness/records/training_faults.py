@@ -91,7 +91,7 @@ class OuterNote(NamedTuple):
 
 
 class OuterRules(NamedTuple):
-    """What outer steps should do."""
+    """The trial's settings of outer steps, with which outer steps are computed again."""
 
     group: int  # number of ranks in a group; ranks of equal index in their groups hold the same shards
     rate: float  # learning rate of the outer SGD

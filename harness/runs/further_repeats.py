@@ -86,8 +86,8 @@ def _wide_trials(
     """Return a setting's trials that have to run once more; empty if all intervals are narrow enough.
 
     If one ratio needs a further repeat, all trials of the setting run, so that each repeat contains the baseline.
-    Configurations that failed are left out.  Of several baselines, the one that changes fewest fields of its preset
-    is used.
+    Configurations that failed are left out.  Of several baselines, the baseline that changes fewest fields of its
+    preset is used.
 
     Args:
         suite: The suite, which determines the baseline.

@@ -45,7 +45,7 @@ def clusters(trials: Sequence[Trial]) -> list[Cluster]:
 
 
 def place(trials: Sequence[Trial]) -> Place | None:
-    """Return this process's place among those that the trials' launcher started; None if they need no launcher.
+    """Return this process's place among the processes that the launcher started; None if no trial needs a launcher.
 
     Raises:
         Refusal: If the launcher did not start this process, or started too few nodes.

@@ -55,7 +55,7 @@ class Display:
 
         Args:
             trials: All trials of the batch.
-            missing: How many of them have to run.
+            missing: Number of these trials that have to run.
             why: Why they have to run; printed for all batches but the first.
             failures: Records of trials that failed in an earlier run, and are not run again.
         """

@@ -229,7 +229,7 @@ def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str
 
 
 def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
-    """Give a node its address and its route to the others.
+    """Give a node its address and its route to all other nodes.
 
     ``inner`` says whether the loopback, over which the node's own ranks talk, will have a rate too.
     """

@@ -49,8 +49,8 @@ def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Ite
         others: Addresses of the other nodes, which must be reached through this interface.
 
     Yields:
-        ``interface``, its ``mtu``, largest packet ``segment`` and queue ``before``, and the host's ``congestion``
-        control.
+        A dictionary of the ``interface``, its ``mtu``, its largest packet ``segment`` in bytes, the kind of the queue
+        that it had ``before``, and the host's ``congestion`` control.
 
     Raises:
         LinkError: If the interface may not be shaped, or the keeper's queue could not be removed afterwards; the

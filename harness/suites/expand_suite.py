@@ -410,7 +410,7 @@ def _roles(
 def _check_nearest(
     key: str, file: SuiteTables, bases: Sequence[Trial], others: Sequence[Trial], also: Sequence[str]
 ) -> None:
-    """Refuse several baselines in a setting, unless each trial of the contrast is nearest to one of them."""
+    """Refuse several baselines in a setting, unless each trial of the contrast has a single nearest baseline."""
     several = f"{key}: matches several configurations of one setting"
     if file.repeats.within is not None:
         raise SuiteError(f'{several}, which repeats = "{file.repeats}" does not allow; let it match only one')

@@ -186,11 +186,11 @@ def check_members(
     name: str,
     trials: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Refuse values in a partial match that no trial has.
+    """Refuse a value that a table such as ``[[exclude]]`` matches although no trial has the value.
 
     Args:
-        written: Values by path, as the file writes them.
-        wanted: The same values, parsed as those of trials are.
+        written: Values of the table by path, as the file writes them.
+        wanted: The same values, parsed in the way in which the values of trials are parsed.
         name: Name of the table, for the message.
         trials: All trials, as JSON-ready data.
     """

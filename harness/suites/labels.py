@@ -64,7 +64,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def varying_paths(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the paths in which trials differ, without those of the memory layout, which no suite asks about."""
+    """Return the paths in which trials differ, without paths of the memory layout, which no suite asks about."""
     return [path for path in differing(trials) if path not in _FOLLOWS]
 
 

@@ -517,7 +517,7 @@ class Trial(_Frozen):
 
     @property
     def measures_time(self) -> bool:
-        """Whether its seconds are those of ranks that run at once; ranks that are threads take turns."""
+        """Whether the trial's seconds are measured: not for ranks that are threads, which take turns."""
         return self.cluster.ranks == "processes"
 
     @property

@@ -354,7 +354,7 @@ def _plan(trial: Trial, *, speaks: bool) -> str | None:
 
 
 def _run(job: Job) -> None:
-    """Start the ranks (under torchrun, be one of them), and print the progress that rank 0 reports."""
+    """Start the ranks, or run as one of the ranks that torchrun started; print the progress that rank 0 reports."""
     from harness.cluster.link import open_link
     from harness.train.loop import train as train_rank
 

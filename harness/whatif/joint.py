@@ -36,7 +36,7 @@ _APART: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """One collective of all its ranks; times are in seconds."""
+    """One collective, as the traces of all its ranks together show it; times are in seconds."""
 
     seen: Collective  # as its first rank saw it
     between: bool  # whether its group has ranks on several nodes
@@ -50,7 +50,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class JointStep:
-    """One step of all ranks."""
+    """One traced step of all ranks, with the collectives that join them."""
 
     ranks: Mapping[int, RankStep]
     skew: Mapping[int, float]  # by rank, seconds from the first rank's beginning of the step to this rank's

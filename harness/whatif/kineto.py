@@ -43,7 +43,7 @@ _NOT_OURS: Final = (
 
 
 class Event(NamedTuple):
-    """One complete event; times are in seconds."""
+    """One event of a trace that has a beginning and an end; times are in seconds."""
 
     name: str
     category: str

@@ -38,7 +38,7 @@ the rate, or that they are constant."""
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the step is predicted for."""
+    """The policy, the link's rate and the topology for which a step is predicted."""
 
     policy: str  # a key of :data:`REWRITES` or a preset
     rate: float  # bytes a second of a node's link
@@ -146,7 +146,7 @@ def _again(collectives: Sequence[Joined]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What a traced step computes and holds in one unit; seconds are the slowest rank's."""
+    """One unit of the traced model: its elements, and the seconds that the slowest rank computes in it in a step."""
 
     name: str
     elements: int

@@ -34,7 +34,7 @@ _EARLY: Final = 5e-3  # most seconds before a collective's recorded end at which
 
 @dataclass(slots=True)
 class Task:
-    """One piece of a rank's step."""
+    """One piece of a rank's step: computation on a thread or stream, or a collective."""
 
     seconds: float  # on its thread or stream; of a collective, the delay between its issue and its beginning
     after: list[int]  # numbers of the rank's tasks that must be done before this task starts
@@ -47,7 +47,7 @@ class Task:
 
 @dataclass(slots=True)
 class RankStep:
-    """One step of one rank."""
+    """One traced step of one rank, divided into tasks."""
 
     begin: float  # in seconds of the rank's clock
     end: float
