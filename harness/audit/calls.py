@@ -137,7 +137,7 @@ def _counts(rows: Iterable[Sequence[Any]]) -> dict[Key, Count]:
 
 @dataclass(frozen=True)
 class Topology:
-    """On which node each rank is."""
+    """The node of each rank."""
 
     nodes: Mapping[int, int]  # node by global rank
 
@@ -178,13 +178,16 @@ class Calls:
         return rank.groups.get(name) or Group(name, tuple(range(self.world)))
 
     def steps(self, first: int, last: int | None) -> list[int]:
-        """Return the numbers of the whole steps from ``first`` to ``last``; if there are none, of all whole steps."""
+        """Return the numbers of the steps that were read on every rank, from ``first`` to ``last``.
+
+        If no such step is in this range, all such steps are returned.
+        """
         end = self.whole if last is None else min(last, self.whole)
         return list(range(first, end + 1)) or list(range(1, self.whole + 1))
 
 
 def read(folder: Path, ranks_per_node: int | None = None) -> Calls:
-    """Read the files of the witnesses in ``folder``.
+    """Return the calls of all ranks, from the files that the witnesses wrote into ``folder``.
 
     Args:
         folder: The folder with the witnesses' files.
@@ -242,7 +245,7 @@ def combine(
 
 
 def _topology(ranks: Sequence[Rank], ranks_per_node: int | None) -> Topology:
-    """Return where all ranks of the program are, also those whose files are on another host."""
+    """Return the node of each rank of the program, also of ranks whose files are on another host."""
     world = max((rank.world for rank in ranks), default=0)
     numbers = sorted({*range(world), *(rank.number for rank in ranks)})
     if ranks_per_node is not None:
@@ -262,7 +265,7 @@ def _topology(ranks: Sequence[Rank], ranks_per_node: int | None) -> Topology:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row of the report: ranks that made the same calls in a step."""
+    """A row of the report: equal calls in a step, and the ranks that made them."""
 
     key: Key
     count: Count  # of each rank, in one step

@@ -95,7 +95,7 @@ def parse(text: str) -> Expectation:
     """Return the expectation that a text states.
 
     Raises:
-        Refusal: if it does not have the form, or names something that does not exist.
+        Refusal: if the text does not have the form of an expectation, or names something that does not exist.
     """
     found = _FORM.fullmatch(text.strip())
     if found is None:
@@ -150,8 +150,8 @@ def broken(
 ) -> list[str]:
     """Return a line for each expectation that does not hold, with the first rank or node and step where it does not.
 
-    An expectation that cannot be checked does not hold: one in M if the number of parameters is not known, and any if
-    the audit has missed calls.
+    An expectation that cannot be checked does not hold: an expectation in M if the number of parameters is not known,
+    and every expectation if the audit has missed calls.
     """
     made = [
         f"not known to hold: rank {rank.number}: {missed}"
@@ -179,7 +179,7 @@ def broken(
 
 
 def _values(expectation: Expectation, calls: Calls, steps: Sequence[int]) -> Iterator[tuple[str, int, float]]:
-    """Yield (rank or node, step, value in bytes or calls)."""
+    """Yield what the expectation counts, as (rank or node, step, bytes or calls)."""
     for step in steps:
         of_node: dict[int, float] = defaultdict(float)
         for rank in calls.ranks:

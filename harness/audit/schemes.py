@@ -198,7 +198,7 @@ _OPERATIONS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 
 
 def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]] | None:
-    """Return the closed form of FSDP2 from its units; None if the messages have other groups or types."""
+    """Return the name and closed form of FSDP2 with these units; None if the messages have other groups or types."""
     once: dict[Place, float] = defaultdict(float)
     kept = all(not unit["gathered_again_in"] for unit in model.units)
     for unit in model.units:

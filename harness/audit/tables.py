@@ -122,7 +122,7 @@ def _row(report: Report, line: Line) -> dict[str, Any]:
 
 
 def short(site: str) -> str:
-    """Return a call site with a path relative to the working folder, if it lies below it."""
+    """Return a call site, with its path relative to the working folder if the file lies in that folder."""
     base = f"{Path.cwd()}/"
     return site.removeprefix(base)
 
@@ -187,7 +187,7 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def _ended(ranks: Sequence[Rank], step: int) -> bool:
-    """Return whether a step was the last, and all ranks have read their counters again when they ended."""
+    """Return whether ``step`` was the last step of all ranks, and all read their counters again when they ended."""
     return all(rank.ended in ("exit", "os._exit") and rank.steps == step for rank in ranks)
 
 

@@ -107,7 +107,7 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  # the folder 
 
 
 def operation_of(name: str) -> str:
-    """Return the collective that a method, function or profiling entry names; the name itself if none."""
+    """Return the collective that a method, function or profiling entry names; if none, the name in lower case."""
     lower = name.lower()
     return next((operation for part, operation in _OPERATIONS if part in lower), lower)
 
@@ -118,7 +118,7 @@ def dtype_of(scalar: str) -> str:
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of an element."""
+    """Return the bytes of one element of a type that torch names ``dtype``."""
     return _ITEM.get(dtype, 1 if dtype.startswith("float8") else 4)
 
 
@@ -199,10 +199,10 @@ class _Sequence:
 
 
 class Witness:
-    """Records what one process sends.  ``folder`` takes its file; without one, ``events`` holds what it would write.
+    """Records what one process sends, in a file in ``folder`` or, if this is None, in the list ``events``.
 
     ``last_step`` is the last step to record, None for all; ``marker`` names the function that ends a step as
-    ``module:function``, and is empty for the optimizer.
+    ``module:function``, and is empty if the optimizer ends it.
     """
 
     def __init__(self, folder: str | None, last_step: int | None = None, marker: str = "") -> None:
@@ -220,7 +220,7 @@ class Witness:
         self._fresh()
 
     def _fresh(self) -> None:
-        """Begin as a new process."""
+        """Set all state as in a process that has recorded nothing yet."""
         self.lock, self.inside = threading.Lock(), threading.local()
         self.pid, self.file, self.progress = os.getpid(), -1, -1
         self.began = time.time_ns()
@@ -284,12 +284,12 @@ class Witness:
                     self.write(event="end", how=how, steps=self.steps, **self.seconds())
 
     def seconds(self) -> dict[str, float]:
-        """Return how long reading took after the first step, and the time since then."""
+        """Return ``reading``, the seconds that reading took after the first step, and ``lasted``, those since then."""
         lasted = time.monotonic() - self.first_step if self.first_step else 0.0
         return {"reading": round(self.spent, 4), "lasted": round(lasted, 4)}
 
     def stop(self, *, in_hook: bool = False) -> None:
-        """Take all wrappers and hooks back; ``in_hook``: an optimizer's hook runs, so that they stay and do nothing."""
+        """Remove all wrappers and hooks; with ``in_hook``, in an optimizer's hook, the hooks stay and do nothing."""
         self.over = True
         for undo in reversed(self.undo):
             undo()
@@ -409,7 +409,7 @@ class Witness:
 
     @_guarded
     def before_step(self, optimizer: Any, *_: Any) -> None:
-        """Let the first optimizer that steps end steps from now on; of nested optimizers this is the outermost."""
+        """Let the first optimizer that begins to step mark the ends of steps; of nested ones this is the outermost."""
         if self.stepper is None or self.stepper() is None:
             self.stepper = weakref.ref(optimizer)
         if self.stepper() is optimizer:
@@ -781,7 +781,7 @@ class _AfterImport:
 
 
 class _Loader:
-    """Loads a module with its own loader, which it then puts back, and calls a function."""
+    """Loads a module with the module's own loader, restores this loader, and then calls a function."""
 
     def __init__(self, loader: Any, after: Callable[[Any], None]) -> None:
         self.loader, self.after = loader, after

@@ -84,7 +84,7 @@ def measure(
     mebibytes: int | None,
     seconds: float,
 ) -> list[Sample]:
-    """Time all operations; runs in a process that does nothing else.
+    """Time all operations and return a sample for each; runs in a process that does nothing else.
 
     Args:
         rank: Reports progress.

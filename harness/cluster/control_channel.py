@@ -95,7 +95,7 @@ class Channel:
             file.unlink(missing_ok=True)
 
     def begin(self, nonces: list[str]) -> None:
-        """Seal all later messages for one session, which is defined by the nonces that its supervisors drew.
+        """From now on seal messages for one session, which is defined by the nonces that its supervisors drew.
 
         Args:
             nonces: Each node's nonce, in order of nodes.

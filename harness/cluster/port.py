@@ -44,7 +44,7 @@ def address_towards(host: str) -> str:
 
 
 def port_towards(host: str) -> Port:
-    """Return the interface of this host that leads to ``host``, or the one that ``GLOO_SOCKET_IFNAME`` names.
+    """Return the port of this host on the interface that leads to ``host``, or that ``GLOO_SOCKET_IFNAME`` names.
 
     Raises:
         Refusal: If there is no such interface.

@@ -233,7 +233,7 @@ def _settles(own: OwnMethod, case: Case) -> None:
 
 
 def _near(own: OwnMethod, case: Case, calls: Calls, bounds: Sequence[float]) -> None:
-    """Compare gathered weights with the exact ones; each of ``calls`` has a bound.
+    """Check that gathered weights are near the exact weights; ``bounds`` has the allowed error of each of ``calls``.
 
     The allowed error is relative to the largest magnitude in the shard, with what the cast to the compute type adds;
     with a bound of 0 the weights must be equal, after this cast.

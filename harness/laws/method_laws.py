@@ -215,7 +215,7 @@ def _apart(own: OwnMethod, case: Case) -> None:
 
 
 def _keep(own: OwnMethod, case: Case) -> None:
-    """Compare means that were copied at once with the method's own tensors after later reductions."""
+    """Check that later reductions do not change the tensor in which the method returned an earlier mean."""
     geometry = case.geometry()
 
     def body(mesh: Mesh, wire: Wire) -> tuple[list[Tensor], list[Tensor]]:
@@ -263,7 +263,7 @@ def _bytes(own: OwnMethod, case: Case) -> None:
 
 
 def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
-    """Compare ranks that keep the whole mean with each other, and with ranks that keep shards of it."""
+    """Check that all ranks find the same mean, whether each of them keeps the whole mean or a shard of it."""
     geometry, every = case.geometry(), _means(own, replace(case, shared="none"), 2)
     for rank, means in enumerate(_means(own, case, 2)):
         start, _ = geometry.bounds(rank)
@@ -304,7 +304,7 @@ def _bound(own: OwnMethod, case: Case) -> None:
 
 
 def _within(own: OwnMethod, case: Case, bound_of: Callable[[MethodUnit], float], *, per_piece: bool) -> None:
-    """Compare the first mean with the exact one.
+    """Check that the first mean is as near to the exact mean as ``bound_of`` allows.
 
     The allowed error is relative to the mean over ranks of the largest magnitude in the piece of P / ranks elements,
     or in the unit.

@@ -50,7 +50,7 @@ class GradientError:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Lays out the elements that are reduced together in rows.
+    """How the elements that are reduced together are laid out in rows.
 
     After a reduction, each rank holds the means of whole rows.
     """

@@ -42,7 +42,7 @@ _BARRIERS: Final = 4
 
 
 def ledger_mismatch(record: Record) -> str | None:
-    """Return how the recorded ledgers differ from the recorded predictions; None if they are equal or missing."""
+    """Return how the recorded ledgers differ from the predicted ones; None if they are equal or none are predicted."""
     if record.predicted is None:
         return None
     predicted, measured = record.predicted.ledgers, record.predicted.unpredicted
@@ -75,7 +75,10 @@ def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int
 
 
 def interface_mismatch(record: Record) -> str | None:
-    """Return how a node's interface counter differs from its ranks' ledgers; None if all agree or one is missing."""
+    """Return how a node's interface counter differs from its ranks' ledgers; None if no node's counter does.
+
+    A node of which the counter or a ledger is missing is not compared.
+    """
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
     decodes = record.trial.get("workload", "train") != "train"
     world, validated = len(record.ranks), len(record.validations)
@@ -192,7 +195,7 @@ def header_bytes(row: LedgerRow) -> int:
 
 
 def rate_mismatch(record: Record, *, above: bool = False) -> str | None:
-    """Return how the probed link misses the requested rate; None if it does not, or was not probed.
+    """Return how the probed link misses the requested rate; None if it does not miss it, or was not probed.
 
     With ``above``, only a link that is too fast is reported.
     """

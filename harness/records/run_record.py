@@ -62,7 +62,7 @@ class Node(BaseModel, extra="ignore", frozen=True):
 
 
 class Run(_Part):
-    """What all trials of one run have in common."""
+    """Facts that all trials of one run have in common."""
 
     schema_version: int = 1
     suite: SuiteText | None  # None if the trials came from no suite file

@@ -381,7 +381,7 @@ class Record(_Part):
 
     @property
     def padding(self) -> float:
-        """Padding of its units, as a share of the model's elements; 0 if it has no units."""
+        """Padding of the trial's units, as a share of the model's elements; 0 if it has no units."""
         return padding_share((numel, padded) for _, numel, padded in self.units)
 
     @property
@@ -396,7 +396,7 @@ class Record(_Part):
 
     @property
     def timed(self) -> bool:
-        """Whether its seconds were measured; ranks that are threads take turns, and have none."""
+        """Whether the trial's seconds were measured; ranks that are threads take turns, and have none."""
         return bool(self.trial.get("cluster", {}).get("ranks", "processes") == "processes")
 
     @property

@@ -100,12 +100,12 @@ class Forecast:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it cannot run here or, if it can, why it will be recorded as failed."""
+        """Why the trial cannot run here or, if it can, why it will be recorded as failed."""
         return self.problems or (() if self.failure is None else (self.failure.message,))
 
     @property
     def padding(self) -> float:
-        """Padding of its units, as a share of the model's elements; 0 if it has no units."""
+        """Padding of the trial's units, as a share of the model's elements; 0 if it has no units."""
         return padding_share([(self.parameters, self.padded)]) if self.parameters and self.padded else 0.0
 
 
@@ -347,7 +347,7 @@ def failure_after(trial: Trial, record: Record) -> Failure | None:
 
 
 def check_feasible(file: Path, forecasts: Sequence[Forecast]) -> None:
-    """Raise a Refusal if trials of a suite cannot run here; it names the first trial, ``zeropp plan`` shows all."""
+    """Raise a Refusal that names the first trial of a suite that cannot run here; ``zeropp plan`` shows all of them."""
     if not (impossible := [forecast for forecast in forecasts if forecast.problems]):
         return
     first = impossible[0].trial.canonical()

@@ -170,7 +170,7 @@ def _step(
     Args:
         none: Bytes sent before the step.
         first: Bytes sent until the end of its first micro-batch (or token).
-        both: Bytes sent until the end of its second one.
+        both: Bytes sent until the end of its second micro-batch (or token).
         later: Number of micro-batches (or tokens) after the first; each sends as much as the second.
     """
     return {
@@ -231,7 +231,7 @@ def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[
     The kinds are the steps after which groups exchange something, and all other steps together.
 
     Args:
-        local: Steps of a round.
+        local: Number of steps in a round.
         meeting: The steps of a round, from 1 to ``local``, after which something is exchanged.
         trial: The trial.
     """

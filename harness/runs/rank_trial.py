@@ -112,7 +112,7 @@ class Outcome:
 
 
 def run(rank: Rank, assignment: Assignment) -> Outcome:
-    """Run a trial on this rank, in the default process group.
+    """Run a trial on this rank, in the default process group, and return what this rank measured.
 
     Raises:
         Refusal: If the trial cannot run; some causes raise another of
@@ -234,7 +234,7 @@ class TrialRun:
         self.moved_untimed = self._moved_so_far()
 
     def run(self) -> Outcome:
-        """Run the whole trial, from warm-up on."""
+        """Run the whole trial, from warm-up on, and return what this rank measured."""
         trial, total = self.trial, self.trial.warmup + self.trial.steps
         forget_peak(self.device)
         for index in range(trial.warmup):
@@ -542,7 +542,7 @@ class TrialRun:
         return sum(s.bytes for key, s in ledger.items() if key.link == "inter" and key.phase != "evaluate")
 
     def _sent_in_training(self) -> tuple[int, int]:
-        """Return the bytes that this rank has sent so far to other nodes and inside its node, without evaluations."""
+        """Return (bytes to other nodes, bytes inside the node) that this rank has sent so far, without evaluations."""
         nbytes = {"inter": 0, "intra": 0}
         for key, sent in (self.strategy.ledger() or {}).items():
             nbytes[key.link] += sent.bytes if key.phase != "evaluate" else 0

@@ -64,7 +64,7 @@ def run_sweep(
 
     Args:
         suite: The suite.
-        batches: Batches of trials; the next one is drawn after all trials of earlier batches have got records.
+        batches: Batches of trials; the next one is taken when all trials of earlier batches have records.
         results: The results folder; logs of failed trials are written to its folder ``logs``.
         console: Where progress is printed.
         nodes: The nodes that a launcher started; None if all ranks run on this machine.
@@ -151,7 +151,7 @@ class _Sweep:
     _code: dict[str, Any] = field(default_factory=machine.code)
 
     def missing(self, batch: Batch) -> list[Trial]:
-        """Return the trials of a batch that have to run, with their blanks prepared.
+        """Return the trials of a batch that have to run, and prepare a blank (a record to fill in) for each.
 
         Raises:
             Refusal: If other trials of the sweep ran on another machine: its pairs would compare two machines.

@@ -29,7 +29,7 @@ class Keeper:
     """Starts a keeper process, reads its answer, and ends it."""
 
     def __init__(self, module: str, request: str) -> None:
-        """Start a keeper and read its ``answer``; raises a LinkError if it refuses the request or dies."""
+        """Start a keeper and read its ``answer``; raises a LinkError if the keeper refuses the request or dies."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, request],
             stdin=subprocess.PIPE,

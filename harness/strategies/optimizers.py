@@ -246,5 +246,5 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _raising(optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Turn any error of an optimizer into a Refusal."""
+    """Return a context that turns any error in its body into a Refusal that names the optimizer."""
     return raising(Refusal, f"optimizer.arguments of {optimizer.name}:")

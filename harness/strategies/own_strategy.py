@@ -72,7 +72,7 @@ class OwnStrategy(Sharded):
         return [master.detach() for master in self.zero.masters]
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """Step the optimizer once; an override calls this, and then communicates, for example.
+        """Step the optimizer once; an override can call this method and then communicate, for example.
 
         Returns:
             The norm of the gradient before clipping, if it was computed, and whether the step was taken.

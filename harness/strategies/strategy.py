@@ -186,10 +186,10 @@ class Strategy:
         return None, {}
 
     def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
-        """Predict the bytes sent to other nodes and inside the node until each step.
+        """Return (bytes to other nodes, bytes inside the node) that this rank should have sent until each step.
 
         The first pair is what was sent after the events ``before``; then follows a pair for each step in ``events``.
-        Evaluations are not counted.  Empty for peers.
+        Evaluations are not counted.  The list is empty for peers.
         """
         return []
 
@@ -377,7 +377,7 @@ class Sharded(Strategy):
         return {name: own.messages(topology) for name, own in owns.items() if own is not None}
 
     def _declared_gathers(self) -> DeclaredGathers:
-        """Return functions for the messages of a gather that users' own methods declare, by unit."""
+        """Return by unit a function of the messages of one gather, as the user's own method declares them."""
         topology = self.zero.wire.mesh.topology
         gathers = {unit.geometry.name: unit.weight_gather for unit in self.zero.units}
         return {

@@ -161,7 +161,7 @@ def _cluster(trial: Trial) -> Iterator[str]:
 
 
 def _own_strategy(trial: Trial) -> Iterator[str]:
-    """Yield what a strategy of the user's own does not allow."""
+    """Yield an error for each field that a strategy of the user's own does not allow."""
     if not trial.own_strategy:
         return
     own = f"strategy = {trial.strategy!r} of your own"
@@ -174,7 +174,7 @@ def _own_strategy(trial: Trial) -> Iterator[str]:
 
 
 def _workload(trial: Trial) -> Iterator[str]:
-    """Yield which fields have no effect, or values that are impossible, with the trial's workload."""
+    """Yield an error for each field that has no effect, or an impossible value, with the trial's workload."""
     generate, usual, workload = trial.generate, Trial(), f"workload = {trial.workload!r}"
     length = generate.prompt + generate.tokens
     lengths = f"generate.prompt = {generate.prompt} and generate.tokens = {generate.tokens}"
@@ -292,7 +292,7 @@ def _control(trial: Trial) -> Iterator[str]:
 
 
 def _configured(trial: Trial) -> Iterator[str]:
-    """Yield where a DeepSpeed configuration contradicts the trial's fields, or that the strategy reads none."""
+    """Yield an error for each field that a DeepSpeed configuration contradicts, or one if the strategy reads none."""
     sequences = trial.tokens_per_rank // trial.sequence
     if family_of(trial.strategy) == DEEPSPEED:
         yield from _for_deepspeed(trial, sequences)
@@ -304,7 +304,7 @@ def _configured(trial: Trial) -> Iterator[str]:
 
 
 def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
-    """Yield contradictions of strategy ``recipe``, whose policy comes from the configuration."""
+    """Yield an error for each field that contradicts strategy ``recipe``, whose policy the configuration gives."""
     recipe = trial.recipe()
     yield from _unequal("clip", trial.clip, "gradient_clipping", recipe.clip)
     yield from _unequal("accumulation", trial.accumulation, "accumulation", recipe.accumulation)

@@ -211,7 +211,7 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _path_of(error: ErrorDetails, point: Point) -> str:
-    """Return which of the paths that the suite sets is nearest to the path in pydantic's error."""
+    """Return the path, among those that the suite sets, that is nearest to the path in pydantic's error."""
     parts = [str(part) for part in error["loc"]]
     for length in range(len(parts), 0, -1):
         where = ".".join(parts[:length])
@@ -368,7 +368,7 @@ def _roles(
 
     Returns:
         The role of each trial that has one, by the trial's id; and the training fields in which configurations
-        differ besides the usual ones (:func:`~harness.suites.repeat_order.compared_also`).
+        differ besides the usual fields (:func:`~harness.suites.repeat_order.compared_also`).
     """
     if not file.baseline:
         if file.contrast:

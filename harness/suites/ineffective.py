@@ -204,7 +204,7 @@ def check_members(
 
 
 def check_overrides(file: SuiteTables, axes: Sequence[Sequence[Point]], points: Sequence[Point]) -> None:
-    """Refuse an override that later ones undo everywhere, or that replaces all values of an axis with one."""
+    """Refuse an override that later overrides undo everywhere, or that replaces all values of an axis with one."""
     standing = {(setting.table, path) for point in points for path, setting in point.items()}
     for number, override in enumerate(file.override, 1):
         table = f"[[override]] #{number} set"

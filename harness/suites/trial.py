@@ -306,7 +306,7 @@ class SpanChanges(_Varying):
 
 
 def _checked(value: Any, info: ValidationInfo) -> Any:
-    """Check that a key's text, or each of several, can be parsed; returns the value unchanged."""
+    """Check that a key's text, or each of its texts, can be parsed; returns the value unchanged."""
     if value is not None:
         KEYS[str(info.field_name)].parsed(value)
     return value
@@ -339,7 +339,7 @@ class PolicyChanges(_Keys):
     @field_validator("secondary_format")
     @classmethod
     def _usual(cls, value: str | None) -> str | None:
-        """Turn the default ``frames`` into None, so that a trial that sets it has the id of one that does not."""
+        """Turn the default ``frames`` into None, so that a trial has the same id whether or not it sets the default."""
         return None if value == "frames" else value
 
     def applied(
@@ -541,7 +541,7 @@ class Trial(_Frozen):
         return HOSTED[self.strategy][1] if self.strategy in HOSTED else PRESETS[self.strategy]
 
     def recipe(self) -> Recipe:
-        """Return what the DeepSpeed configuration of strategy ``recipe`` asks for; raises a ValueError without one."""
+        """Return what the configuration of strategy ``recipe`` asks DeepSpeed for; a ValueError if there is none."""
         if self.deepspeed_config is None:
             raise ValueError(f"strategy = {RECIPE!r}: needs deepspeed_config; set it to a file or a table")
         return recipe(self.deepspeed_config, topology=self.topology(), steps=self.warmup + self.steps)

@@ -47,7 +47,7 @@ class Job:
 
 
 def train(rank: Rank, job: Job) -> list[Step]:
-    """Train on this rank, and return its steps; the lines that rank 0 reports are printed.
+    """Train on this rank, and return the losses and times of its steps; the lines that rank 0 reports are printed.
 
     Raises:
         Refusal: if the checkpoint does not fit, gradients overflow even at the smallest loss scale, or the engine

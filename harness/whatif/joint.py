@@ -60,7 +60,7 @@ class JointStep:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What the traces of all ranks show."""
+    """The joined traces of all ranks: their steps, with the topology, link rate and clocks that they show."""
 
     topology: Topology  # of the traced run
     rate: float  # bytes a second of a node's link: those that the user gave, or that collectives achieved
@@ -402,7 +402,7 @@ class _Replay:
                     self._runnable.append((rank, place))
 
     def run(self) -> Replayed:
-        """Run all tasks."""
+        """Run all tasks, and return the replayed step."""
         free = busy = 0.0
         while self._runnable or self._pending:
             while self._runnable:

@@ -127,7 +127,7 @@ def note_computing(result: RankStep, moment: float, seconds: float) -> None:
 def _wait(
     trace: Trace, step: Step, marks: Marks, collective: Collective, gaps: _Gaps
 ) -> tuple[float, float, Rule]:
-    """Return when the main thread begins to wait for a collective, until when, and the rule that says so."""
+    """Return when the main thread begins and ends to wait for a collective, and the rule that found this."""
     issue, done = collective.issued[0], collective.ran[1]
     if collective.blocking:
         return issue, max(issue, done), "blocking"

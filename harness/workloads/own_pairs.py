@@ -18,7 +18,7 @@ _Arrays = tuple[NDArray[Any], NDArray[Any]]
 
 
 class OwnPairs(Dataset):
-    """Examples that a user's function returned: a pair ``(inputs, targets)`` for training, one for validation.
+    """Examples that a user's function returned: pairs ``(inputs, targets)``, one for training, one for validation.
 
     The first dimension of an array counts examples.  The model gets floating-point arrays as float32 and all
     others as int64.
