@@ -125,7 +125,8 @@ class Channel:
         except ValueError as error:
             where = _with_port(self.place)
             raise ChannelError(
-                f"the value of {key!r} in the store at {where} comes from no process of this run"
+                f"the value of {key!r} in the store at {where} comes from no process of this run; give each run a port "
+                "of its own"
             ) from error
 
     def _full(self, key: str) -> str:

@@ -217,7 +217,9 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
             nodes.together = True
             yield nodes
         except ChannelError as error:
-            raise Refusal(f"the nodes' supervisors lost each other: {error}") from error
+            raise Refusal(
+                f"the nodes' supervisors lost each other: {error}; start the run again on all nodes"
+            ) from error
         finally:
             nodes.end()
 
@@ -265,7 +267,9 @@ def _meet(channel: Channel) -> int | None:
     if "status" in session:
         return int(session["status"])
     if not place.waits and session["nonces"][place.node] != channel.nonce:
-        raise ChannelError("the store holds messages of another run with the same token")
+        raise ChannelError(
+            "the store holds messages of another run with the same token; start the run again on all nodes"
+        )
     channel.begin(session["nonces"])
     return None
 

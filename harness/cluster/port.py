@@ -40,7 +40,9 @@ def address_towards(host: str) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise Refusal(f"host {host!r} cannot be reached: {error.strerror or error}") from error
+        raise Refusal(
+            f"host {host!r} cannot be reached: {error.strerror or error}; name a host that this machine can reach"
+        ) from error
 
 
 def port_towards(host: str) -> Port:

@@ -207,7 +207,7 @@ def _zero(own: OwnMethod, case: Case) -> None:
         for slot in geometry.slots:
             if bool((values := whole[slot.offset : slot.end]).any()):
                 raise Violation(
-                    f"on rank {rank} zeros are gathered as {values[values.nonzero()[0]].item():.9g}"
+                    f"on rank {rank} a weight of 0 is gathered as {values[values.nonzero()[0]].item():.9g}"
                 )
 
 

@@ -332,7 +332,7 @@ def _refuse_beyond(buffer: Tensor, held: float, name: str, trip: _Trip) -> None:
     """Raise a Violation if a guard at either end of ``buffer`` no longer holds the value ``held``."""
     guards = torch.cat([buffer[:_GUARD], buffer[-_GUARD:]])
     if not bool(_same(guards, torch.full_like(guards, held)).all()):
-        raise Violation(f"{name} were written", trip.x, trip.frame)
+        raise Violation(f"{name} were written, which the codec must leave as they are", trip.x, trip.frame)
 
 
 def _bits(subject: Subject, case: Case) -> None:
@@ -342,7 +342,9 @@ def _bits(subject: Subject, case: Case) -> None:
     numel = case.x.numel()
     size, expected = subject.frame_bytes(numel), codec.frame_bytes(numel)
     if size != expected:
-        raise Violation(f"a frame of {numel} elements has {size} bytes, the reference's {expected}", case.x)
+        raise Violation(
+            f"a frame of {numel} elements has {size} bytes, and the reference's frame has {expected}", case.x
+        )
     trip = _round_trip(subject, case.x, case.noise, case.out)
     wanted, elements = torch.empty_like(trip.frame), torch.empty_like(trip.decoded)
     reference.encode(codec, case.x, wanted, noise=case.noise if codec.stochastic else None)

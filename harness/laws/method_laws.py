@@ -285,7 +285,9 @@ def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
 def _zero(own: OwnMethod, case: Case) -> None:
     for rank, (mean,) in enumerate(_means(own, replace(case, gradients="zero"), 1)):
         if bool(mean.any()):
-            raise Violation(f"on rank {rank} the mean of zeros has {mean[mean.nonzero()[0]].item():.9g}")
+            raise Violation(
+                f"on rank {rank} the mean of gradients of 0 is {mean[mean.nonzero()[0]].item():.9g} in an element"
+            )
 
 
 def _exact(own: OwnMethod, case: Case) -> None:

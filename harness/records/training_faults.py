@@ -316,7 +316,8 @@ def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iter
 def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start: int) -> Iterator[str]:
     """Yield a sentence for each step whose gradient norms differ between ranks or from what the optimizer used.
 
-    They differ from what it used if gradients were scaled, or not clipped, after the backward passes.  ``start`` is the number of the first of these ranks, which average their gradients.
+    They differ from what it used if gradients were scaled, or not clipped, after the backward passes.  ``start`` is the
+    number of the first of these ranks, which average their gradients.
     """
     for by_rank in zip(*(rank.steps for rank in ranks), strict=True):
         norms = [step.gradient_norm for step in by_rank if step.gradient_norm is not None]

@@ -38,8 +38,8 @@ def clusters(trials: Sequence[Trial]) -> list[Cluster]:
         values = {str(getattr(cluster, name)) for cluster in distinct.values()}
         if len(values) > 1:
             raise Refusal(
-                f"cluster.{name}: a run can have only one, but this suite has {', '.join(sorted(values))}; split the "
-                "suite"
+                f"cluster.{name}: all trials need the same value, but this suite has {', '.join(sorted(values))}; "
+                "write a suite for each value"
             )
     return sorted(distinct.values(), key=lambda cluster: -cluster.nodes)
 
@@ -170,7 +170,9 @@ def _scontrol(kind: str, name: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise Refusal(f"{' '.join(command)}: {error}") from error
+        raise Refusal(
+            f"cluster.launcher = 'slurm': `{' '.join(command)}` failed ({error}); run it by hand to see why"
+        ) from error
 
 
 def _slurm_address(node: str) -> str:

@@ -93,4 +93,6 @@ def step(arguments: Sequence[str], nodes: int) -> None:
     try:
         os.execvp("srun", [*command, *arguments])  # noqa: S606  # no shell is needed
     except OSError as error:
-        raise Refusal(f"srun cannot be started: {error.strerror}") from error
+        raise Refusal(
+            f"srun cannot be started: {error.strerror}; put Slurm's programs on PATH, or set cluster.launcher"
+        ) from error

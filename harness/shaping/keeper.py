@@ -48,9 +48,13 @@ class Keeper:
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None  # noqa: S101 - piped above
         if not select.select([self.process.stdout], [], [], ANSWER_SECONDS)[0]:
-            raise LinkError(f"the keeper of the link did not answer within {ANSWER_SECONDS:g} s")
+            raise LinkError(
+                f"the process that keeps the link did not answer within {ANSWER_SECONDS:g} s; run the trial again"
+            )
         if not (line := self.process.stdout.readline()):
-            raise LinkError(f"the keeper of the link died: {self.end() or 'no message'}")
+            raise LinkError(
+                f"the process that keeps the link died: {self.end() or 'it printed no reason; run the trial again'}"
+            )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise LinkError(answer["error"])

@@ -114,7 +114,9 @@ def enter(process: int) -> None:
                 _setns(user, CLONE_NEWUSER)
             _setns(net, CLONE_NEWNET)
     except OSError as error:
-        raise LinkError(f"cannot enter the namespaces of process {process}: {error}") from error
+        raise LinkError(
+            f"cannot enter the network namespace that process {process} keeps: {error}; run the trial again"
+        ) from error
 
 
 def die_with_parent(parent: int) -> None:

@@ -61,7 +61,9 @@ class OwnStrategy(Sharded):
             TypeError: for an argument that the class does not know.
         """
         if arguments:
-            raise TypeError(f"unexpected arguments {', '.join(arguments)}")
+            raise TypeError(
+                f"unexpected arguments {', '.join(arguments)}: remove them from method, or let configure() take them"
+            )
 
     @property
     def masters(self) -> list[Tensor]:

@@ -107,7 +107,7 @@ def _files_of(source: str) -> tuple[list[Path], int]:
     if size > LARGEST_BYTES:
         raise CorpusError(
             f"corpus {source!r}: has {size} bytes; every rank holds all of them, so at most {LARGEST_BYTES} "
-            "are allowed"
+            "are allowed: name a part of it"
         )
     return files, size + len(files) - 1  # with a line break between two files
 
