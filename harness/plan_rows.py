@@ -87,7 +87,7 @@ _MISSING: Final = {  # by role of a suite's own object, the numbers that are unk
 
 
 def not_imported(forecasts: Sequence[Forecast]) -> str:
-    """Return a line on the numbers that are missing because own modules were not imported; empty if none are."""
+    """Return a line on the numbers that are missing because users' modules were not imported; empty if none are."""
     pairs = dict.fromkeys(pair for forecast in forecasts for pair in forecast.unread.items())
     names = ((role.partition(" ")[0], name) for role, name in pairs)
     parts = list(dict.fromkeys(f"{_MISSING[kind]} ({kind} {name})" for kind, name in names))

@@ -64,7 +64,7 @@ def options(
     ranks_per_node: int | None,
     folder: Path,
 ) -> Options:
-    """Check the options; see :class:`Options`.
+    """Check the options of ``zeropp audit``, and return them as :class:`Options`.
 
     Raises:
         Refusal: if one of them cannot be used; nothing has been written then.

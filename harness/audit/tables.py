@@ -88,7 +88,7 @@ def report_on(
 
 
 def call_rows(report: Report, step: int | None = None) -> list[dict[str, Any]]:
-    """Return a row for each line of a step, by default of the step that stands for all."""
+    """Return a row for each :class:`Line` of ``step``; without one, of the step that stands for all steps."""
     return [_row(report, line) for line in lines(report.calls, report.shown if step is None else step)]
 
 

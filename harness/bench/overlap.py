@@ -57,7 +57,7 @@ forward and in backward."""
 
 
 def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
-    """Time the unsharded model without communication; runs on every rank."""
+    """Return the seconds of the unsharded model without communication; runs on every rank."""
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(layers), name, mesh)) for name in POLICIES}
     (rounds,) = interleaved(rank, [_trainer(rank, sequences, _model(layers))], "compute alone", PROBES)
@@ -84,7 +84,7 @@ def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
 
 
 def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float) -> list[Sample]:
-    """Time steps of a policy and compute alone, in turns, for about ``seconds``; runs on every rank."""
+    """Return samples of a policy's steps and of compute alone, timed in turns for about ``seconds``, on every rank."""
     model = _model(layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     zero = _sharded(model, policy, Mesh.create(rank.topology))
@@ -128,7 +128,10 @@ def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
 
 
 def hops(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
-    """Time both hops alone, and reductions in one chunk and in several, in turns; runs on every rank."""
+    """Return samples of both hops alone and of reductions in one chunk and in several, timed in turns.
+
+    Runs on every rank.
+    """
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh, transport="backend")
     generator = torch.Generator().manual_seed(mesh.rank)

@@ -121,7 +121,7 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
 
 
 def trace_step(rank: Rank, tracing: Tracing) -> RankTrace:
-    """Run warm-up steps (at least one), an untraced step and the traced steps; runs on every rank."""
+    """Run warm-up steps (at least one), an untraced step and the traced steps; return what this rank noted of them."""
     trial = tracing.assignment.trial
     run, timeline, warmup = TrialRun(rank, tracing.assignment), Timeline(), max(1, trial.warmup)
     for index in range(warmup):

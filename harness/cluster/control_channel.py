@@ -203,7 +203,7 @@ class Channel:
             verb = "serve" if serve else "reach"
             raise Refusal(
                 f"node {place.node} of {place.nodes} cannot {verb} {_with_port(place)}, where the "
-                f"nodes meet: {_line(error)}"
+                f"nodes meet: {_line(error)}; check the address, and that its port is free and open"
             ) from error
         store.set_timeout(_ANSWER)
         return dist.PrefixStore(f"zeropp/{place.job}", store)  # type: ignore[attr-defined]

@@ -549,7 +549,7 @@ class TrialRun:
         return nbytes["inter"], nbytes["intra"]
 
     def _compare(self, index: int) -> None:
-        """Compare the messages of step ``index`` with exact values if that is due, outside of the timed steps."""
+        """If step ``index`` is one to check, note errors of its messages; the check is outside of the timed steps."""
         comparison, zero = self.comparison, self.strategy.zero
         drawn = zero is not None and index == comparison.drawn
         if self.strategy.wire is None or not (drawn or index in comparison.steps):

@@ -157,7 +157,7 @@ class Comparison:
         self.events: list[Event] = []  # passes before training, for ``impl.plan.traffic``
 
     def before_training(self, strategy: Strategy) -> None:
-        """Compare the sharded model's loss and reduced gradients with a single process's."""
+        """Compare the sharded model's loss and reduced gradients with a single process's; note both in ``compared``."""
         if strategy.zero is not None and strategy.zero.policy.own_gather is not None:
             with _rehearsal(strategy):  # the single process computes with the weights that the class gathers
                 model, gathered = self._same_masters(strategy, strategy.zero)
@@ -177,7 +177,7 @@ class Comparison:
         self.compared.losses.append(replace(self.expected, sharded=loss))
 
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
-        """Rehearse step ``index``, and compare its messages with exact values."""
+        """Rehearse step ``index``, and note in ``compared`` how its messages differ from exact values."""
         self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
         policy, errors = self.trial.resolved_policy(), SumsByPlace()
         differ = policy is not None and communication_error.outcomes_differ(policy.policy_at(index))
@@ -199,8 +199,8 @@ class Comparison:
     ) -> None:
         """Compare one unit's weights with its masters, and a small pass with a single process.
 
-        The unit is drawn by the trial's seed and repeat.  Ranks read only the first sequence of each of their
-        batches, so that the check takes a small part of the trial's time.
+        Differences are noted in ``compared``.  The unit is drawn by the trial's seed and repeat.  Ranks read only the
+        first sequence of each of their batches, so that the check takes a small part of the trial's time.
 
         Args:
             index: Number of the step.
@@ -565,7 +565,7 @@ def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.
 
 
 def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[GradientError]:
-    """Compare each unit's reduced gradient with a single process's."""
+    """Return the error of each unit's reduced gradient, compared with the gradient of a single process."""
     scale = strategy.loss_scale
     errors = (gradient.compare(layout, *strategy.mean_gradient(layout), scale) for layout in gradient.layouts)
     return [error for error in errors if error is not None]

@@ -60,7 +60,7 @@ def run_sweep(
     total: int = 0,
     on: Machine | None = None,
 ) -> SweepOutcome:
-    """Run the trials that have no record in ``results``, in order.
+    """Run the trials that have no record in ``results``, in order, and return how many ran and failed.
 
     Args:
         suite: The suite.

@@ -460,7 +460,7 @@ def strategy_class(name: str) -> Any:
     """Import the subclass of :class:`~harness.strategies.own_strategy.OwnStrategy` that a trial's ``strategy`` names.
 
     Raises:
-        Refusal: if it cannot be imported, or is no such class.
+        Refusal: if the class cannot be imported, or is no such subclass.
     """
     try:
         kind = import_object(name)

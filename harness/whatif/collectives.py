@@ -102,7 +102,7 @@ class Marks:
 
     @classmethod
     def of(cls, step: Step) -> Marks:
-        """Find the marks of a step."""
+        """Return the marks that the trace of a step shows."""
         passes = [event for event in step.host if event.name.startswith(_BACKWARD)]
         units = [
             event for event in step.host if event.category == "user_annotation" and _UNIT.match(event.name)

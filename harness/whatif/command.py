@@ -111,7 +111,8 @@ def whatif(
     topology = target_topology(traced, nodes, ranks_per_node)
     if topology.world > MOST_PREDICTED:
         raise Refusal(
-            f"{topology}: at most {MOST_PREDICTED:,} ranks are predicted; lower --nodes or --ranks-per-node"
+            f"--nodes x --ranks-per-node is {topology}: at most {MOST_PREDICTED:,} ranks are predicted; lower one of "
+            "them"
         )
     factor = slower * _shared(calibrated, traced.topology, topology)
     targets = [

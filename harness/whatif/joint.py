@@ -326,7 +326,7 @@ def _rate(steps: Sequence[JointStep]) -> float:
 
 
 def _timed(step: JointStep, rate: float) -> JointStep:
-    """Divide each collective's time into time on the link and overhead."""
+    """Return the step with each collective's time divided into time on the link, at ``rate``, and overhead."""
     by_number, free = dict[int, Joined](), 0.0
     order = sorted(range(len(step.collectives)), key=lambda number: step.collectives[number].seen.ran[0])
     for place, number in enumerate(order):

@@ -183,7 +183,7 @@ def units_of(step: JointStep) -> list[Unit]:
     if not buckets or not any(rank.marks.in_ddp for rank in step.ranks.values()):
         raise Refusal(
             "a policy of our engine needs the traced model's units, and the traces show neither FSDP2's modules nor "
-            "DDP's buckets: choose same, bf16 or fp16"
+            "DDP's buckets: choose --policy same, bf16 or fp16"
         )
     return _buckets(step, [seen.elements for seen in buckets], [seen.issued[0] for seen in buckets])
 
@@ -209,7 +209,11 @@ def _seconds(step: JointStep, names: set[str]) -> tuple[float, float]:
 
 
 def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) -> list[Unit]:
-    """Return DDP's buckets as units; forward seconds are divided in proportion to elements."""
+    """Return DDP's buckets as units, in the order of forward.
+
+    ``elements`` and ``issued`` have each bucket's size and when it was sent.  The forward seconds of the slowest rank
+    are divided in proportion to elements.
+    """
     number, rank = max(step.ranks.items(), key=lambda item: sum(seconds for _, seconds in item[1].computed))
     marks, whole = rank.marks, sum(elements)
     forward = sum(seconds for moment, seconds in rank.computed if moment < marks.backward)

@@ -73,7 +73,7 @@ def check_replay(traced: Traced) -> list[float]:
 
 
 def step_seconds(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Predicted:
-    """Predict one traced step under one hypothesis on overheads."""
+    """Return the predicted seconds of one traced step, with overheads that scale with bytes or are constant."""
     if target.policy not in REWRITES:
         return policies.of_our_engine(step, traced, target, overheads).predicted
     runs = policies.rewritten(step, traced, target, overheads)
@@ -91,7 +91,7 @@ def _median(steps: Sequence[JointStep], traced: Traced, target: Target, overhead
 
 
 def predict(traced: Traced, target: Target) -> Prediction:
-    """Predict the median step of a target.
+    """Return the prediction of a target: medians over the traced steps.
 
     Raises:
         Refusal: if the target does not fit the traces.

@@ -71,7 +71,7 @@ def ranks_of(traced: Traced, target: Target) -> list[int]:
 def schedules(traced: Traced, target: Target) -> Iterator[Callable[[int], RankSchedule]]:
     """Yield for each predicted step a function from a rank's number to the rank's schedule.
 
-    Overheads of collectives scale with their bytes over the rate.
+    A collective's overhead, its time that is not spent on the link, scales with its bytes over the rate.
     """
     for step in traced.steps:
         if target.policy in REWRITES:

@@ -225,7 +225,7 @@ class OptimizerWitness:
         return _pick((flat, _evenly(flat.numel())) for flat in (local(tensor).view(-1) for tensor in tensors))
 
     def _draw(self, index: int) -> _Drawn | None:
-        """Draw the elements that step ``index`` is checked on, and read them."""
+        """Draw the elements that step ``index`` is checked on, and return them with their values."""
         seed = hashlib.sha256(f"{self._key}/{index}/drawn elements".encode()).digest()
         draw = torch.Generator().manual_seed(int.from_bytes(seed[:7], "little"))
         numbers = torch.randperm(len(self._masters), generator=draw)[:_DRAWN_TENSORS].tolist()
