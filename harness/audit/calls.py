@@ -220,7 +220,7 @@ def combine(
 ) -> Calls:
     """Combine what the program's processes did into the calls of all ranks.
 
-    If a rank was restarted, only its last process counts.
+    If a rank was restarted, only its last process counts.  ``notes`` are sentences on what the audit could not see.
     """
     last: dict[int, Rank] = {}
     for rank in sorted(ranks, key=lambda rank: rank.process.get("started", 0)):

@@ -146,7 +146,8 @@ def _term(place: Place, count: Count, expected: float | None = None) -> Term:
 def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]]:
     """Return the name of the scheme that the messages look like, and the bytes of each of its terms.
 
-    Without such a scheme the name is :data:`NONE`.
+    Without such a scheme the name is :data:`NONE`.  ``large`` has the messages, without those that are too small to
+    be weights or gradients.
     """
     if model.units:
         found = _of_units(large, model)

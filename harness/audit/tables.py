@@ -81,7 +81,7 @@ def report_on(
     broken: Sequence[str] = (),
     kept: int = 0,
 ) -> Report:
-    """Return the report of the steps, of which there is at least one."""
+    """Return the report of the steps, of which there is at least one; for other arguments see :class:`Report`."""
     classes = alike(calls, steps)
     scheme = None if model is None else recognise(calls, calls.ranks[0], classes[0][0], model)
     return Report(calls, list(steps), classes, model, scheme, by, list(broken), kept)

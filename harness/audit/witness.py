@@ -469,7 +469,7 @@ class Witness:
     # What there is ----------------------------------------------------------------------------------------------
 
     def recorders(self) -> dict[str, Callable[..., bytes]]:
-        """Return the functions that copy the flight recorders, by name."""
+        """Return the functions that copy the flight recorders' entries, by the recorder's name."""
         c10d = getattr(self.torch._C, "_distributed_c10d", None)  # noqa: SLF001
         names = {"generic": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
         return {name: getattr(c10d, dump) for name, dump in names.items() if hasattr(c10d, dump)}
@@ -623,7 +623,10 @@ class Witness:
     def unread(
         self, name: str, dump: Callable[..., bytes], *, stacks: bool
     ) -> tuple[list[dict[str, Any]], int]:
-        """Return a recorder's entries since it was last read, and the last entry's number; report lost entries."""
+        """Return a recorder's entries since it was last read, and the last entry's number; report lost entries.
+
+        ``dump`` copies the recorder's entries; ``stacks`` is whether they get the call's Python stack.
+        """
         entries = pickle.loads(dump(True, stacks, False)).get("entries") or []  # noqa: S301  # torch wrote it
         last = self.seen.get(name, -1)
         if not entries:

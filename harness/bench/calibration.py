@@ -221,7 +221,7 @@ def _fit_factors(
 def _probe(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
     """Return the median seconds of a tiny all-gather between nodes and, on rank 0, each codec's seconds per element.
 
-    Runs on every rank.
+    ``messages`` is the number of all-gathers.  Runs on every rank.
     """
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh)

@@ -57,7 +57,7 @@ forward and in backward."""
 
 
 def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
-    """Return the seconds of the unsharded model without communication; runs on every rank."""
+    """Time the unsharded model without communication, and predict each policy's bytes; runs on every rank."""
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(layers), name, mesh)) for name in POLICIES}
     (rounds,) = interleaved(rank, [_trainer(rank, sequences, _model(layers))], "compute alone", PROBES)
@@ -84,7 +84,10 @@ def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
 
 
 def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float) -> list[Sample]:
-    """Return samples of a policy's steps and of compute alone, timed in turns for about ``seconds``, on every rank."""
+    """Time a policy's steps and compute alone, in turns, for about ``seconds``; runs on every rank.
+
+    Returns one sample, whose reference is compute alone.
+    """
     model = _model(layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     zero = _sharded(model, policy, Mesh.create(rank.topology))

@@ -259,7 +259,10 @@ def summary(ranks: Sequence[RankTrace]) -> str:
 
 
 def chrome(trial: Trial, ranks: Sequence[RankTrace], pool: str) -> dict[str, Any]:
-    """Return the JSON object of the trace event format: a process for each rank, threads for its lanes."""
+    """Return the JSON object of the trace event format: a process for each rank, threads for its lanes.
+
+    ``pool`` is the hash of this machine and of the code.
+    """
     topology = trial.topology()
     start = min(span.begin for rank in ranks for span in rank.spans)
     events: list[dict[str, Any]] = []

@@ -144,7 +144,10 @@ def rank_codecs(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _measure_unit(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[str, Any]:
-    """Return a row of :func:`measure`; ``number`` gives each unit its own random bits."""
+    """Return the row of :func:`measure` for one codec and unit; ``number`` gives each unit its own random bits.
+
+    ``sizes`` are the nodes, and the ranks of each, over which a gradient is reduced.
+    """
     elements, exact = unit.x.shape[-1], unit.x.double()
     if unit.x.dim() > 1:
         exact = exact.mean(0)
@@ -188,7 +191,7 @@ def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
 
 
 def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
-    """Reduce gradients (ranks, P) in two hops; with one node, in one hop.
+    """Reduce gradients (ranks, P) in two hops; with one node, in one hop.  ``number`` is as in :func:`_send`.
 
     Returns:
         The mean (parts, S), the bytes of one rank's frames in the last hop, and the seconds of all coding.

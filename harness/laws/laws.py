@@ -181,7 +181,9 @@ def _bound(subject: Subject, case: Case) -> None:
 
 
 def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
-    """Return the declared error bound of each element's block, (S,) fp64; infinite where a block is not finite.
+    """Return the error bound that a codec declares for each element of ``x`` when it decodes ``x`` as ``out``.
+
+    The bounds are (S,) fp64, equal in a block, and infinite where a block is not finite.
 
     Raises:
         Violation: if a bound is NaN, or is infinite although no magnitude in the block exceeds ``_MODERATE``.

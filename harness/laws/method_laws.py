@@ -145,9 +145,10 @@ def _reduce(reduction: OwnReduction, gradient: Tensor, advances: int) -> Tensor:
 def _means(
     own: OwnMethod, case: Case, steps: int, *, advances: int | None = None, resumed: int | None = None
 ) -> list[list[Tensor]]:
-    """Return by rank the means (S,) of some steps.
+    """Return by rank the means (S,) of ``steps`` steps.
 
-    Before step ``resumed`` a new object takes the place of the old one, and loads its state.
+    Before step ``resumed`` a new object takes the place of the old one, and loads its state.  ``advances`` replaces
+    the case's number of calls of ``advance()`` in each reduction.
     """
     geometry = case.geometry()
 

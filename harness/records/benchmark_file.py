@@ -85,7 +85,7 @@ def read_all(folder: Path) -> list[BenchmarkFile]:
                 f"{path}: is not a file of pytest-benchmark: {why}; move it out of the folder"
             ) from None
         except (OSError, ValueError) as error:
-            raise RecordError(f"{path}: cannot read it: {error}") from error
+            raise RecordError(f"{path}: cannot be read: {error}; move it out of the folder") from error
     if not files:
         raise RecordError(
             f"{folder}: there are no files of pytest-benchmark in it; `tox -e bench` writes them"

@@ -56,7 +56,7 @@ def _lines(path: Path) -> list[str]:
     except OSError as error:
         raise RecordError(f"{path}: cannot read: {error.strerror or error}") from error
     except ValueError as error:
-        raise RecordError(f"{path}: cannot read: {error}") from error
+        raise RecordError(f"{path}: is no journal: {error}; restore it from a copy") from error
 
 
 def append(results: Path, record: Record) -> Record:

@@ -213,7 +213,10 @@ def paired_ratio_interval(
 def geometric_interval(
     values: Sequence[float], occasions: Sequence[int] | None = None, left_out: int = 0
 ) -> Interval:
-    """Return the geometric mean of positive values with its interval; raises a ValueError for other values."""
+    """Return the geometric mean of positive values with its interval; raises a ValueError for other values.
+
+    ``occasions`` has the occasion of each value; ``left_out`` is as in :func:`paired_ratio_interval`.
+    """
     by_index = None if occasions is None else dict(enumerate(occasions))
     ones = dict.fromkeys(range(len(values)), 1.0)
     return paired_ratio_interval(dict(enumerate(values)), ones, by_index, left_out)
@@ -255,6 +258,8 @@ def mean_interval(
     values: Sequence[float] | _Floats, occasions: Sequence[int] | None = None, left_out: int = 0
 ) -> Interval:
     """Return the mean with Student's interval; with several occasions, both are computed from the occasions' means.
+
+    ``left_out`` is the number of further values that were left out because other programs disturbed them.
 
     Raises:
         ValueError: If there are no values.

@@ -276,7 +276,8 @@ def _plan(
     """Write into ``prediction`` what a trial with a policy sends.
 
     Returns:
-        Bytes by part of the rank that holds the most; None for a host engine.
+        Bytes of memory by part, of the rank that holds the most; None for a host engine.  ``state`` is the number of
+        bytes that the optimizer keeps for each element.
     """
     trial, topology, memory, owners = prediction.trial, prediction.trial.topology(), None, None
     units, judges = _units(trial, policy, model)
@@ -489,7 +490,7 @@ def _batch_bytes(trial: Trial) -> int:
 
 
 def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
-    """Yield why the machine cannot hold so many ranks, whatever their model."""
+    """Yield why the machine cannot hold as many ranks as the trial has, whatever their model."""
     ranks, most, gpus = _local_ranks(trial), host.memory // PROCESS_BYTES, len(host.gpus)
     cuda, single = trial.cluster.device == "cuda", trial.strategy == "single"
     apart = trial.cluster.transport != "staged" and trial.measures_time

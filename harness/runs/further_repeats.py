@@ -128,7 +128,7 @@ def narrow(halves: Sequence[float], within: float) -> bool:
 
 
 def _half_widths(base: _Seconds, configuration: _Seconds, done: range) -> list[float]:
-    """Return the relative half width of the ratio's interval after FEWEST repeats and after each later one."""
+    """Return the relative half width of the ratio's interval after FEWEST repeats and each later one of ``done``."""
     halves = []
     for count in range(FEWEST, len(done) + 1):
         first = {key: value for key, value in configuration.items() if key[1] in done[:count]}

@@ -121,7 +121,10 @@ def per_node_bytes(
     zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # without FSDP2's groups
 
     def of_rank(rank: int, phase: Policy, before: list[Event]) -> tuple[list[Book], dict[Link, int]]:
-        """Return a rank's books (empty for a host engine), and the bytes of one step by kind of link."""
+        """Return a rank's books (empty for a host engine), and the bytes of one step by kind of link.
+
+        The step has the policy ``phase`` and follows the events ``before``.
+        """
         books = list[Book]()
 
         def nbytes(events: list[Event]) -> dict[LedgerKey, int]:

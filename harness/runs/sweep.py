@@ -119,7 +119,8 @@ def locked(results: Path) -> Iterator[None]:
 def finished(results: Path, trial: Trial, pool: str) -> Record | None:
     """Return the record of a trial if it need not run again, else None.
 
-    A failure that left no measurements is repeated once the machine, the code or the inputs have changed.
+    A failure that left no measurements is repeated once the inputs have changed, or the machine or the code, whose
+    hash is ``pool``.
     """
     path = path_of(results, trial.id)
     if not path.exists():

@@ -56,7 +56,10 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
 
 
 def predict(trial: Trial, step: Step | None, egress: float | None, machine: Machine) -> StepTime | None:
-    """Predict a trial's step on a machine; None if our own engine does not train it, or its bytes are unknown."""
+    """Predict the seconds of a trial's step on a machine, in which a node sends ``egress`` bytes to other nodes.
+
+    Returns None if our own engine does not train the trial, or its bytes are unknown.
+    """
     if step is None or egress is None:
         return None
     if machine.overlap == "schedule":

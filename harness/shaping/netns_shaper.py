@@ -209,7 +209,9 @@ def _hold() -> int:
 
 
 def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str]:
-    """Make the nodes' interfaces: one veth pair for two nodes; else a bridge with a port towards each node.
+    """Make the nodes' interfaces ``names``, each in the network namespace of the process in ``holders``.
+
+    Two nodes share a veth pair; more nodes get a bridge with a port towards each, whose names begin with ``prefix``.
 
     Returns:
         The names of the bridge's ports; empty for two nodes.

@@ -219,7 +219,7 @@ def build(
 
 
 def set_rates(optimizer: torch.optim.Optimizer, schedule: Schedule | None, step: int) -> None:
-    """Set the learning rate of every parameter group for optimizer step ``step``, counted from 0."""
+    """Set the learning rate of every parameter group for step ``step``, counted from 0; without a schedule, keep it."""
     if schedule is None:
         return
     for group in optimizer.param_groups:

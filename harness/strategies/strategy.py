@@ -210,7 +210,7 @@ class Strategy:
         return None if self.wire is None else self.wire.mark_exposed()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """Return the peak bytes on this rank by part: as counted, and as ``impl.plan.memory`` predicts them."""
+        """Return (counted, predicted) peak bytes on this rank, by part; :mod:`impl.plan.memory` predicts them."""
         held = sum(optimizers.local_part(parameter).nbytes for parameter in self.model.parameters())
         states = optimizers.state_bytes(optimizer, optimizer.state)
         return {"masters": held, "gradients": held, "optimizer": states}, {}

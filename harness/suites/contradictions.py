@@ -304,7 +304,10 @@ def _configured(trial: Trial) -> Iterator[str]:
 
 
 def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
-    """Yield an error for each field that contradicts strategy ``recipe``, whose policy the configuration gives."""
+    """Yield an error for each field that contradicts the configuration of strategy ``recipe``.
+
+    ``sequences`` is the trial's number of sequences in a micro-batch.
+    """
     recipe = trial.recipe()
     yield from _unequal("clip", trial.clip, "gradient_clipping", recipe.clip)
     yield from _unequal("accumulation", trial.accumulation, "accumulation", recipe.accumulation)
@@ -320,7 +323,10 @@ def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
 
 
 def _for_deepspeed(trial: Trial, sequences: int) -> Iterator[str]:
-    """Yield where the configuration that the peer DeepSpeed reads contradicts the trial's fields."""
+    """Yield an error for each field that contradicts the configuration that the peer DeepSpeed reads.
+
+    ``sequences`` is the trial's number of sequences in a micro-batch.
+    """
     table = trial.peer_configuration()
     if trial.workload == "generate":
         yield f"workload = 'generate': strategy {trial.strategy!r} can only train; set workload = 'train'"

@@ -88,7 +88,10 @@ def _count_keys(value: Any, depth: int = 0) -> int:
 
 
 def _check_values(value: Any, where: str = "") -> None:
-    """Refuse control characters, which a terminal would act on, and integers beyond TOML's 64 bits."""
+    """Refuse control characters, which a terminal would act on, and integers beyond TOML's 64 bits.
+
+    ``where`` is the dotted path of ``value`` in the file.
+    """
     if isinstance(value, str) and (match := _CONTROL.search(value)):
         raise SuiteError(f"{value_text(value)}: has the control character {match[0]!r}; remove it")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:

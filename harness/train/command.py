@@ -131,7 +131,7 @@ class Settings:
             if (size := getattr(self, name)) != 1:
                 flag = f"--{name.replace('_', '-')}"
                 raise Refusal(
-                    f"{flag} {size}: only 1 is supported, since there is no tensor, model or pipeline parallelism"
+                    f"{flag} {size}: there is no tensor, model or pipeline parallelism: set 1, or leave {flag} out"
                 )
         if self.save is None and (self.save_every or self.keep):
             flag = "--save-every" if self.save_every else "--keep"
@@ -181,7 +181,7 @@ def _train(settings: Settings) -> None:
 
 
 def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *, torchrun: bool) -> Trial:
-    """Make the trial that flags and configuration describe."""
+    """Make the trial that flags and configuration describe; ``torchrun`` is whether torchrun started the ranks."""
     table = _configured(settings, config)
     configured = recipe(table, topology=topology, steps=settings.steps)
     adam = {"type": "AdamW", "lr": LR if settings.lr is None else settings.lr}

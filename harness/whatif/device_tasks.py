@@ -241,6 +241,8 @@ class _Streams:
     ) -> tuple[dict[int, int], list[tuple[int, int]]]:
         """Add the host's tasks, which end where it launches a task's first kernel, and where it waits for a kernel.
 
+        ``segments`` are the kernels of each task; ``syncs`` are (begin, end, place of the kernel) of the host's waits.
+
         Returns:
             The host's task by the number of the segment that it launches, and (task, place of a kernel) of each wait.
         """

@@ -167,7 +167,7 @@ def _notes(traced: Traced, target: Target) -> list[str]:
 
 
 def about(traced: Traced, errors: Sequence[float]) -> list[str]:
-    """Return lines on the traces: topology, rate, step, replay and how waits were found."""
+    """Return lines on the traces: topology, rate, step, ``errors`` of the replay and how waits were found."""
     seconds = [step.seconds for step in traced.steps]
     origin = "given" if traced.rate_given else "found from the largest collectives"
     median = statistics.median(seconds)

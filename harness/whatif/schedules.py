@@ -127,6 +127,13 @@ def _computed(
     """Yield the activities of a task that is no collective: decoding what it waited for, and computing.
 
     A task of the host of a GPU waits and works instead.
+
+    Args:
+        task: The task.
+        span: Its beginning and end.
+        launched: When the host launched it; None without a GPU.
+        seconds: Seconds of computing at the end of the span.
+        on_gpu: Whether the rank computes on a GPU.
     """
     begin, end = span
     if on_gpu and task.stream is None:
@@ -146,7 +153,10 @@ def _computed(
 
 
 def _sent(task: Task, span: tuple[float, float], launched: float | None, run: Run) -> Iterator[Activity]:
-    """Yield a collective with the encoding before it; nothing if it is left out."""
+    """Yield the collective of a task, from the beginning to the end in ``span``, with the encoding before it.
+
+    If the policy leaves the collective out, nothing is yielded.  ``launched`` is when the host launched it.
+    """
     if (sent := run.sent) is None:
         return
     (begin, end), encode = span, run.coding[0]
