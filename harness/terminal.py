@@ -137,7 +137,10 @@ def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Mac
 
 
 def _combinations(suite: Suite, rows: int) -> str:
-    """Return the number of combinations, and of their seeds if there are several: ``4 combinations x 6 seeds``."""
+    """Return the number of combinations, and of their seeds if there are several: ``4 combinations x 6 seeds``.
+
+    ``rows`` is the number of combinations, where those that differ only in the seed count once.
+    """
     count, seeds = counted(rows, "combination"), len({trial.seed for trial in suite.combinations})
     if len(suite.combinations) == rows:
         return count

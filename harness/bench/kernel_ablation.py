@@ -32,7 +32,7 @@ def narrowly(run: Runner, launch: Launch, device: torch.device) -> None:
 
 
 def _without(*parts: Part) -> Callable[[Runner], Kernels]:
-    """Return a function that makes kernels without these optimisations."""
+    """Return a function that makes kernels without the optimisations ``parts``."""
     return lambda run: Kernels(run, without=parts)
 
 

@@ -131,9 +131,9 @@ def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
 
 
 def hops(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
-    """Return samples of both hops alone and of reductions in one chunk and in several, timed in turns.
+    """Time both hops alone, and reductions in one chunk and in several, in turns; runs on every rank.
 
-    Runs on every rank.
+    Returns one sample of reductions in several chunks.  Its reference are reductions in one chunk, its parts the hops.
     """
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh, transport="backend")

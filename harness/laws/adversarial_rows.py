@@ -106,7 +106,7 @@ def cases(
 
 
 class Outcome(NamedTuple):
-    """The result of trying a claim."""
+    """The result of trying a claim: the number of rows, and how the smallest row that breaks the claim does so."""
 
     cases: int  # number of rows that the claim was tried on
     violation: Violation | None  # on the smallest row found that breaks the claim; None if it holds

@@ -145,12 +145,15 @@ class _Trip:
     decoded: Tensor
 
     def refuse(self, broken: Tensor, message: Callable[[int], str]) -> None:
-        """Raise a Violation for the first element for which ``broken`` (S,) is true, if there is one."""
+        """Raise a Violation with ``message`` for the first element, if any, for which ``broken`` (S,) is true."""
         if bool(broken.any()):
             raise Violation(message(int(broken.int().argmax())), self.x, self.frame)
 
     def check_equal(self, got: Tensor, wanted: Tensor, template: str) -> None:
-        """Raise a Violation for the first number, or byte, in which two tensors differ."""
+        """Raise a Violation for the first number, or byte, in which two tensors differ.
+
+        The message is ``template`` with the number's place ``{i}``, and the two values ``{got}`` and ``{wanted}``.
+        """
         differs = ~_same(got, wanted)
         self.refuse(differs, lambda i: template.format(i=i, got=_text(got[i]), wanted=_text(wanted[i])))
 

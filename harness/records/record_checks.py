@@ -68,7 +68,7 @@ def ledger_mismatch(record: Record) -> str | None:
 
 
 def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int]]:
-    """Return (bytes, messages) by phase, purpose, unit, hop and link."""
+    """Return the rows of a ledger as (bytes, messages) by (phase, purpose, unit, hop, link)."""
     return {
         (row.phase, row.purpose, row.unit, row.hop, row.link): (row.bytes, row.messages) for row in ledger
     }

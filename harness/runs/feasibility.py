@@ -209,7 +209,7 @@ def _matrix_elements(trial: Trial, model: nn.Module | Listed) -> int:
 
 
 def _unread(trial: Trial) -> dict[str, str]:
-    """Return the trial's own objects by role that must not be imported; empty where imports are allowed."""
+    """Return by role the users' objects of a trial that must not be imported; empty where imports are allowed."""
     if named_object.allowed():
         return {}
     policy = trial.resolved_policy()
@@ -550,7 +550,7 @@ def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
 
 
 def _refusal(check: Callable[[], object]) -> str | None:
-    """Return the message of a check's refusal; None if it passes."""
+    """Call ``check``, and return the message of its Refusal or ValueError; None if it raises none."""
     try:
         check()
     except (Refusal, ValueError) as error:

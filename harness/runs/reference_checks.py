@@ -328,7 +328,7 @@ class Comparison:
         return model, communication_error.gathered_weights(zero) if own else None
 
     def after_steps(self, strategy: Strategy) -> None:
-        """Try codecs on this rank's weights, and on the gradients of one further backward pass."""
+        """Note the errors of codecs on this rank's weights, and on the gradients of one further backward pass."""
         if strategy.zero is None or not self.measures:
             return
         self.rank.report(Progress("trying codecs"))

@@ -190,7 +190,7 @@ class _Sweep:
         return missing
 
     def run_and_write(self, trial: Trial) -> bool:
-        """Run one trial, with the retries that the suite asks for, and write its record; returns whether to stop."""
+        """Run one trial, with the retries that the suite asks for, and write its record; return whether to end."""
         self.display.began(trial)
         record, earlier = self.run(trial), list[Failed]()
         while record.failure is not None and len(earlier) < self._response(record).retries:

@@ -29,7 +29,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) for every value that is not itself a table."""
+    """Yield (dotted path, value) for every value that is not itself a table; ``prefix`` begins each path."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")

@@ -351,7 +351,7 @@ def _timed(step: JointStep, rate: float) -> JointStep:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A replayed step, in seconds."""
+    """The times of a replayed step, in seconds."""
 
     seconds: float  # from the last rank's beginning to the last rank's end
     exposed: float  # seconds that tasks waited for collectives, on the rank where they waited longest

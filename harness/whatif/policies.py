@@ -118,7 +118,7 @@ def _run(joined: Joined, traced: Traced, target: Target, overheads: Overheads, *
 
 
 def _casting(target: Target, elements: int, ranks: int, *, whole: bool) -> tuple[float, float]:
-    """Return the seconds to cast before and after a collective; a gather casts this rank's part before it."""
+    """Return the seconds to cast before and after a collective; before it, only this rank's part unless ``whole``."""
     if target.machine is None:
         return 0.0, 0.0
     cost, stretch = target.machine.cost(Raw("bf16" if target.policy == "bf16" else "fp16")), _stretch(target)
