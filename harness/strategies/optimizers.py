@@ -190,7 +190,10 @@ def _kind(optimizer: Optimizer) -> type[torch.optim.Optimizer]:
     kind = user_class or getattr(torch.optim, optimizer.name, None)
     if not _is_optimizer(kind):
         known = [name for name, attribute in vars(torch.optim).items() if _is_optimizer(attribute)]
-        unknown = f"torch.optim has no such optimizer{suggestion(optimizer.name, known)}"
+        unknown = (
+            "expected the name of a class in torch.optim, or module:class; torch.optim has no such optimizer"
+            f"{suggestion(optimizer.name, known)}"
+        )
         derived = "expected a class derived from torch.optim.Optimizer"
         raise Refusal(f"optimizer.name = {optimizer.name!r}: {derived if ':' in optimizer.name else unknown}")
     return kind

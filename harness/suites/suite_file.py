@@ -81,7 +81,7 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
 def _count_keys(value: Any, depth: int = 0) -> int:
     """Return the number of keys in all tables; raises a ValueError if they are nested too deeply."""
     if depth > _DEEPEST:
-        raise ValueError(f"tables and lists are nested more than {_DEEPEST} deep")
+        raise ValueError(f"tables and lists are nested more than {_DEEPEST} deep: nest them less")
     own = len(value) if isinstance(value, dict) else 0
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return own + sum(_count_keys(part, depth + 1) for part in parts)
