@@ -357,7 +357,7 @@ def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
 
 
 def _out_of_memory_kills() -> int:
-    """Count the out-of-memory kills so far, of the machine and of this control group."""
+    """Return the number of out-of-memory kills so far, of the machine and of this process's cgroup together."""
     count = 0
     for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
         with contextlib.suppress(OSError):

@@ -81,7 +81,7 @@ def read(text: str) -> Codec | Subject:
     """Return the codec that ``text`` names or, for a user's ``module:object``, its subject.
 
     Raises:
-        Refusal: if the text is neither.
+        Refusal: if the text names no codec.
     """
     try:
         codec = parse(text)

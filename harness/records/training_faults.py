@@ -317,7 +317,8 @@ def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start:
     """Yield a sentence for each step whose gradient norms differ between ranks or from what the optimizer used.
 
     They differ from what it used if gradients were scaled, or not clipped, after the backward passes.  ``start`` is the
-    number of the first of these ranks, which average their gradients.
+    number of the first of these ranks, which average their gradients.  Elements that no rank's optimizer steps, and
+    steps that a rank's optimizer did not take, are reported too.
     """
     for by_rank in zip(*(rank.steps for rank in ranks), strict=True):
         norms = [step.gradient_norm for step in by_rank if step.gradient_norm is not None]
