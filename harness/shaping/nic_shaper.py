@@ -169,7 +169,7 @@ def _leave(*_: object) -> None:
 
 
 def main() -> None:
-    """Answer the request, and hold the queue until standard input closes."""
+    """Run the keeper: shape the interface in the request, and hold its queue until standard input closes."""
     for number in _ENDED_BY:
         signal.signal(number, _leave)
     with report_errors(), _shaped(*json.loads(sys.argv[1])) as interface:
