@@ -62,7 +62,7 @@ def ledger_mismatch(record: Record) -> str | None:
     if not measured and (why := sent_by_step.mismatch(record)) is not None:
         return why
     if measured and record.predicted.equal is not None:
-        return f"the record states that its ledgers equal its predictions, but no bytes of {measured[0]} were predicted"
+        return f"the record states whether ledgers equal predictions, but bytes of {measured[0]} were not predicted"
     stated = record.predicted.equal or bool(measured)
     return None if stated else "the record states that its ledgers differ from its predictions"
 
