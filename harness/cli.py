@@ -251,7 +251,9 @@ def run(
     folder = results / suite.name
     records = feasibility.check_folder(folder)
     if (last := max((record.sweep for record in records), default=0)) >= MOST_TRIALS:
-        raise Refusal(f"{folder}: a record is of sweep {last + 1}, above {MOST_TRIALS}; delete the record")
+        raise Refusal(
+            f"{folder}: a record belongs to sweep {last + 1}, above the largest number {MOST_TRIALS}; delete the record"
+        )
     known = suite.all_repeats(max(sweeps, 1 + last)) if records else {}
     feasibility.check_inputs(folder, known, records)
     check_feasible(file, forecast(suite.trials if only is None else trials, this_host()))

@@ -41,8 +41,8 @@ _ADDS: Final = {  # what the component is used for and, if it is missing, what t
 def examine() -> list[dict[str, Any]]:
     """Return a row for each component that a trial may use.
 
-    Keys are ``what`` (its name), ``there`` (whether the machine has it, or enough of it), ``found`` and
-    ``adds``.
+    Keys are ``what`` (the component's name), ``there`` (whether the machine has it, or enough of it), ``found`` (what
+    the machine has) and ``adds`` (what the component is used for and, if it is missing, what to do).
     """
     cores, memory, shared = machine.cores(), machine.memory_bytes(), machine.shared_memory_bytes()
     facts = machine.facts()

@@ -87,7 +87,7 @@ _MISSING: Final = {  # by role of a suite's own object, the numbers that are unk
 
 
 def not_imported(forecasts: Sequence[Forecast]) -> str:
-    """Return a line on the numbers that are missing because own modules were not imported; empty if none are."""
+    """Return a line on the numbers that are missing because users' modules were not imported; empty if none are."""
     pairs = dict.fromkeys(pair for forecast in forecasts for pair in forecast.unread.items())
     names = ((role.partition(" ")[0], name) for role, name in pairs)
     parts = list(dict.fromkeys(f"{_MISSING[kind]} ({kind} {name})" for kind, name in names))
@@ -186,7 +186,7 @@ _TRAINING: Final = ("forward", "backward", "step")  # phases that a training ste
 
 
 def _summary(record: Record) -> dict[str, Any]:
-    """Return the main numbers of a record; None for those that were not measured.
+    """Return the main numbers of a record by name; a number that was not measured is None.
 
     ``step_seconds`` is the median of the slowest rank's steps (a generation counts as a step without loss),
     ``exposed_seconds`` the median of the first rank's waits, ``rate_mbit`` the median of the link's probes.

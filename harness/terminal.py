@@ -137,7 +137,10 @@ def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Mac
 
 
 def _combinations(suite: Suite, rows: int) -> str:
-    """Return the number of combinations, and of their seeds if there are several: ``4 combinations x 6 seeds``."""
+    """Return the number of combinations, and of their seeds if there are several: ``4 combinations x 6 seeds``.
+
+    ``rows`` is the number of combinations, where those that differ only in the seed count once.
+    """
     count, seeds = counted(rows, "combination"), len({trial.seed for trial in suite.combinations})
     if len(suite.combinations) == rows:
         return count
@@ -192,13 +195,16 @@ _NOT_PRINTED: Final = {
 
 
 def losses_text(losses: Sequence[float]) -> str:
-    """Return the losses of a trial's steps as one line; if there are many, only the first and the last six."""
+    """Return the losses of a trial's steps as one line; of more than twelve losses, only the first and last six."""
     texts = [f"{loss:.4f}" for loss in losses]
     return ", ".join(texts if len(texts) <= 2 * _ENDS else [*texts[:_ENDS], "...", *texts[-_ENDS:]])
 
 
 def _as_predicted(record: Record) -> bool | str | None:
-    """Return whether the ledger equals its prediction, or what of it was not predicted; None for peers."""
+    """Return whether the ledger equals its prediction; None for peers.
+
+    If some messages were not predicted, return a text that names their purposes instead.
+    """
     if record.predicted is not None and record.predicted.unpredicted:
         return f"{', '.join(record.predicted.unpredicted)}: measured, not predicted"
     return None if record.predicted is None else record.predicted.equal

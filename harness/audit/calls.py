@@ -48,7 +48,7 @@ class Key(NamedTuple):
 
 
 class Count(NamedTuple):
-    """How many calls there were, and the elements and bytes of their whole messages."""
+    """The number of some calls, and the elements and bytes of their whole messages together."""
 
     calls: int
     elements: int
@@ -65,7 +65,7 @@ Rows = Mapping[Key, Count]
 
 @dataclass
 class Rank:
-    """What one process of the program did."""
+    """The calls that one process of the program made, and facts about the process."""
 
     number: int = -1  # global rank
     world: int = 0
@@ -79,7 +79,7 @@ class Rank:
     model: dict[str, Any] | None = None
     # By step and interface, the bytes that the interface had sent by the end of the step.
     counters: dict[int, dict[str, int]] = field(default_factory=dict)
-    # By step, those of its rows that are calls after this reading of the counters.
+    # By step, the part of its rows that was called after the interface counters were read.
     late: dict[int, dict[Key, Count]] = field(default_factory=dict)
     ended: str = ""  # how the process ended; empty if it was killed
     reading: float = 0.0  # share of the time that reading the recorder took
@@ -137,12 +137,12 @@ def _counts(rows: Iterable[Sequence[Any]]) -> dict[Key, Count]:
 
 @dataclass(frozen=True)
 class Topology:
-    """On which node each rank is."""
+    """The node of each rank."""
 
     nodes: Mapping[int, int]  # node by global rank
 
     def place(self, ranks: Iterable[int]) -> str:
-        """Return whether a group is ``inside`` a node, ``between`` nodes (one rank each) or ``across`` both."""
+        """Return ``inside`` if all ranks are on one node, ``between`` if no two are on one node, else ``across``."""
         nodes = [self.nodes.get(rank, 0) for rank in ranks]
         if len(set(nodes)) <= 1:
             return "inside"
@@ -178,13 +178,16 @@ class Calls:
         return rank.groups.get(name) or Group(name, tuple(range(self.world)))
 
     def steps(self, first: int, last: int | None) -> list[int]:
-        """Return the numbers of the whole steps from ``first`` to ``last``; if there are none, of all whole steps."""
+        """Return the numbers of the steps that were read on every rank, from ``first`` to ``last``.
+
+        If no such step is in this range, all such steps are returned.
+        """
         end = self.whole if last is None else min(last, self.whole)
         return list(range(first, end + 1)) or list(range(1, self.whole + 1))
 
 
 def read(folder: Path, ranks_per_node: int | None = None) -> Calls:
-    """Read the files of the witnesses in ``folder``.
+    """Return the calls of all ranks, from the files that the witnesses wrote into ``folder``.
 
     Args:
         folder: The folder with the witnesses' files.
@@ -217,7 +220,7 @@ def combine(
 ) -> Calls:
     """Combine what the program's processes did into the calls of all ranks.
 
-    If a rank was restarted, only its last process counts.
+    If a rank was restarted, only its last process counts.  ``notes`` are sentences on what the audit could not see.
     """
     last: dict[int, Rank] = {}
     for rank in sorted(ranks, key=lambda rank: rank.process.get("started", 0)):
@@ -242,7 +245,7 @@ def combine(
 
 
 def _topology(ranks: Sequence[Rank], ranks_per_node: int | None) -> Topology:
-    """Return where all ranks of the program are, also those whose files are on another host."""
+    """Return the node of each rank of the program, also of ranks whose files are on another host."""
     world = max((rank.world for rank in ranks), default=0)
     numbers = sorted({*range(world), *(rank.number for rank in ranks)})
     if ranks_per_node is not None:
@@ -262,7 +265,7 @@ def _topology(ranks: Sequence[Rank], ranks_per_node: int | None) -> Topology:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row of the report: ranks that made the same calls in a step."""
+    """A row of the report: equal calls in a step, and the ranks that made them."""
 
     key: Key
     count: Count  # of each rank, in one step
@@ -292,9 +295,9 @@ def lines(calls: Calls, step: int) -> list[Line]:
 
 
 def alike(calls: Calls, steps: Sequence[int]) -> list[list[int]]:
-    """Return the steps in classes; in all steps of a class, every rank made the same calls.
+    """Return classes of steps with equal calls: in all steps of a class, every rank made the same calls.
 
-    The largest class comes first; of classes of equal size, the one with the latest step.
+    The largest class comes first; among classes of equal size, the class with the latest step.
     """
     classes: dict[Any, list[int]] = defaultdict(list)
     for step in steps:

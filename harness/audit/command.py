@@ -64,7 +64,7 @@ def options(
     ranks_per_node: int | None,
     folder: Path,
 ) -> Options:
-    """Check the options; see :class:`Options`.
+    """Check the options of ``zeropp audit``, and return them as :class:`Options`.
 
     Raises:
         Refusal: if one of them cannot be used; nothing has been written then.
@@ -152,7 +152,7 @@ def write_files(report: Report, folder: Path) -> Path:
 
 
 def exit_status(program: int, report: Report | None, expected: int) -> int:
-    """Return the command's exit status: the program's failure, else 1 if an expectation is broken, else 0."""
+    """Return the command's exit status: the program's own if it failed, else 1 if an expectation is broken, else 0."""
     if program:
         return program
     if report is None:

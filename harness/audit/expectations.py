@@ -59,7 +59,7 @@ FORM: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """One expectation; empty fields hold for everything."""
+    """One expectation, such as ``all_gather int8 <= 0.5 M``; an empty field matches every call."""
 
     text: str
     operation: str
@@ -72,7 +72,7 @@ class Expectation:
     place: str = ""  # "between nodes", "inside nodes", "sent", or empty for whole messages
 
     def covers(self, key: Key, size: int) -> bool:
-        """Return whether calls in a group of ``size`` ranks count."""
+        """Return whether the expectation counts calls with the fields ``key``, in a group of ``size`` ranks."""
         return (
             self.operation in ("all", key.operation)
             and self.dtype in ("", key.dtype)
@@ -81,7 +81,7 @@ class Expectation:
         )
 
     def holds(self, value: float, bound: float) -> bool:
-        """Return whether a measured value satisfies the relation."""
+        """Return whether ``value``, which was measured, has the expectation's relation to ``bound``."""
         match self.relation:
             case "<=":
                 return value <= bound * (1 + 1e-9)
@@ -95,7 +95,7 @@ def parse(text: str) -> Expectation:
     """Return the expectation that a text states.
 
     Raises:
-        Refusal: if it does not have the form, or names something that does not exist.
+        Refusal: if the text does not have the form of an expectation, or names something that does not exist.
     """
     found = _FORM.fullmatch(text.strip())
     if found is None:
@@ -150,8 +150,8 @@ def broken(
 ) -> list[str]:
     """Return a line for each expectation that does not hold, with the first rank or node and step where it does not.
 
-    An expectation that cannot be checked does not hold: one in M if the number of parameters is not known, and any if
-    the audit has missed calls.
+    An expectation that cannot be checked does not hold: an expectation in M if the number of parameters is not known,
+    and every expectation if the audit has missed calls.
     """
     made = [
         f"not known to hold: rank {rank.number}: {missed}"
@@ -179,7 +179,7 @@ def broken(
 
 
 def _values(expectation: Expectation, calls: Calls, steps: Sequence[int]) -> Iterator[tuple[str, int, float]]:
-    """Yield (rank or node, step, value in bytes or calls)."""
+    """Yield what the expectation counts, as (rank or node, step, bytes or calls)."""
     for step in steps:
         of_node: dict[int, float] = defaultdict(float)
         for rank in calls.ranks:
@@ -209,7 +209,7 @@ def _in_unit(value: float, unit: str, bound: float, number: float) -> str:
 
 
 def _instead(expectation: Expectation, calls: Calls, step: int) -> str:
-    """Say in which types the operation was called, where the expectation names one that was not."""
+    """Return a text with the types in which the operation was called; empty if the expectation names no type."""
     if not expectation.dtype:
         return ""
     types: dict[str, int] = defaultdict(int)

@@ -71,7 +71,7 @@ class Found:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The calls of the step that stands for all, a dictionary for each line of the table."""
+        """The calls of the step that the tables show, which stands for all steps; a dictionary for each line."""
         return tables.call_rows(self.report)
 
     @property
@@ -84,7 +84,7 @@ class Found:
         show_report(self.report, console())
 
     def check(self, *texts: str) -> list[str]:
-        """Return a line for each expectation that is broken on this rank."""
+        """Return a line for each of the expectations ``texts`` that is broken on this rank."""
         parsed = [expectations.parse(text) for text in texts]
         calls = self.calls
         return expectations.broken(parsed, calls, calls.steps(1, None), self._model())

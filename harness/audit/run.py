@@ -27,7 +27,7 @@ def prepare(folder: Path, options: Mapping[str, Any]) -> None:
     """Make an empty folder for an audit; a former audit in it is replaced.
 
     Raises:
-        Refusal: if the folder holds something else.
+        Refusal: if the folder is a file, or holds files that are no audit.
     """
     if folder.exists() and not folder.is_dir():
         raise Refusal(f"--out {folder}: this is a file; name a folder")
@@ -52,7 +52,7 @@ def prepare(folder: Path, options: Mapping[str, Any]) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the variables that differ for the program: PYTHONPATH, and the size of the recorder's ring."""
+    """Return the environment variables that the audit sets: PYTHONPATH, and the size of the recorder's ring."""
     paths = [str((folder / _SITE).resolve()), os.environ.get("PYTHONPATH", "")]
     added = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     sizes = [os.environ.get(name, "") for name in (_BUFFER, _OLD_BUFFER)]
@@ -98,7 +98,7 @@ def _default_interrupt() -> None:
 def count_parameters(name: str) -> int:
     """Return the number of parameters of the model that ``module:function`` returns.
 
-    It is made on the device ``meta``, where tensors take no memory.
+    The model is made on the device ``meta``, where tensors take no memory.
 
     Raises:
         Refusal: if the function cannot be imported, raises an error, or returns no module.

@@ -116,7 +116,7 @@ def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Mode
 
 
 def recognise(calls: Calls, rank: Rank, step: int, model: Model) -> Scheme:
-    """Return the scheme of the calls that a rank made in a step."""
+    """Return the scheme of the calls that a rank made in a step; its name is :data:`NONE` if no closed form fits."""
     if model.hops and (own := rank.model or {}).get("own"):
         return _of_hops(calls, rank, step, model, own["own"])
     sums: dict[tuple[str, str, str, int], Count] = defaultdict(lambda: Count(0, 0, 0))
@@ -146,7 +146,8 @@ def _term(place: Place, count: Count, expected: float | None = None) -> Term:
 def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]]:
     """Return the name of the scheme that the messages look like, and the bytes of each of its terms.
 
-    Without such a scheme the name is :data:`NONE`.
+    Without such a scheme the name is :data:`NONE`.  ``large`` has the messages, without those that are too small to
+    be weights or gradients.
     """
     if model.units:
         found = _of_units(large, model)
@@ -198,7 +199,7 @@ _OPERATIONS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 
 
 def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]] | None:
-    """Return the closed form of FSDP2 from its units; None if the messages have other groups or types."""
+    """Return the name and closed form of FSDP2 with these units; None if the messages have other groups or types."""
     once: dict[Place, float] = defaultdict(float)
     kept = all(not unit["gathered_again_in"] for unit in model.units)
     for unit in model.units:

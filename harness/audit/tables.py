@@ -55,7 +55,7 @@ _WHERE: Final = {"inside": "inside a node", "between": "between nodes", "across"
 
 @dataclass(frozen=True)
 class Report:
-    """What an audit found about the reported steps."""
+    """The result of an audit for the reported steps: their calls, their scheme, and broken expectations."""
 
     calls: Calls
     steps: list[int]  # the reported steps
@@ -81,14 +81,14 @@ def report_on(
     broken: Sequence[str] = (),
     kept: int = 0,
 ) -> Report:
-    """Return the report of the steps, of which there is at least one."""
+    """Return the report of the steps, of which there is at least one; for other arguments see :class:`Report`."""
     classes = alike(calls, steps)
     scheme = None if model is None else recognise(calls, calls.ranks[0], classes[0][0], model)
     return Report(calls, list(steps), classes, model, scheme, by, list(broken), kept)
 
 
 def call_rows(report: Report, step: int | None = None) -> list[dict[str, Any]]:
-    """Return a row for each line of a step, by default of the step that stands for all."""
+    """Return a row for each :class:`Line` of ``step``; without one, of the step that stands for all steps."""
     return [_row(report, line) for line in lines(report.calls, report.shown if step is None else step)]
 
 
@@ -122,13 +122,13 @@ def _row(report: Report, line: Line) -> dict[str, Any]:
 
 
 def short(site: str) -> str:
-    """Return a call site with a path relative to the working folder, if it lies below it."""
+    """Return a call site, with its path relative to the working folder if the file lies in that folder."""
     base = f"{Path.cwd()}/"
     return site.removeprefix(base)
 
 
 def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
-    """Return a row for each term of a scheme, for each message outside of it, and for the sum of its terms."""
+    """Return a row for each term of a scheme's closed form, for each message outside of it, and for all terms."""
     rows = [
         {
             "phase": term.phase, "operation": term.operation, "dtype": term.dtype, "group_size": term.group_size,
@@ -149,10 +149,11 @@ def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
 def counter_rows(report: Report) -> list[dict[str, Any]]:
     """Return what each node's interfaces counted in the reported steps, next to what the calls send between nodes.
 
-    Each rank of a node reads the node's counters when its own step ends.  The first rank reads before the others have
-    sent the rest of the step, the last one after others have sent a part of the next.  What the node's ranks have sent
-    for all steps until then lies between both readings, so that the bytes between two steps are known to within the
-    differences of these readings, half of which is ``uncertain``.  After the program's end, the last reading is exact.
+    Each rank of a node reads the node's counters when its own step ends.  The first rank's reading lacks what other
+    ranks have yet to send in this step.  The last rank's reading includes what other ranks have already sent in the
+    next step.  The node's count at the end of the step lies between these two readings, so the bytes between two steps
+    are known as a range: ``counted`` is its middle, and ``uncertain`` half of its width.  After the program's end, the
+    last reading is exact.
     """
     calls, rows = report.calls, list[dict[str, Any]]()
     for node in sorted(set(calls.topology.nodes.values())):
@@ -186,7 +187,7 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def _ended(ranks: Sequence[Rank], step: int) -> bool:
-    """Return whether a step was the last, and all ranks have read their counters again when they ended."""
+    """Return whether ``step`` was the last step of all ranks, and all read their counters again when they ended."""
     return all(rank.ended in ("exit", "os._exit") and rank.steps == step for rank in ranks)
 
 
@@ -203,7 +204,8 @@ def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
 def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, int] | None:
     """Return two steps after which all ranks of a node read counters, with the reported steps between them.
 
-    Of the first and of the last ten such steps these are the two between which the bytes of a step are known best.
+    The first step is one of the first ten such steps, and the second is one of the last ten.  They are chosen so that
+    the bytes of a step between them are known with the smallest error.  Returns None if there are no two such steps.
     """
     common = set.intersection(*(set(rank.counters) for rank in ranks))
     read = sorted(step for step in common if steps[0] - 1 <= step <= steps[-1])

@@ -47,7 +47,7 @@ def sent(rank: int, key: Key, count: Count, group: Group, topology: Topology) ->
 
 
 def between_by_node(calls: Calls, step: int, *, late: bool = False) -> dict[int, float]:
-    """Return the bytes that leave each node in a step; with ``late``, those after the step's counters were read."""
+    """Return the bytes that leave each node in a step; with ``late``, only after the step's counters were read."""
     leaving: dict[int, float] = defaultdict(float)
     for rank in calls.ranks:
         leaving[calls.topology.nodes[rank.number]] += 0

@@ -9,7 +9,8 @@ There are two sources:
 
 - the *recorder*: torch's flight recorder, which the backends NCCL and (from torch 2.13) gloo fill in C++.  It also
   sees what C++ calls, such as DDP's reducer.  It is a ring buffer that is copied as a whole.  It is read after each of
-  the first ten steps, and later as often as one percent of the time allows, or when it is about to overflow.  The
+  the first ten steps; later, as often as reading takes at most one percent of the elapsed time, and whenever it is
+  about to overflow.  The
   Python stacks are read until a step's sequence of operations, groups, sizes and types has come twice with the same
   stacks; later steps with this sequence get its phases and call sites.  A reading in which any step has another
   sequence is repeated with stacks;
@@ -24,7 +25,7 @@ The file has one JSON object a line:
 - ``rows``: calls of the steps ``first`` to ``last``, which all had the same calls; ``last`` is null for calls after
   the last whole step.  A row is a list in the order of :data:`FIELDS`;
 - ``counters``: bytes that interfaces have sent until the end of a step, without headers;
-- ``late``: those of the step's rows that are calls after this reading of the counters;
+- ``late``: the part of the step's rows that was called after the counters were read;
 - ``lost``: entries that were overwritten;
 - ``unmarked``: the function that ``--step-marker`` names does not exist, so that no call of it ends a step;
 - ``fault``: an exception of this file; ``end``: the process ended by itself.
@@ -106,18 +107,18 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  # the folder 
 
 
 def operation_of(name: str) -> str:
-    """Return the collective that a method, function or profiling entry names; the name itself if none."""
+    """Return the collective that a method, function or profiling entry names; if none, the name in lower case."""
     lower = name.lower()
     return next((operation for part, operation in _OPERATIONS if part in lower), lower)
 
 
 def dtype_of(scalar: str) -> str:
-    """Return torch's name of an element type from that of C++."""
+    """Return torch's name of an element type, such as ``float32``, from its name in C++, such as ``Float``."""
     return _SCALAR.get(scalar, scalar.lower())
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of an element."""
+    """Return the bytes of one element of a type that torch names ``dtype``."""
     return _ITEM.get(dtype, 1 if dtype.startswith("float8") else 4)
 
 
@@ -158,7 +159,10 @@ def _below_packages(path: str) -> str:
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let no exception leave a method of :class:`Witness`, which does nothing while this thread is inside one."""
+    """Wrap a method of :class:`Witness` so that no exception leaves it.
+
+    The method does nothing if this thread is inside another such method already, or if the witness has stopped.
+    """
 
     @functools.wraps(function)
     def guarded(self: Witness, *arguments: Any, **options: Any) -> Any:
@@ -180,7 +184,7 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Sequence:
     """The calls of a step: what identifies each of them without its stack, and their rows.
 
-    ``rows`` is None once the same calls have come with other stacks; ``times`` is how often they came with these.
+    ``rows`` is None once the same calls have come with other stacks; ``times`` is the number of steps with these calls.
     """
 
     def __init__(self, identities: list[Any], rows: list[Any]) -> None:
@@ -195,10 +199,10 @@ class _Sequence:
 
 
 class Witness:
-    """Records what one process sends.  ``folder`` takes its file; without one, ``events`` holds what it would write.
+    """Records what one process sends, in a file in ``folder`` or, if this is None, in the list ``events``.
 
     ``last_step`` is the last step to record, None for all; ``marker`` names the function that ends a step as
-    ``module:function``, and is empty for the optimizer.
+    ``module:function``, and is empty if the optimizer ends it.
     """
 
     def __init__(self, folder: str | None, last_step: int | None = None, marker: str = "") -> None:
@@ -216,7 +220,7 @@ class Witness:
         self._fresh()
 
     def _fresh(self) -> None:
-        """Begin as a new process."""
+        """Set all state as in a process that has recorded nothing yet."""
         self.lock, self.inside = threading.Lock(), threading.local()
         self.pid, self.file, self.progress = os.getpid(), -1, -1
         self.began = time.time_ns()
@@ -280,12 +284,12 @@ class Witness:
                     self.write(event="end", how=how, steps=self.steps, **self.seconds())
 
     def seconds(self) -> dict[str, float]:
-        """Return how long reading took after the first step, and the time since then."""
+        """Return ``reading``, the seconds that reading took after the first step, and ``lasted``, those since then."""
         lasted = time.monotonic() - self.first_step if self.first_step else 0.0
         return {"reading": round(self.spent, 4), "lasted": round(lasted, 4)}
 
     def stop(self, *, in_hook: bool = False) -> None:
-        """Take all wrappers and hooks back; ``in_hook``: an optimizer's hook runs, so that they stay and do nothing."""
+        """Remove all wrappers and hooks; with ``in_hook``, in an optimizer's hook, the hooks stay and do nothing."""
         self.over = True
         for undo in reversed(self.undo):
             undo()
@@ -301,7 +305,7 @@ class Witness:
                 self.write(event="fault", text=traceback.format_exc(limit=4).strip().splitlines()[-3:])
 
     def write(self, **event: Any) -> None:
-        """Append an event to the file, whose system call either writes the whole line or nothing of it."""
+        """Append an event to the file in one system call, which writes either the whole line or nothing."""
         if self.folder is None:
             self.events.append(event)
             return
@@ -405,7 +409,7 @@ class Witness:
 
     @_guarded
     def before_step(self, optimizer: Any, *_: Any) -> None:
-        """Let the first optimizer that steps end steps from now on; of nested optimizers this is the outermost."""
+        """Let the first optimizer that begins to step mark the ends of steps; of nested ones this is the outermost."""
         if self.stepper is None or self.stepper() is None:
             self.stepper = weakref.ref(optimizer)
         if self.stepper() is optimizer:
@@ -465,7 +469,7 @@ class Witness:
     # What there is ----------------------------------------------------------------------------------------------
 
     def recorders(self) -> dict[str, Callable[..., bytes]]:
-        """Return the functions that copy the flight recorders, by name."""
+        """Return the functions that copy the flight recorders' entries, by the recorder's name."""
         c10d = getattr(self.torch._C, "_distributed_c10d", None)  # noqa: SLF001
         names = {"generic": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
         return {name: getattr(c10d, dump) for name, dump in names.items() if hasattr(c10d, dump)}
@@ -503,7 +507,7 @@ class Witness:
                 self.write(event="rank", rank=self.rank, world=default.size())
 
     def measure_model(self, optimizer: Any) -> None:
-        """Write how many parameters the optimizers hold that have stepped so far, and FSDP2's units or our hops."""
+        """Write the number of parameters in all optimizers that have stepped, and FSDP2's units or our hops."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self.held[id(parameter)] = (_elements(parameter), str(parameter.dtype).rpartition(".")[2])
@@ -619,7 +623,10 @@ class Witness:
     def unread(
         self, name: str, dump: Callable[..., bytes], *, stacks: bool
     ) -> tuple[list[dict[str, Any]], int]:
-        """Return a recorder's entries since it was last read, and the number of the last one; report lost ones."""
+        """Return a recorder's entries since it was last read, and the last entry's number; report lost entries.
+
+        ``dump`` copies the recorder's entries; ``stacks`` is whether they get the call's Python stack.
+        """
         entries = pickle.loads(dump(True, stacks, False)).get("entries") or []  # noqa: S301  # torch wrote it
         last = self.seen.get(name, -1)
         if not entries:
@@ -664,7 +671,7 @@ class Witness:
                 sequences.append(_Sequence(identities, rows_of_step))
 
     def by_mark(self, entries: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the entries until the end of each step that has ended since the last reading."""
+        """Yield the entries of each step that has ended since the last reading, one list for each step."""
         place, moments = 0, [*map(_CREATED, entries)]
         for _, _, end in self.marks:
             first = place
@@ -768,7 +775,7 @@ class _AfterImport:
         return None
 
     def imported(self, name: str, module: Any) -> None:
-        """Call the function for a module that has been imported; finds nothing any more once all have been."""
+        """Call the function for a module that has been imported; remove this finder after the last wanted module."""
         after = self.wanted.pop(name, None)
         if not self.wanted and self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -777,7 +784,7 @@ class _AfterImport:
 
 
 class _Loader:
-    """Loads a module with its own loader, which it then puts back, and calls a function."""
+    """Loads a module with the module's own loader, restores this loader, and then calls a function."""
 
     def __init__(self, loader: Any, after: Callable[[Any], None]) -> None:
         self.loader, self.after = loader, after
@@ -824,7 +831,7 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _rows(calls: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
-    """Add up the calls that agree in all but their counts, sorted."""
+    """Return sorted rows: calls that agree in all fields but elements and bytes are counted and added up in one row."""
     sums: dict[tuple[Any, ...], list[int]] = {}
     for call in calls:
         counts = sums.setdefault(call[:-2], [0, 0, 0])
@@ -859,6 +866,9 @@ def _other_engines(
     """Return the parameters of engines whose optimizers hold flat shards: DeepSpeed's and this project's.
 
     ``optimizers`` are the ids of the optimizers that have stepped, ``held`` those of the parameters that they hold.
+
+    Returns:
+        The engine's name, and the (elements, type) of each parameter by a number; None if there is no such engine.
     """
     if engines := _own_engines(held):
         slots = [slot for engine in engines for unit in engine.units for slot in unit.geometry.slots]
@@ -876,7 +886,7 @@ def _other_engines(
 
 
 def _own_engines(held: Iterable[int]) -> list[Any]:
-    """Return those of this project's engines whose masters optimizers hold."""
+    """Return this project's engines that have a master among the parameters with the ids ``held``."""
     watch = sys.modules.get("impl.engine.optimizer_watch")
     engines = [] if watch is None else watch.engines()
     return [engine for engine in engines if not set(held).isdisjoint(engine.masters.numbers)]

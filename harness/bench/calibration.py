@@ -79,10 +79,10 @@ def trials() -> list[Trial]:
 
 
 def calibrate(name: str, results: Path, console: Console) -> Machine:
-    """Measure this machine.
+    """Measure this machine, and return its description with fitted costs.
 
     Args:
-        name: Name that the machine gets.
+        name: Name of the returned machine.
         results: Folder of results.  The trials' records are written into a new folder in it, and stay there.
         console: Where progress is printed.
 
@@ -129,7 +129,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a step of one calibration trial took; processor seconds are those of one rank."""
+    """Seconds of a step of one calibration trial; processor seconds are of one rank."""
 
     step: Step  # the work of the step
     computing: float  # processor seconds of forward and backward without communication
@@ -207,9 +207,9 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
 def _fit_factors(
     terms: Mapping[str, Sequence[float]], seconds: Sequence[float], over: Sequence[float]
 ) -> dict[str, Any]:
-    """Return non-negative factors of ``terms`` whose weighted sums are nearest to ``seconds``.
+    """Return a non-negative factor for each of ``terms``, by name.
 
-    Errors are taken relative to ``over``.
+    The sum of all terms times their factors is as near to ``seconds`` as possible; errors count relative to ``over``.
     """
     weights = 1 / np.maximum(np.array(over), 1e-9)
     matrix = np.array([*terms.values()]).T * weights[:, None]
@@ -221,7 +221,7 @@ def _fit_factors(
 def _probe(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
     """Return the median seconds of a tiny all-gather between nodes and, on rank 0, each codec's seconds per element.
 
-    Runs on every rank.
+    ``messages`` is the number of all-gathers.  Runs on every rank.
     """
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh)

@@ -52,7 +52,7 @@ _QUEUE_CYCLES: Final = 1_000_000  # GPU cycles, about half a millisecond, in whi
 
 
 class Work(NamedTuple):
-    """One operation to time."""
+    """One operation of a codec or of another library's quantiser, to be timed."""
 
     # Operation, codec, backend; ``other`` describes another library's arithmetic.
     names: dict[str, str | None]
@@ -84,7 +84,7 @@ def measure(
     mebibytes: int | None,
     seconds: float,
 ) -> list[Sample]:
-    """Time all operations; runs in a process that does nothing else.
+    """Time all operations and return a sample for each; runs in a process that does nothing else.
 
     Args:
         rank: Reports progress.
@@ -115,12 +115,12 @@ _Clock = Callable[[Callable[[], object], int], float]
 
 
 def _wall_seconds(run: Callable[[], object], calls: int) -> float:
-    """Return the mean wall-clock seconds of ``calls`` calls."""
+    """Return the wall-clock seconds of a call of ``run``, as the mean of ``calls`` calls."""
     return timeit(run, setup=COLLECTING, number=calls) / calls
 
 
 def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> float:
-    """Return the mean seconds of ``calls`` calls on a GPU, from CUDA events.
+    """Return the seconds of a call of ``run`` on a GPU, as the mean of ``calls`` calls, from CUDA events.
 
     Reading ``flush`` before each call flushes the cache.  The GPU is kept waiting until the host has queued all
     calls, so that the times do not include launches.
@@ -139,7 +139,7 @@ def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> flo
 
 
 def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
-    """Warm an operation up, then time it in rounds; the sample has seconds of a single call."""
+    """Warm an operation up, then time it in rounds for ``seconds``; the sample has the seconds of a single call."""
     x = work.x
     copy = partial(torch.empty_like(x).copy_, x)
     clock(copy, 1)  # touches the pages of the target

@@ -42,9 +42,9 @@ it once."""
 
 
 def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
-    """Time all collectives on one tensor of ``mebibytes``, for about ``seconds``; runs on every rank.
+    """Time all collectives on one tensor of ``mebibytes`` MiB, for about ``seconds``; runs on every rank.
 
-    Seconds and bytes of the samples are those of this rank.
+    Returns a sample of each collective, with the seconds and bytes of this rank.
     """
     mesh = Mesh.create(rank.topology)
     wires = [Wire(mesh, transport=transport) for transport in TRANSPORTS]

@@ -207,8 +207,8 @@ class _Run:
     ) -> list[Result]:
         """Run ``target`` in fresh processes, one for each rank, and show their progress.
 
-        A rate is always enforced by the kernel, between network namespaces.  Pacing would not do: it limits only
-        messages of our wire, and gloo's collectives do not use our wire.
+        The rate ``mbit`` is always enforced by the kernel, between network namespaces.  Pacing would not do: it limits
+        only messages of our wire, and gloo's collectives do not use our wire.
 
         Raises:
             LaunchError: if a process fails.
@@ -232,7 +232,13 @@ class _Run:
     def finish(
         self, samples: Sequence[Sample], setting: dict[str, Any], missing: dict[str, str] | None = None
     ) -> Path:
-        """Write the record and return its path."""
+        """Write the benchmark's record and return its path.
+
+        Args:
+            samples: What was measured.
+            setting: The options of the command.
+            missing: By backend or library, why it was not measured.
+        """
         import torch
 
         from impl import ops

@@ -1,9 +1,9 @@
 """Variants of the CUDA kernels without one optimisation, as backends of ``zeropp bench codecs``.
 
-All write the same bits as ``cuda``, so that a difference in speed is what the optimisation brings.  The backends
-``cuda-general``, ``cuda-shared-memory`` and ``cuda-two-reads`` each lack an optimisation that the one before still has;
-the first is compared with ``cuda``, and the last differs from the one before only in encoding.  ``cuda-narrow`` also
-lacks the main path, in which the kernels do not check bounds.
+All backends write the same bits as ``cuda``, so that a difference in speed is what the optimisation brings.  Each of
+``cuda-general``, ``cuda-shared-memory`` and ``cuda-two-reads`` lacks an optimisation that the backend before it still
+has.  ``cuda-general`` is compared with ``cuda``, and ``cuda-two-reads`` differs from ``cuda-shared-memory`` only in
+encoding.  ``cuda-narrow`` also lacks the main path, in which the kernels do not check bounds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def narrowly(run: Runner, launch: Launch, device: torch.device) -> None:
 
 
 def _without(*parts: Part) -> Callable[[Runner], Kernels]:
-    """Return a function that makes kernels without these optimisations."""
+    """Return a function that makes kernels without the optimisations ``parts``."""
     return lambda run: Kernels(run, without=parts)
 
 

@@ -57,7 +57,7 @@ forward and in backward."""
 
 
 def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
-    """Time the unsharded model without communication; runs on every rank."""
+    """Time the unsharded model without communication, and predict each policy's bytes; runs on every rank."""
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(layers), name, mesh)) for name in POLICIES}
     (rounds,) = interleaved(rank, [_trainer(rank, sequences, _model(layers))], "compute alone", PROBES)
@@ -84,7 +84,10 @@ def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
 
 
 def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float) -> list[Sample]:
-    """Time steps of a policy and compute alone, in turns, for about ``seconds``; runs on every rank."""
+    """Time a policy's steps and compute alone, in turns, for about ``seconds``; runs on every rank.
+
+    Returns one sample, whose reference is compute alone.
+    """
     model = _model(layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     zero = _sharded(model, policy, Mesh.create(rank.topology))
@@ -106,7 +109,10 @@ def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float
 
 
 def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
-    """Time the first hop alone, which needs no link between nodes; runs on every rank."""
+    """Return this rank's seconds of the first hop alone, by round; it needs no link between nodes.
+
+    Runs on every rank.
+    """
     hop, _ = _hops(Wire(Mesh.create(rank.topology), transport="backend"), mebibytes)
     (rounds,) = interleaved(rank, [timed(hop)], "first hop", PROBES)
     return rounds
@@ -125,7 +131,10 @@ def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
 
 
 def hops(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
-    """Time both hops alone, and reductions in one chunk and in several, in turns; runs on every rank."""
+    """Time both hops alone, and reductions in one chunk and in several, in turns; runs on every rank.
+
+    Returns one sample of reductions in several chunks.  Its reference are reductions in one chunk, its parts the hops.
+    """
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh, transport="backend")
     generator = torch.Generator().manual_seed(mesh.rank)

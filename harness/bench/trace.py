@@ -5,9 +5,9 @@ then :data:`PROFILED` steps under torch.profiler, whose traces ``zeropp whatif``
 engine, each encoding, each decoding, each message and each wait has a name in it, which begins with ``zeropp::`` and
 has the unit and the hop.
 
-With this project's engine one further step, between the two, is drawn on the suite's page: each activity of a rank,
-such as computing, encoding or waiting, has its own lane in a file in Chrome's format.  Only trials on the CPU of one
-machine are traced, since their ranks share a clock.
+With this project's engine one further step, between the untraced step and the profiled steps, is drawn on the suite's
+page: each activity of a rank, such as computing, encoding or waiting, has its own lane in a file in Chrome's format.
+Only trials on the CPU of one machine are traced, since their ranks share a clock.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RankTrace(NamedTuple):
 
 
 class Tracing(NamedTuple):
-    """What a rank has to trace."""
+    """The argument of :func:`trace_step`: what a rank runs, and where the profiler's file goes."""
 
     assignment: Assignment
     folder: Path  # folder of the profiler's files
@@ -121,7 +121,7 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
 
 
 def trace_step(rank: Rank, tracing: Tracing) -> RankTrace:
-    """Run warm-up steps (at least one), an untraced step and the traced steps; runs on every rank."""
+    """Run warm-up steps (at least one), an untraced step and the traced steps; return what this rank noted of them."""
     trial = tracing.assignment.trial
     run, timeline, warmup = TrialRun(rank, tracing.assignment), Timeline(), max(1, trial.warmup)
     for index in range(warmup):
@@ -259,7 +259,10 @@ def summary(ranks: Sequence[RankTrace]) -> str:
 
 
 def chrome(trial: Trial, ranks: Sequence[RankTrace], pool: str) -> dict[str, Any]:
-    """Return the JSON object of the trace event format: a process for each rank, threads for its lanes."""
+    """Return the JSON object of the trace event format: a process for each rank, threads for its lanes.
+
+    ``pool`` is the hash of this machine and of the code.
+    """
     topology = trial.topology()
     start = min(span.begin for rank in ranks for span in rank.spans)
     events: list[dict[str, Any]] = []

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def backend() -> str:
-    """Return the name of what carries messages: torch's backend, or ``threads``."""
+    """Return the name of the backend of torch that carries messages, or ``threads`` if ranks are threads."""
     return str(dist.get_backend()) if current() is None else "threads"
 
 
@@ -31,7 +31,7 @@ def barrier() -> None:
 
 
 def gather_objects(value: T) -> list[T]:
-    """Return the values of all ranks, which can be pickled, in rank order."""
+    """Return the values of all ranks, in rank order; each value must be picklable."""
     if (thread := current()) is not None:
         return thread.share(value)
     values: list[Any] = [None] * dist.get_world_size()
@@ -40,7 +40,7 @@ def gather_objects(value: T) -> list[T]:
 
 
 def gather(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors of all ranks, which have one shape, in rank order; nobody may write to them."""
+    """Return the tensors of all ranks, in rank order; all have the shape of ``tensor``, and callers only read them."""
     if (thread := current()) is not None:
         return thread.share(tensor.clone())
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -49,7 +49,7 @@ def gather(tensor: Tensor) -> list[Tensor]:
 
 
 def mean_of_group(tensor: Tensor, ranks: int) -> Tensor:
-    """Return the mean of ``tensor`` over this rank's group: consecutive ranks, ``ranks`` of them."""
+    """Return the mean of ``tensor`` over this rank's group; a group is ``ranks`` consecutive ranks."""
     thread = current()
     number = (dist.get_rank() if thread is None else thread.rank) // ranks
     return torch.stack(gather(tensor)[number * ranks : (number + 1) * ranks]).sum(0) / ranks

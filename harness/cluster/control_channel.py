@@ -95,7 +95,7 @@ class Channel:
             file.unlink(missing_ok=True)
 
     def begin(self, nonces: list[str]) -> None:
-        """Seal all later messages for one session, which is defined by the nonces that its supervisors drew.
+        """From now on seal messages for one session, which is defined by the nonces that its supervisors drew.
 
         Args:
             nonces: Each node's nonce, in order of nodes.
@@ -125,7 +125,8 @@ class Channel:
         except ValueError as error:
             where = _with_port(self.place)
             raise ChannelError(
-                f"{key!r} in the store at {where} comes from no process of this run"
+                f"the value of {key!r} in the store at {where} comes from no process of this run; give each run a port "
+                "of its own"
             ) from error
 
     def _full(self, key: str) -> str:
@@ -202,7 +203,7 @@ class Channel:
             verb = "serve" if serve else "reach"
             raise Refusal(
                 f"node {place.node} of {place.nodes} cannot {verb} {_with_port(place)}, where the "
-                f"nodes meet: {_line(error)}"
+                f"nodes meet: {_line(error)}; check the address, and that its port is free and open"
             ) from error
         store.set_timeout(_ANSWER)
         return dist.PrefixStore(f"zeropp/{place.job}", store)  # type: ignore[attr-defined]

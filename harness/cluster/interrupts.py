@@ -1,4 +1,4 @@
-"""Handles Ctrl-C: it ends the process at once, until there is something to clean up; then it raises.
+"""Handles Ctrl-C: ends the process at once while there is nothing to clean up, and raises an exception later.
 
 A ``KeyboardInterrupt`` that is raised while torch is imported may be swallowed by code that lets no exception pass, or
 abort the process.  Therefore, until the command line starts processes, joins nodes or writes files, the signal's

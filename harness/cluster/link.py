@@ -52,11 +52,11 @@ _ADVICE: Final = (
 def message_bytes(cluster: Cluster) -> int:
     """Return the size of a calibration message in bytes; 0 for one node.
 
-    With a rate, the message is as long as the link sends in 0.2 s, or in 50 latencies if that is longer, and has at
-    least 20 bursts of the queue.  On a shaped link it is longer: as long as the link sends in 0.5 s, or 64 MiB if that
-    is shorter; a message of 0.2 s sometimes arrives up to 0.6 % late there.  Without a rate, the message has 64 MiB, or
-    8 MiB with link ``none``.  With NCCL, all ranks of a node send at once (:func:`exchange`); with a rate, the message
-    is divided among them.
+    With a rate, the message is as long as the link sends in 0.2 s, or in 50 times the latency if that is longer, and
+    has at least 20 bursts of the queue.  On a shaped link it is longer: as long as the link sends in 0.5 s, or 64 MiB
+    if that is shorter; a message of 0.2 s sometimes arrives up to 0.6 % late there.  Without a rate, the message has
+    64 MiB, or 8 MiB with link ``none``.  With NCCL, all ranks of a node send at once (:func:`exchange`); with a rate,
+    the message is divided among them.
     """
     if cluster.nodes == 1:
         return 0
@@ -178,7 +178,9 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
     }
     for limit, requested in limits.items():
         if requested:
-            raise LinkError(f"{limit} network namespaces, which link {kind!r} does not give here ({why})")
+            raise LinkError(
+                f"{limit} network namespaces, which link {kind!r} does not give here ({why}); remove this limit"
+            )
     if rate is None:
         return Link(cluster, "none", why, loopback)
     details = {"header_bytes": 0, "latency_ms": latency or 0.0, "untimed": "open"}
@@ -186,7 +188,7 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
 
 
 def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
-    """Have a keeper make network namespaces and a link between them."""
+    """Have a keeper (:mod:`harness.shaping.keeper`) make network namespaces, and return the link between them."""
     rate, latency, inner, nodes = cluster.rate, cluster.latency or 0.0, cluster.inner_rate, cluster.nodes
     rates = [rate] * (nodes - 1) + [None if rate is None else rate * cluster.slow]
     queue = {} if rate is None else tbf_details(rate) | {"untimed": "open"}
@@ -220,7 +222,7 @@ def tbf_details(rate_mbit: float) -> dict[str, Any]:
 
 
 def measure_link(rank: Rank, message: tuple[int, int, str, str]) -> list[float]:
-    """Measure the link's rate with :func:`exchange`; a supervisor may run this on its ranks.
+    """Return the link's rates in Mbit/s, as :func:`exchange` measures them; a supervisor may run this on its ranks.
 
     Args:
         rank: This rank.

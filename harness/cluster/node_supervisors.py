@@ -106,7 +106,8 @@ class Nodes:
             The results, by rank.
 
         Raises:
-            LaunchError: The most likely first failure, after the ranks of all nodes have ended.
+            LaunchError: If ranks of any node fail; the message describes the failure that most likely came first.  The
+                ranks of all nodes have then ended.
         """
         others, (argument_type, result_type) = range(1, launch.topology.nodes), _types(work)
         number = self._command(
@@ -216,7 +217,9 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
             nodes.together = True
             yield nodes
         except ChannelError as error:
-            raise Refusal(f"the nodes' supervisors lost each other: {error}") from error
+            raise Refusal(
+                f"the nodes' supervisors lost each other: {error}; start the run again on all nodes"
+            ) from error
         finally:
             nodes.end()
 
@@ -264,7 +267,9 @@ def _meet(channel: Channel) -> int | None:
     if "status" in session:
         return int(session["status"])
     if not place.waits and session["nonces"][place.node] != channel.nonce:
-        raise ChannelError("the store holds messages of another run with the same token")
+        raise ChannelError(
+            "the store holds messages of another run with the same token; start the run again on all nodes"
+        )
     channel.begin(session["nonces"])
     return None
 
@@ -295,7 +300,7 @@ def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any], ad
 
 
 def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_reason: StopReason) -> Answer:
-    """Run work on this node's ranks; meanwhile shape its interface, if the link asks for that."""
+    """Run work on this node's ranks, and return the answer; limit the node's interface meanwhile if it is shaped."""
     port = launch.ports[launch.node or 0]
     others = [other.address for other in launch.ports if other is not port]
     shaped: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
@@ -311,7 +316,7 @@ def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_re
 
 
 def _cause(answers: Mapping[int, Answer], log: Path) -> LaunchError:
-    """Return the most likely cause of a failure, and append the other nodes' logs to ``log``, this node's."""
+    """Return an error with the most likely cause of a failure; appends the other nodes' logs to ``log`` of node 0."""
     failures = {node: answer for node, answer in answers.items() if "kind" in answer}
     with contextlib.suppress(OSError):
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -40,11 +40,13 @@ def address_towards(host: str) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise Refusal(f"host {host!r} cannot be reached: {error.strerror or error}") from error
+        raise Refusal(
+            f"host {host!r} cannot be reached: {error.strerror or error}; name a host that this machine can reach"
+        ) from error
 
 
 def port_towards(host: str) -> Port:
-    """Return the interface of this host that leads to ``host``, or the one that ``GLOO_SOCKET_IFNAME`` names.
+    """Return the port of this host on the interface that leads to ``host``, or that ``GLOO_SOCKET_IFNAME`` names.
 
     Raises:
         Refusal: If there is no such interface.
@@ -62,7 +64,9 @@ def port_towards(host: str) -> Port:
     for name, entries in interfaces.items():
         if any(entry.address.partition("%")[0] == address.partition("%")[0] for entry in entries):
             return Port(name, address)
-    raise Refusal(f"no interface of this host has the address {address}; set GLOO_SOCKET_IFNAME")
+    raise Refusal(
+        f"no interface of this host has the address {address}; set GLOO_SOCKET_IFNAME to an interface's name"
+    )
 
 
 def host_identity() -> str:

@@ -63,17 +63,17 @@ class Rank:
 
     @property
     def node(self) -> int:
-        """Number of its node."""
+        """Number of this rank's node."""
         return self.topology.node_of(self.rank)
 
     @property
     def local(self) -> int:
-        """Its number inside the node."""
+        """Number of this rank inside its node."""
         return self.rank % self.topology.ranks_per_node
 
     @property
     def first_of_node(self) -> bool:
-        """Whether it is the first rank of its node, which measures what concerns the whole node."""
+        """Whether this is the first rank of its node; the first rank measures what concerns the whole node."""
         return self.local == 0
 
     @contextlib.contextmanager
@@ -131,7 +131,7 @@ def _request(keeper: socket.socket, send: Callable[[], None], expected: bytes) -
         send()
         answer = keeper.recv(len(expected), socket.MSG_WAITALL)
     except OSError as error:
-        raise LinkError(f"the keeper of the link does not answer: {error}") from error
+        raise LinkError(f"the keeper of the link does not answer: {error}: run the trial again") from error
     if answer != expected:
         raise LinkError(
             f"the link's keeper ended: it answered {answer!r} instead of {expected.decode()!r}: run the trial again"

@@ -195,7 +195,8 @@ def run_ranks(
         The results, by rank.
 
     Raises:
-        LaunchError: The most likely first failure, after all ranks have ended; the log is kept.
+        LaunchError: If a rank fails, the time is over, or ``stop_reason`` returns a reason; the message describes the
+            failure that most likely came first.  All ranks have then ended, and their log is kept.
     """
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as name:
         scratch = Path(name).absolute()
@@ -356,7 +357,7 @@ def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
 
 
 def _out_of_memory_kills() -> int:
-    """Count the out-of-memory kills so far, of the machine and of this control group."""
+    """Return the number of out-of-memory kills so far, of the machine and of this process's cgroup together."""
     count = 0
     for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
         with contextlib.suppress(OSError):
@@ -368,7 +369,7 @@ def _out_of_memory_kills() -> int:
 def _rank_main(  # noqa: PLR0917  # a new process needs all of them
     number: int, launch: Launch, scratch: Path, target: Any, argument: Any, pipe: Connection
 ) -> None:
-    """Run a rank process: redirect output to its log, join the others, run ``target``, and send the result."""
+    """Run a rank process: redirect its output to a log, join the process group, run ``target``, send the result."""
     gc.freeze()  # else the first collection would copy the pages of all imports, which takes 0.25 s
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which then ends its ranks
     log = os.open(scratch / f"rank{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -432,7 +433,7 @@ def _limit_nccl(launch: Launch) -> None:
 
 
 def _end_with_sweep() -> None:
-    """End this process with the fork server, its parent, and with the sweep, which it watches in a thread."""
+    """Make this process end as soon as its parent, the fork server, or the sweep ends; a thread watches the sweep."""
     netns_shaper.die_with_parent(os.getppid())
     if (sweep := multiprocessing.parent_process()) is not None:
         ends = sweep.sentinel
@@ -459,7 +460,7 @@ def _run_threads(launch: Launch, device: str, pipe: Connection, target: Any, arg
 
 
 def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
-    """Enter the network namespace of a rank's node, and join the process group of all ranks."""
+    """Enter the network namespace of a rank's node, join the process group of all ranks, and return the rank."""
     import torch
     import torch.distributed as dist
 

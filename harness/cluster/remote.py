@@ -82,7 +82,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _resolved(host: str) -> str:
-    """Return the name or address of a host in ssh's configuration."""
+    """Return the host name or address that ssh's configuration gives for ``host``; without an entry, its own name."""
     done = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, check=False)
     names = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
     return names[0] if names else host.rpartition("@")[2]

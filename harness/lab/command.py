@@ -47,7 +47,9 @@ def snapshot(
     trial = load(file).trial_by_prefix(identity)
     path = Path(f"{trial.id}.safetensors") if out == Path() else out
     if not path.absolute().parent.is_dir():
-        raise Refusal(f"--out {path}: there is no folder {path.absolute().parent}")
+        raise Refusal(
+            f"--out {path}: there is no folder {path.absolute().parent}; make it, or name another file"
+        )
     progress = terminal_table.console(stderr=True)
     chosen = sorted({*(steps or (step for step in _STEPS if step < trial.warmup + trial.steps))})
     take(trial, chosen, path, lambda line: progress.print(line, markup=False))

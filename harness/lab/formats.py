@@ -78,7 +78,7 @@ def units_of(path: Path) -> tuple[list[Unit], Sizes]:
             rows = kind == "gradients" and tensor.dim() > 1
             units.append(Unit(kind, name, tensor.float().flatten(int(rows))))
     if not units:
-        raise Refusal(f"{path}: has no tensor of floating-point numbers")
+        raise Refusal(f"{path}: has no tensor of floating-point numbers; give a file of weights or gradients")
     ranks = max((len(unit.x) for unit in units if unit.x.dim() > 1), default=1)
     try:
         nodes, ranks_per_node = (
@@ -144,7 +144,10 @@ def rank_codecs(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _measure_unit(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[str, Any]:
-    """Return a row of :func:`measure`; ``number`` gives each unit its own random bits."""
+    """Return the row of :func:`measure` for one codec and unit; ``number`` gives each unit its own random bits.
+
+    ``sizes`` are the nodes, and the ranks of each, over which a gradient is reduced.
+    """
     elements, exact = unit.x.shape[-1], unit.x.double()
     if unit.x.dim() > 1:
         exact = exact.mean(0)
@@ -188,9 +191,10 @@ def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
 
 
 def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
-    """Reduce gradients (ranks, P) in two hops to their mean (parts, S); with one node, in one hop.
+    """Reduce gradients (ranks, P) in two hops; with one node, in one hop.  ``number`` is as in :func:`_send`.
 
-    The bytes are those of one rank's frames in the last hop.
+    Returns:
+        The mean (parts, S), the bytes of one rank's frames in the last hop, and the seconds of all coding.
     """
     nodes, ranks = sizes if math.prod(sizes) == len(gradients) else (1, len(gradients))
     rows = _cut(codec, gradients.view(nodes, ranks, -1), nodes * ranks)  # (nodes, ranks, parts, S)
@@ -256,7 +260,7 @@ def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost
 
 
 class Agreement(NamedTuple):
-    """How well the order of codecs by error agrees with their order by loss."""
+    """The rank correlation between the errors of codecs and the losses of trials with these codecs."""
 
     correlation: float  # Spearman's
     low: float  # lower end of the 95 % confidence interval, from resampled seeds
@@ -289,8 +293,8 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     count, seeds = table.shape
     if count < _FEWEST or not seeds:
         raise Refusal(
-            f"--losses {results}: has losses for {count} of the measured codecs; a rank correlation needs at least "
-            f"{_FEWEST}"
+            f"--losses {results}: has losses for {count} of the measured codecs, but a rank correlation needs at least "
+            f"{_FEWEST}; give results with more of these codecs, or leave --losses out"
         )
     drawn = np.random.default_rng(0).integers(seeds, size=(_RESAMPLED, seeds))
     correlation, *resampled = [

@@ -94,7 +94,7 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:
-        raise Refusal(f"{path}: {error}") from None
+        raise Refusal(f"{path}: cannot be written: {error}; name another file with --out") from None
 
 
 def _flatten(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

@@ -106,7 +106,7 @@ def cases(
 
 
 class Outcome(NamedTuple):
-    """The result of trying a claim."""
+    """The result of trying a claim: the number of rows, and how the smallest row that breaks the claim does so."""
 
     cases: int  # number of rows that the claim was tried on
     violation: Violation | None  # on the smallest row found that breaks the claim; None if it holds
@@ -191,7 +191,7 @@ def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None
 
 
 def smallest(subject: Subject, claim: Claim, case: Case) -> Violation:
-    """Make the row of a violation as small as possible, by delta debugging (Zeller and Hildebrandt 2002).
+    """Return a violation on a row as small as possible, found by delta debugging (Zeller and Hildebrandt 2002).
 
     Ever smaller ranges of elements are left out as long as the rest still breaks the claim, in at most about
     :data:`MOST_TRIED` attempts.  If the beginning of a row is left out, the rest keeps its random bits.

@@ -1,7 +1,7 @@
 """The laws of a user's own gather of weights, tried on ranks that are threads.
 
-Every class has the duties of :class:`GatherDuty`, and promises laws of :class:`GatherLaw` besides.  Each is tried by
-real gathers: forward and backward, of weights that change from step to step.
+Every class has the duties of :class:`GatherDuty`, and may promise laws of :class:`GatherLaw` as well.  Each duty and
+law is tried by real gathers: forward and backward, of weights that change from step to step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Calls = Sequence[tuple[int, GatherInfo]]  # the step whose weights are gathered,
 
 
 def training(steps: int) -> Calls:
-    """Return the gathers of some steps of training, each with a forward and a backward pass."""
+    """Return the gathers of ``steps`` training steps: in each step one for forward and one for backward."""
     calls = list[tuple[int, GatherInfo]]()
     for step in range(steps):
         calls.append((step, GatherInfo("forward", "stepped" if step else "loaded", step)))
@@ -68,7 +68,7 @@ def training(steps: int) -> Calls:
 
 
 def _repeated(times: int) -> Calls:
-    """Return gathers of one step's weights, which the method is told to have changed."""
+    """Return gathers of the same weights; before each gather the method is told that the weights have changed."""
     return [(0, GatherInfo("forward", "stepped" if number else "loaded", number)) for number in range(times)]
 
 
@@ -135,7 +135,7 @@ def _repeat(own: OwnMethod, case: Case) -> None:
 
 
 def _apart(own: OwnMethod, case: Case) -> None:
-    """Gather two units at once, in the order in which the engine would, and one of them alone."""
+    """Check that gathering two units at once, in the engine's order of calls, gives the weights of gathering one."""
     geometry, other, dtype = case.geometry(), case.geometry("another"), DTYPES[case.compute]
 
     def body(_: Mesh, wire: Wire) -> list[Tensor]:
@@ -207,7 +207,7 @@ def _zero(own: OwnMethod, case: Case) -> None:
         for slot in geometry.slots:
             if bool((values := whole[slot.offset : slot.end]).any()):
                 raise Violation(
-                    f"on rank {rank} zeros are gathered as {values[values.nonzero()[0]].item():.9g}"
+                    f"on rank {rank} a weight of 0 is gathered as {values[values.nonzero()[0]].item():.9g}"
                 )
 
 
@@ -233,7 +233,7 @@ def _settles(own: OwnMethod, case: Case) -> None:
 
 
 def _near(own: OwnMethod, case: Case, calls: Calls, bounds: Sequence[float]) -> None:
-    """Compare gathered weights with the exact ones; each of ``calls`` has a bound.
+    """Check that gathered weights are near the exact weights; ``bounds`` has the allowed error of each of ``calls``.
 
     The allowed error is relative to the largest magnitude in the shard, with what the cast to the compute type adds;
     with a bound of 0 the weights must be equal, after this cast.

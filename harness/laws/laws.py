@@ -86,7 +86,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """Input of one check."""
+    """The row on which one claim is checked, and what else the check needs."""
 
     x: Tensor  # (S,) fp32, bf16 or fp16, on the CPU: the row
     out: Dtype = "fp32"  # type to decode to
@@ -145,12 +145,15 @@ class _Trip:
     decoded: Tensor
 
     def refuse(self, broken: Tensor, message: Callable[[int], str]) -> None:
-        """Raise a Violation for the first element for which ``broken`` (S,) is true, if there is one."""
+        """Raise a Violation with ``message`` for the first element, if any, for which ``broken`` (S,) is true."""
         if bool(broken.any()):
             raise Violation(message(int(broken.int().argmax())), self.x, self.frame)
 
     def check_equal(self, got: Tensor, wanted: Tensor, template: str) -> None:
-        """Raise a Violation for the first number, or byte, in which two tensors differ."""
+        """Raise a Violation for the first number, or byte, in which two tensors differ.
+
+        The message is ``template`` with the number's place ``{i}``, and the two values ``{got}`` and ``{wanted}``.
+        """
         differs = ~_same(got, wanted)
         self.refuse(differs, lambda i: template.format(i=i, got=_text(got[i]), wanted=_text(wanted[i])))
 
@@ -181,7 +184,9 @@ def _bound(subject: Subject, case: Case) -> None:
 
 
 def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
-    """Return the declared error bound of each element's block, (S,) fp64; infinite where a block is not finite.
+    """Return the error bound that a codec declares for each element of ``x`` when it decodes ``x`` as ``out``.
+
+    The bounds are (S,) fp64, equal in a block, and infinite where a block is not finite.
 
     Raises:
         Violation: if a bound is NaN, or is infinite although no magnitude in the block exceeds ``_MODERATE``.
@@ -332,7 +337,7 @@ def _refuse_beyond(buffer: Tensor, held: float, name: str, trip: _Trip) -> None:
     """Raise a Violation if a guard at either end of ``buffer`` no longer holds the value ``held``."""
     guards = torch.cat([buffer[:_GUARD], buffer[-_GUARD:]])
     if not bool(_same(guards, torch.full_like(guards, held)).all()):
-        raise Violation(f"{name} were written", trip.x, trip.frame)
+        raise Violation(f"{name} were written, which the codec must leave as they are", trip.x, trip.frame)
 
 
 def _bits(subject: Subject, case: Case) -> None:
@@ -342,7 +347,9 @@ def _bits(subject: Subject, case: Case) -> None:
     numel = case.x.numel()
     size, expected = subject.frame_bytes(numel), codec.frame_bytes(numel)
     if size != expected:
-        raise Violation(f"a frame of {numel} elements has {size} bytes, the reference's {expected}", case.x)
+        raise Violation(
+            f"a frame of {numel} elements has {size} bytes, and the reference's frame has {expected}", case.x
+        )
     trip = _round_trip(subject, case.x, case.noise, case.out)
     wanted, elements = torch.empty_like(trip.frame), torch.empty_like(trip.decoded)
     reference.encode(codec, case.x, wanted, noise=case.noise if codec.stochastic else None)

@@ -84,7 +84,7 @@ _shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
 
 
 def cases(computes: Sequence[Dtype] = ("fp32",)) -> st.SearchStrategy[Case]:
-    """Return a strategy that draws cases, whose weights are gathered in one of the types ``computes``."""
+    """Return a Hypothesis strategy that draws cases; ``computes`` are the types in which weights may be gathered."""
     return st.builds(
         Case,
         topology=_topologies,
@@ -119,9 +119,10 @@ def on_ranks(case: Case, body: Callable[[Mesh, Wire], Any]) -> list[Any]:
 def check_same(
     found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]], what: str, noun: str = "mean"
 ) -> None:
-    """Raise a Violation if results differ; both have for each rank the results of all steps, and ``noun`` names one.
+    """Raise a Violation for the first result in which ``found`` and ``expected`` differ.
 
-    ``what`` says how those of ``found`` came about.
+    Both hold, for each rank, the results of all steps.  In the message, ``noun`` names a result, and ``what`` says how
+    the results of ``found`` were made.
     """
     for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         for step, (result, other) in enumerate(zip(mine, theirs, strict=True)):
@@ -137,9 +138,12 @@ Row = tuple[Mapping[LedgerKey, Sent], Mapping[LedgerKey, Sent]]
 
 
 def check_booked(ranks: Sequence[Row], purpose: str, what: str) -> None:
-    """Raise a Violation if a rank's ledger differs from what ``bytes()`` declares; both are given for each rank.
+    """Raise a Violation if a rank's ledger differs from what the method's ``bytes()`` declares.
 
-    ``what`` says in which calls the messages were sent.
+    Args:
+        ranks: For each rank, what its ledger has and what was declared.
+        purpose: Only messages of this purpose are compared.
+        what: The calls in which the messages were sent, for the message.
     """
     for rank, (sent, declared) in enumerate(ranks):
         for key in sent.keys() | declared.keys():

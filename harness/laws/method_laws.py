@@ -1,8 +1,8 @@
 """The laws of a user's own reduction, tried on ranks that are threads, with topologies and gradients drawn at random.
 
-Every method has the duties of :class:`MethodDuty`; a class promises laws of :class:`~impl.policy.own_method.MethodLaw`
-besides.  Each is tried by real reductions: real units, the engine's own wire, and its ledger.  The claims of a gather
-of weights are tried by :mod:`harness.laws.gather_laws`.
+Every method has the duties of :class:`MethodDuty`, and may promise laws of :class:`~impl.policy.own_method.MethodLaw`
+as well.  Each duty and law is tried by real reductions: real units, the engine's own wire, and its ledger.  The claims
+of a gather of weights are tried by :mod:`harness.laws.gather_laws`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Claim = MethodDuty | MethodLaw | GatherDuty | GatherLaw
 
 
 class Outcome(NamedTuple):
-    """How many cases were tried, and the smallest on which the claim does not hold, with what went wrong."""
+    """The result of trying a claim: the number of cases, the smallest case that breaks the claim, and how it does."""
 
     cases: int
     case: Case | None
@@ -145,9 +145,10 @@ def _reduce(reduction: OwnReduction, gradient: Tensor, advances: int) -> Tensor:
 def _means(
     own: OwnMethod, case: Case, steps: int, *, advances: int | None = None, resumed: int | None = None
 ) -> list[list[Tensor]]:
-    """Return by rank the means (S,) of some steps.
+    """Return by rank the means (S,) of ``steps`` steps.
 
-    Before step ``resumed`` a new object takes the place of the old one, and loads its state.
+    Before step ``resumed`` a new object takes the place of the old one, and loads its state.  ``advances`` replaces
+    the case's number of calls of ``advance()`` in each reduction.
     """
     geometry = case.geometry()
 
@@ -190,7 +191,7 @@ def _resume(own: OwnMethod, case: Case) -> None:
 
 
 def _apart(own: OwnMethod, case: Case) -> None:
-    """Reduce two units at once, in the order in which the engine would, and one of them alone."""
+    """Check that reducing two units at once, in the engine's order of calls, gives the means of reducing one."""
     geometry, other = case.geometry(), case.geometry("another")
 
     def body(mesh: Mesh, wire: Wire) -> list[Tensor]:
@@ -215,7 +216,7 @@ def _apart(own: OwnMethod, case: Case) -> None:
 
 
 def _keep(own: OwnMethod, case: Case) -> None:
-    """Compare means that were copied at once with the method's own tensors after later reductions."""
+    """Check that later reductions do not change the tensor in which the method returned an earlier mean."""
     geometry = case.geometry()
 
     def body(mesh: Mesh, wire: Wire) -> tuple[list[Tensor], list[Tensor]]:
@@ -263,7 +264,7 @@ def _bytes(own: OwnMethod, case: Case) -> None:
 
 
 def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
-    """Compare ranks that keep the whole mean with each other, and with ranks that keep shards of it."""
+    """Check that all ranks find the same mean, whether each of them keeps the whole mean or a shard of it."""
     geometry, every = case.geometry(), _means(own, replace(case, shared="none"), 2)
     for rank, means in enumerate(_means(own, case, 2)):
         start, _ = geometry.bounds(rank)
@@ -285,7 +286,9 @@ def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
 def _zero(own: OwnMethod, case: Case) -> None:
     for rank, (mean,) in enumerate(_means(own, replace(case, gradients="zero"), 1)):
         if bool(mean.any()):
-            raise Violation(f"on rank {rank} the mean of zeros has {mean[mean.nonzero()[0]].item():.9g}")
+            raise Violation(
+                f"on rank {rank} the mean of gradients of 0 is {mean[mean.nonzero()[0]].item():.9g} in an element"
+            )
 
 
 def _exact(own: OwnMethod, case: Case) -> None:
@@ -304,7 +307,7 @@ def _bound(own: OwnMethod, case: Case) -> None:
 
 
 def _within(own: OwnMethod, case: Case, bound_of: Callable[[MethodUnit], float], *, per_piece: bool) -> None:
-    """Compare the first mean with the exact one.
+    """Check that the first mean is as near to the exact mean as ``bound_of`` allows.
 
     The allowed error is relative to the mean over ranks of the largest magnitude in the piece of P / ranks elements,
     or in the unit.

@@ -62,7 +62,7 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
 
 
 def spans(codec: Blocked, kind: Dtype) -> list[Span]:
-    """Return the spans to try: with the scales in ``_SCALES``, and with the smallest and the largest numbers."""
+    """Return the spans to try: with the scales in ``_SCALES``, and with the least and largest numbers of ``kind``."""
     small = 2.0**-8 if codec.steps * max(_SCALES) > LARGEST[kind] else 1.0
     ranges = torch.tensor(_SCALES) * codec.steps * small
     parts = torch.tensor(_OFFSETS if codec.asymmetric else _OFFSETS[:1])

@@ -81,7 +81,7 @@ def read(text: str) -> Codec | Subject:
     """Return the codec that ``text`` names or, for a user's ``module:object``, its subject.
 
     Raises:
-        Refusal: if the text is neither.
+        Refusal: if the text names no codec.
     """
     try:
         codec = parse(text)
@@ -99,7 +99,9 @@ def user_subject(codec: OwnCodec) -> Subject:
     implementation, claimed = codec.definition, codec.claimed
     device = torch.device(implementation.tried_on)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise Refusal(f"{codec} runs on device {device}, and torch finds no CUDA device")
+        raise Refusal(
+            f"{codec} runs on device {device}, and torch finds no CUDA device: check it on a machine with a GPU"
+        )
     stochastic = codec.stochastic
     fused = implemented = implementation.decode_sum_encode
     if implemented is not None and not stochastic:  # the user's function then has no argument for random bits

@@ -190,9 +190,12 @@ def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace
 
 
 def gathered_weights(zero: Zero) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gather all weights for a forward pass and for a backward pass, by parameter; all ranks must call this.
+    """Gather all weights as for a forward pass, and as for a backward pass; all ranks must call this.
 
-    Call it in a rehearsal, since a user's own gather may have a state.
+    Call this function in a rehearsal, since a user's own gather may have a state.
+
+    Returns:
+        (weights of forward passes, weights of backward passes), each in fp32 by the parameter's name.
     """
     by_phase: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for unit in zero.units:
@@ -364,7 +367,7 @@ def mean_cosine(products: NDArray[np.float64]) -> float | None:
 def outcomes_differ(policy: Policy) -> bool:
     """Return whether two reductions of the same gradients may differ.
 
-    They may because of error feedback, of random rounding, or of the state of a user's own reduction.
+    They may differ because of error feedback, of random rounding, or of the state of a user's own reduction.
     If so, the error of the mean of :data:`REPEATED` reductions is measured too.
     """
     codecs = (*policy.gradients, *policy.candidates.get("gradients", ()))
@@ -381,7 +384,7 @@ def measured_steps(total: int) -> frozenset[int]:
 def drawn_step(seed: int, repeat: int, warmup: int, total: int) -> int | None:
     """Return the step, in the second half of a trial and after its warm-up, before which every trial is checked.
 
-    It is drawn by ``seed`` and ``repeat``, so that the repeats of a suite check different steps.  A fault that
+    ``seed`` and ``repeat`` determine the step, so that the repeats of a suite check different steps.  A fault that
     begins in the course of training is present in late steps, which is why early ones are not drawn.
 
     Returns:

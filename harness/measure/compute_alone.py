@@ -37,7 +37,9 @@ def measure(
     when: Literal["before", "after"],
     count: int,
 ) -> list[Alone]:
-    """Time forward and backward passes of the unsharded model, and an optimizer's step; all ranks must call this.
+    """Return samples of the unsharded model's forward and backward seconds and an optimizer step's, on all ranks.
+
+    All ranks must call this.
 
     Args:
         model: The unsharded model; passes run in evaluation mode.

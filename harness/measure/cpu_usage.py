@@ -24,9 +24,9 @@ class ProcessorMeter:
         self._busy, self._ran, self._begun = busy_seconds(), time.process_time(), time.perf_counter()
 
     def use(self) -> ProcessorUse | None:
-        """Return the CPU seconds so far; field ``ranks`` has only those of this process.
+        """Return the CPU seconds since this meter was constructed; the field ``ranks`` is of this process only.
 
-        Returns None on systems that do not count them.
+        Returns None on systems that do not count CPU seconds by kind.
         """
         now, ran, busy = time.perf_counter(), time.process_time(), busy_seconds()
         if self._busy is None or busy is None:

@@ -84,7 +84,7 @@ class _Gpu:
         self._samples["others"].append(others)
 
     def use(self) -> GpuUse:
-        """Summarise all samples."""
+        """Return the means and totals of all samples."""
         energy, samples = self._query("TotalEnergyConsumption"), self._samples
         nvlink = self._nvlink_bytes()
         throttled = {

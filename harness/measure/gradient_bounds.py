@@ -50,7 +50,7 @@ class GradientError:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Lays out the elements that are reduced together in rows.
+    """How the elements that are reduced together are laid out in rows.
 
     After a reduction, each rank holds the means of whole rows.
     """
@@ -147,7 +147,10 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topol
 
 
 def composed(codecs: Sequence[Codec]) -> float:
-    """Return the error bound, relative to ``m``, of a mean whose terms pass through these codecs in turn."""
+    """Return the error bound of a mean whose terms pass through these codecs in turn.
+
+    The bound is relative to ``m``, the mean over ranks of the largest magnitude in a window (see the module).
+    """
     return math.prod(1 + relative_bound(codec) for codec in codecs) - 1
 
 

@@ -27,18 +27,24 @@ def read(path: Path) -> Machine:
     """Read a machine from a file.
 
     Raises:
-        Refusal: if the file cannot be read; the message names the first key that is missing, unknown or wrong.
+        Refusal: if the file cannot be read, or a key is missing, unknown or wrong; the message names the first such
+            key.
     """
     try:
         table = tomllib.loads(regular_file.read_text(path, most=1 << 20))
     except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise Refusal(
+            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}; "
+            "`zeropp calibrate` writes such a file"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise Refusal(f"{path}: is not TOML: {error}; `zeropp calibrate` writes such a file") from None
     known = [field.name for field in fields(Machine)]
     for key in table:
         if key not in known:
-            raise Refusal(f"{path}: unknown key {key!r} of a machine{suggestion(key, known)}")
+            raise Refusal(
+                f"{path}: unknown key {key!r} of a machine: correct or remove it{suggestion(key, known)}"
+            )
     try:
         return TypeAdapter(Machine).validate_python(table)
     except ValidationError as error:

@@ -49,7 +49,8 @@ def measure(zero: Zero) -> list[QuantisationError]:
 def measure_lossless(zero: Zero) -> list[LosslessSize]:
     """Return the bytes that each unit takes without loss, over all ranks: in fp32, and of the values cast to bf16.
 
-    zstd compresses them if it is installed, else zlib.  All ranks must call this, and all must have zstd or none.
+    zstd compresses the elements if it is installed, else zlib.  All ranks must call this, and either all of them must
+    have zstd or none.
     Tensors of nothing but zeros are left out.
     """
     coder = "lossless:zstd" if has_zstd() else "lossless:zlib"

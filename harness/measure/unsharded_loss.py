@@ -127,9 +127,9 @@ def packed(
     values: Mapping[str, Tensor | None],
     device: torch.device | None = None,
 ) -> Tensor:
-    """Lay values, by parameter name, out as a unit or parameter group does: (ranks, shard) fp32.
+    """Return values, given by parameter name, in the layout of a unit or parameter group: (ranks, shard) fp32.
 
-    Padding, and parameters without a value, are zeros.  The result is on ``device``, by default that of the values.
+    Padding, and parameters without a value, are zeros.  The result is on ``device``, by default the values' device.
     """
     if device is None:
         device = next((value.device for value in values.values() if value is not None), None)

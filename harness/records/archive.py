@@ -1,7 +1,7 @@
 """Packs a suite's records into one compressed file, a plain ``tar.xz``, and unpacks it.
 
-The archive holds the suite's results folder without report and logs: records, runs, traces and journal.  The same
-records always give the same bytes, so that an archive can be committed.
+The archive holds the suite's results folder without report and logs: the records of trials, the files of their runs
+(``runs/``), traces and the journal.  The same records always give the same bytes, so that an archive can be committed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHUNK: Final = 1 << 16
 
 
 def pack(folder: Path, into: Path) -> Path:
-    """Write records, runs, traces and journal of a results folder to ``<into>/<folder's name>.tar.xz``.
+    """Write a results folder's records, files of runs, traces and journal to ``<into>/<folder's name>.tar.xz``.
 
     Returns:
         The path of the archive.
@@ -86,7 +86,7 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
 
     Raises:
         RecordError: If the archive holds too much, or a file that does not belong to the suite; or if the folder has
-            records or lines of the journal that the archive lacks.  The folder is not changed then.
+            records or lines of the journal that the archive lacks.  After an error the folder is as it was before.
     """
     suite = archive.name.removesuffix(SUFFIX)
     into = archive.parent if into is None else into
@@ -182,7 +182,7 @@ class _Unpacked:
         while not self._decoder.eof:
             packed = self._file.read(_CHUNK) if self._decoder.needs_input else b""
             if not packed and self._decoder.needs_input:
-                raise EOFError("the archive ends early")
+                raise EOFError("the file ends before its last entry; copy or download it again")
             if content := self._decoder.decompress(packed, size):
                 return content
         return b""

@@ -23,10 +23,13 @@ ElementType = Literal["fp32", "bf16", "fp16"]
 
 
 class Sample(BaseModel, extra="forbid", frozen=True):
-    """One candidate, timed in every round together with a reference, so that drift cancels in their ratio."""
+    """Seconds of one candidate and of its reference, such as a codec and a copy in memory.
+
+    Both are timed in every round, so that slow changes of the machine's speed cancel in the ratio of the two.
+    """
 
     kind: Kind
-    names: dict[str, str | int | float | None]  # the candidate, and the conditions of its rounds
+    names: dict[str, str | int | float | None]  # what was timed, and under which conditions
     sizes: dict[str, int] = {}  # bytes, elements and the like of one call or step
     seconds: list[float]  # of the slowest rank, by round; before :func:`merge_ranks`, of one rank
     reference_seconds: list[float]  # of the reference, by round
@@ -71,7 +74,7 @@ def merge_ranks(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
 
 
 class Bench(BaseModel, extra="forbid", frozen=True):
-    """One run of a benchmark."""
+    """The record of one run of ``zeropp bench``."""
 
     schema_version: int = 3
     subject: Subject  # what was timed: the argument of ``zeropp bench``
@@ -87,7 +90,7 @@ class Bench(BaseModel, extra="forbid", frozen=True):
 
     @property
     def id(self) -> str:
-        """12 hex digits that follow from subject, setting, pool and start."""
+        """The first 12 hex digits of the SHA-256 of subject, setting, pool and start."""
         text = json.dumps([self.subject, self.setting, self.pool, self.started], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -100,7 +103,10 @@ def write(folder: Path, bench: Bench) -> Path:
 
 
 def holds(folder: Path) -> bool:
-    """Return whether ``folder`` holds records of benchmarks: decided by its first readable record, else by its name."""
+    """Return whether ``folder`` holds records of benchmarks.
+
+    The first readable JSON file decides; if there is none, the folder's name does, such as ``bench-codecs``.
+    """
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, RecursionError, TypeError):
             return "subject" in json.loads(regular_file.read_text(path))
@@ -108,10 +114,10 @@ def holds(folder: Path) -> bool:
 
 
 def read_all(folder: Path) -> list[Bench]:
-    """Read all records of a folder, in the order in which they ran.
+    """Read all records of a folder, in the order in which their benchmarks were started.
 
     Raises:
-        RecordError: If the folder holds none, or a file is not the record of a benchmark.
+        RecordError: If the folder holds no records, or a file is not the record of a benchmark.
     """
     benches = [read_as(Bench, path) for path in sorted(folder.glob("*.json"))]
     if not benches:

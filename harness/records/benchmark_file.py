@@ -28,7 +28,7 @@ class Stats(BaseModel, frozen=True):
 
 
 class Timed(BaseModel, frozen=True):
-    """One benchmark: a test with its parameters."""
+    """One benchmark: a test with its parameters, and the seconds of its rounds."""
 
     name: str
     group: str | None = None
@@ -44,7 +44,7 @@ class Timed(BaseModel, frozen=True):
 
 
 class BenchmarkFile(BaseModel, frozen=True):
-    """One run of pytest-benchmark."""
+    """One JSON file of pytest-benchmark: the benchmarks of one run."""
 
     machine_info: dict[str, Any] = {}
     commit_info: dict[str, Any] = {}
@@ -70,8 +70,8 @@ def read_all(folder: Path) -> list[BenchmarkFile]:
     """Read all files of a folder, in the order in which they were written.
 
     Raises:
-        RecordError: If the folder holds none; or, naming the file, if a file was not written by pytest-benchmark, or
-            lacks a field that report pages need.
+        RecordError: If the folder holds no such files, or if a file was not written by pytest-benchmark or lacks a
+            field that report pages need; the message names this file.
     """
     files = []
     for path in paths_in(folder):
@@ -85,7 +85,7 @@ def read_all(folder: Path) -> list[BenchmarkFile]:
                 f"{path}: is not a file of pytest-benchmark: {why}; move it out of the folder"
             ) from None
         except (OSError, ValueError) as error:
-            raise RecordError(f"{path}: cannot read it: {error}") from error
+            raise RecordError(f"{path}: cannot be read: {error}; move it out of the folder") from error
     if not files:
         raise RecordError(
             f"{folder}: there are no files of pytest-benchmark in it; `tox -e bench` writes them"

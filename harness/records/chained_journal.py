@@ -1,9 +1,9 @@
 """Keeps a suite's journal: one line for each record that a sweep writes, chained by hashes.
 
 Each line holds the SHA-256 of the line before it, so that no line can be removed or changed unnoticed.  A report
-compares the records with the journal (:func:`verify`), and names those that were deleted, edited (even with a new
-digest), or run again after a result.  The journal shows mistakes and selection; someone who writes a whole new
-journal with this program is not detected.
+compares the records with the journal (:func:`verify`), and names records that were deleted or edited (even with a new
+digest), and trials that were run again although they had a result.  The journal shows mistakes and selection; someone
+who writes a whole new journal with this program is not detected.
 
 The record is written before its line.  If a run is killed or its disk is full between the two, the record's ``entry``
 is the number of the line that the journal does not have yet, and the next run adds the line (:func:`complete`).
@@ -37,7 +37,7 @@ class Entry(BaseModel, extra="forbid", frozen=True):
     number: int  # of the line, from 0
     trial: str  # id of the record's trial
     content: str  # hash of the record, by `content_of`
-    failure: str  # kind of its failure; empty for a result
+    failure: str  # kind of the trial's failure; empty if the trial succeeded
     before: str  # SHA-256 of the line before; empty in the first line
 
 
@@ -56,14 +56,17 @@ def _lines(path: Path) -> list[str]:
     except OSError as error:
         raise RecordError(f"{path}: cannot read: {error.strerror or error}") from error
     except ValueError as error:
-        raise RecordError(f"{path}: cannot read: {error}") from error
+        raise RecordError(f"{path}: is no journal: {error}; restore it from a copy") from error
 
 
 def append(results: Path, record: Record) -> Record:
-    """Write a record, then its line of the journal; returns the record with the number of its line.
+    """Write a record, and then its line of the journal.
+
+    Returns:
+        The record as written: its ``entry`` is the number of its line.
 
     Raises:
-        RecordError: If either cannot be written.
+        RecordError: If the record or the journal cannot be written.
     """
     lines = _lines(results / JOURNAL)
     record = record.model_copy(update={"entry": len(lines)})
@@ -161,13 +164,13 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
 
 
 def _first_few(trials: Sequence[str]) -> str:
-    """Return the first ids as text, and how many more there are."""
+    """Return a text with the first three ids and the number of all others, such as ``a, b, c and 4 more``."""
     rest = len(trials) - _MOST_NAMED
     return ", ".join(trials[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _entries(lines: Sequence[str]) -> list[Entry]:
-    """Parse the lines up to the first that does not follow from the line before it."""
+    """Parse the journal's lines, up to the first line that is invalid or lacks the hash of the line before it."""
     entries, before = list[Entry](), ""
     for line in lines:
         try:

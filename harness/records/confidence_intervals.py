@@ -73,9 +73,9 @@ class Interval:
 
     @property
     def over(self) -> str:
-        """What the interval is over, ``within this start`` or ``3 occasions``.
+        """A text on the values that the interval is computed from: ``within this start`` or ``3 occasions``.
 
-        Empty without an interval, and for values that do not depend on the occasion.
+        The text is empty without an interval, and for values that do not depend on the occasion.
         """
         if not self.known or not self.occasions:
             return ""
@@ -126,8 +126,9 @@ def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]])
     """Return the prediction interval of a ratio, using a covariate if it explains how occasions differ.
 
     From four occasions on, the logarithm of the ratio is also fitted by a straight line over the covariate.  The line
-    is used if it predicts each occasion from the others better than their mean does, that is, if the sum of its squared
-    leave-one-out errors is smaller.  The returned prediction then holds at the mean of the covariate.
+    is used if it predicts each occasion from the other occasions better than the mean of the others does, that is, if
+    the sum of the line's squared leave-one-out errors is smaller.  The returned prediction then holds at the mean of
+    the covariate.
 
     Args:
         ratio: The ratio with its interval over occasions.
@@ -212,7 +213,10 @@ def paired_ratio_interval(
 def geometric_interval(
     values: Sequence[float], occasions: Sequence[int] | None = None, left_out: int = 0
 ) -> Interval:
-    """Return the geometric mean of positive values with its interval; raises a ValueError for other values."""
+    """Return the geometric mean of positive values with its interval; raises a ValueError for other values.
+
+    ``occasions`` has the occasion of each value; ``left_out`` is as in :func:`paired_ratio_interval`.
+    """
     by_index = None if occasions is None else dict(enumerate(occasions))
     ones = dict.fromkeys(range(len(values)), 1.0)
     return paired_ratio_interval(dict(enumerate(values)), ones, by_index, left_out)
@@ -221,13 +225,14 @@ def geometric_interval(
 def product_interval(left: Interval, right: Interval) -> Interval:
     """Return the product of two independent positive ratios, with its interval.
 
-    On logarithms, each end lies as far from the estimate as the root of the sum of the squares of the distances of the
-    two factors' ends (MOVER, the method of variance estimates recovery: Zou and Donner, Statistics in Medicine 27
-    (2008), 1693).  A factor whose ends equal its estimate adds nothing.
+    In logarithms, let a and b be the distances of the two factors' lower (or upper) ends from their estimates.  Then
+    the product's lower (or upper) end lies sqrt(a**2 + b**2) from the product's estimate (MOVER, the method of variance
+    estimates recovery: Zou and Donner, Statistics in Medicine 27 (2008), 1693).  A factor whose ends equal its estimate
+    adds nothing.
 
     Returns:
-        The interval, whose ``n`` is the smaller number of values of the factors that have any.  Its ends are NaN unless
-        both factors have an interval.
+        The interval.  Its ``n`` is the smaller of the two factors' ``n``, without a factor whose ``n`` is 0.  Its ends
+        are NaN unless both factors have an interval.
 
     Raises:
         ValueError: If an estimate or an end is zero or negative.
@@ -253,6 +258,8 @@ def mean_interval(
     values: Sequence[float] | _Floats, occasions: Sequence[int] | None = None, left_out: int = 0
 ) -> Interval:
     """Return the mean with Student's interval; with several occasions, both are computed from the occasions' means.
+
+    ``left_out`` is the number of further values that were left out because other programs disturbed them.
 
     Raises:
         ValueError: If there are no values.

@@ -30,10 +30,10 @@ def on_device(memory: dict[str, int]) -> dict[str, int]:
 
 
 def on_host(memory: dict[str, int]) -> dict[str, int]:
-    """Return bytes by part of only those parts that are offloaded to the host."""
+    """Return bytes by part, for the parts that are offloaded to the host only."""
     return {part: size for part, size in memory.items() if part.startswith(HOST)}
 
 
 def sum_parts(memory: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """Add up bytes by part of two engines on one rank."""
+    """Return bytes by part, summed over two engines on one rank."""
     return {part: memory.get(part, 0) + other.get(part, 0) for part in memory | other}

@@ -42,7 +42,7 @@ _BARRIERS: Final = 4
 
 
 def ledger_mismatch(record: Record) -> str | None:
-    """Return how the recorded ledgers differ from the recorded predictions; None if they are equal or missing."""
+    """Return how the recorded ledgers differ from the predicted ones; None if they are equal or none are predicted."""
     if record.predicted is None:
         return None
     predicted, measured = record.predicted.ledgers, record.predicted.unpredicted
@@ -62,22 +62,23 @@ def ledger_mismatch(record: Record) -> str | None:
     if not measured and (why := sent_by_step.mismatch(record)) is not None:
         return why
     if measured and record.predicted.equal is not None:
-        return (
-            f"the record states that its ledgers equal predictions of {measured[0]}, which were not predicted"
-        )
+        return f"the record states whether ledgers equal predictions, but bytes of {measured[0]} were not predicted"
     stated = record.predicted.equal or bool(measured)
     return None if stated else "the record states that its ledgers differ from its predictions"
 
 
 def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int]]:
-    """Return (bytes, messages) by phase, purpose, unit, hop and link."""
+    """Return the rows of a ledger as (bytes, messages) by (phase, purpose, unit, hop, link)."""
     return {
         (row.phase, row.purpose, row.unit, row.hop, row.link): (row.bytes, row.messages) for row in ledger
     }
 
 
 def interface_mismatch(record: Record) -> str | None:
-    """Return how a node's interface counter differs from its ranks' ledgers; None if all agree or one is missing."""
+    """Return how a node's interface counter differs from its ranks' ledgers; None if no node's counter does.
+
+    A node of which the counter or a ledger is missing is not compared.
+    """
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
     decodes = record.trial.get("workload", "train") != "train"
     world, validated = len(record.ranks), len(record.validations)
@@ -136,7 +137,7 @@ def codec_mismatch(record: Record) -> str | None:
 
 
 def _codecs_of(policy: Policy) -> set[str]:
-    """Return the texts of all codecs in which messages of a policy without a schedule may be."""
+    """Return the texts of all codecs with which a policy without a schedule may encode messages."""
     policies = [policy, policy.for_kind(persistent=True), policy.for_kind(trainable=False)]
     known = {str(codec) for variant in policies for codec in (*variant.codecs, variant.copy_codec)}
     if policy.blocks == "shape":  # the size of blocks then differs from unit to unit
@@ -186,7 +187,7 @@ def flat_loss(record: Record) -> str | None:
 
 
 def header_bytes(row: LedgerRow) -> int:
-    """Return the bytes of packet headers of a row's messages.
+    """Return how many bytes the packet headers of all messages of a ledger's row take.
 
     The messages are assumed to be equally long, and to be cut into packets with ``SEGMENT_BYTES`` of payload.
     """
@@ -194,7 +195,7 @@ def header_bytes(row: LedgerRow) -> int:
 
 
 def rate_mismatch(record: Record, *, above: bool = False) -> str | None:
-    """Return how the probed link misses the requested rate; None if it does not, or was not probed.
+    """Return how the probed link misses the requested rate; None if it does not miss it, or was not probed.
 
     With ``above``, only a link that is too fast is reported.
     """

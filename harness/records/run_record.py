@@ -20,7 +20,7 @@ _LETTERS: Final = 16  # hex digits of the SHA-256 that are the file's name
 
 
 class _Part(BaseModel, extra="forbid", frozen=True):
-    """Base of the file's parts."""
+    """Base class of the parts of a run's file, which refuses unknown keys."""
 
 
 class SuiteText(_Part):
@@ -62,7 +62,7 @@ class Node(BaseModel, extra="ignore", frozen=True):
 
 
 class Run(_Part):
-    """What all trials of one run have in common."""
+    """Facts that all trials of one run have in common."""
 
     schema_version: int = 1
     suite: SuiteText | None  # None if the trials came from no suite file
@@ -71,12 +71,12 @@ class Run(_Part):
 
 
 def path_of(results: Path, run: str) -> Path:
-    """Return the path of the file of run ``run``."""
+    """Return the path of a run's file; ``run`` is the hash of its content."""
     return results / RUNS / f"{run}.json"
 
 
 def write(results: Path, run: Run) -> str:
-    """Write ``run`` atomically, unless its file exists; returns the hash that names it.
+    """Write ``run`` atomically, unless its file exists; returns the hash of its content, which is the file's name.
 
     Raises:
         RecordError: If the file cannot be written.
@@ -89,10 +89,10 @@ def write(results: Path, run: Run) -> str:
 
 
 def read(results: Path, run: str) -> Run:
-    """Read the file of run ``run`` and check its hash.
+    """Read the file that is named by the hash ``run``, and compare its content with this hash.
 
     Raises:
-        RecordError: If the file is unreadable, invalid, or does not have the hash that names it.
+        RecordError: If the file is unreadable or invalid, or if its content has another hash.
     """
     path = path_of(results, run)
     record = read_as(Run, path)

@@ -27,7 +27,7 @@ def in_runs(totals: Sequence[Sent]) -> list[StepsSent]:
 
 
 def mismatch(record: Record) -> str | None:
-    """Return the first step in which a rank sent other numbers of bytes than predicted; None if there is none."""
+    """Return a sentence on the first step in which a rank did not send the predicted bytes; None if there is none."""
     predicted = [] if record.predicted is None else record.predicted.sent_by_step
     for rank, expected in zip(record.ranks, predicted, strict=False):
         steps = itertools.zip_longest(_single(rank.sent_by_step), _single(expected))

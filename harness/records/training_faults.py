@@ -78,11 +78,11 @@ class Norms(NamedTuple):
 
     reduced: float  # norm of the gradient as the backward passes left it
     stepped: float  # norm of the gradient with which the optimizer stepped
-    scale: float  # loss scale in ``reduced``
+    scale: float  # loss scale by which ``reduced`` is multiplied
 
 
 class OuterNote(NamedTuple):
-    """Watched masters of one unit on one rank around an outer step (``policy.local_steps``)."""
+    """Watched masters of one unit on one rank, before and after an outer step (``policy.local_steps``)."""
 
     step: int  # index of the step after which the outer step was taken
     unit: str
@@ -91,11 +91,11 @@ class OuterNote(NamedTuple):
 
 
 class OuterRules(NamedTuple):
-    """What outer steps should do."""
+    """The trial's settings of outer steps, with which outer steps are computed again."""
 
-    group: int  # ranks of a group; ranks of equal index in their groups hold the same shards
-    rate: float
-    momentum: float
+    group: int  # number of ranks in a group; ranks of equal index in their groups hold the same shards
+    rate: float  # learning rate of the outer SGD
+    momentum: float  # its Nesterov momentum
     error: float  # largest error of a mean over groups, relative to what groups moved by, that the codecs explain
 
 
@@ -143,7 +143,7 @@ class Checked:
 def training_fault(
     checked: Sequence[Checked], ranks: Sequence[RankRecord], validations: Sequence[Validation] = ()
 ) -> str | None:
-    """Return the first way in which training was not as the trial asks; None if nothing is wrong.
+    """Return a sentence on the first way in which training was not as the trial asks; None if nothing is wrong.
 
     Args:
         checked: What each rank noted, by rank.
@@ -183,7 +183,7 @@ def _faults(
 
 
 def _wrong_steps(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
-    """Yield steps that are not recorded, or are recorded with another loss, or as warm-up or timed by mistake."""
+    """Yield an error for each step that is missing, has another loss than was computed, or has a wrong ``warmup``."""
     if not record.steps:  # generations have no steps
         return
     total = check.warmup + check.timed
@@ -204,7 +204,7 @@ def _wrong_steps(rank: int, check: Checked, record: RankRecord) -> Iterator[str]
 
 
 def _wrong_validations(checked: Sequence[Checked], validations: Sequence[Validation]) -> Iterator[str]:
-    """Yield a validation whose loss on record is not the mean over ranks of what its passes returned."""
+    """Yield a sentence for each validation whose recorded loss is not the mean over ranks of its passes' losses."""
     for number, validation in enumerate(validations):
         losses = [check.validated[number] for check in checked if number < len(check.validated)]
         mean = math.fsum(losses) / max(len(losses), 1)
@@ -218,7 +218,7 @@ def _wrong_validations(checked: Sequence[Checked], validations: Sequence[Validat
 
 
 def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
-    """Yield steps whose seconds the witness clock does not confirm, and work outside of the steps."""
+    """Yield a sentence for each step whose seconds the witness clock does not confirm, and on work outside of steps."""
     for step, spent in zip(record.steps, check.steps, strict=False):
         if abs(step.total - spent.seconds) > _APART:
             took = f"step {step.index} of rank {rank} is recorded with {step.total:.3f} s"
@@ -252,7 +252,7 @@ def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
 
 
 def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield batches that differ from the batch that the seed gives the rank, or that were read twice."""
+    """Yield a sentence for each batch that is not the one that the seed gives the rank, or that was read twice."""
     for rank, check in enumerate(checked):
         drawn = checked[rank - 1].of_next_rank
         for step, digest in check.batches.items():
@@ -273,14 +273,15 @@ def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
 
 
 def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iterator[str]:
-    """Yield outer steps after which groups differ, or that are not the trial's SGD with Nesterov momentum.
+    """Yield a sentence for each outer step after which groups differ, or that is not the trial's SGD with momentum.
 
-    From the new masters and the momentum so far follows the mean that the engine had.  It is compared with the mean of
-    what groups moved by, so that a codec's errors do not add up over outer steps.
+    The momentum is Nesterov's.  The new masters and the momentum so far determine which mean the engine used.  This
+    mean is compared with the mean of the groups' movements since the last outer step, so that a codec's errors do not
+    add up over outer steps.
 
     Args:
-        checked: What the ranks noted that hold the same shards, one of each group.
-        ranks: Their numbers.
+        checked: Notes of the ranks that hold the same shards, one rank of each group.
+        ranks: The numbers of these ranks.
     """
     rules, first = checked[0].outer, checked[0]
     if rules is None or not first.outer_start:
@@ -313,9 +314,11 @@ def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iter
 
 
 def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start: int) -> Iterator[str]:
-    """Yield gradients that were scaled, or not clipped, between the backward passes and the optimizer.
+    """Yield a sentence for each step whose gradient norms differ between ranks or from what the optimizer used.
 
-    ``start`` is the number of the first of these ranks, which average their gradients.
+    They differ from what it used if gradients were scaled, or not clipped, after the backward passes.  ``start`` is the
+    number of the first of these ranks, which average their gradients.  Elements that no rank's optimizer steps, and
+    steps that a rank's optimizer did not take, are reported too.
     """
     for by_rank in zip(*(rank.steps for rank in ranks), strict=True):
         norms = [step.gradient_norm for step in by_rank if step.gradient_norm is not None]
@@ -355,7 +358,7 @@ def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start:
 
 
 def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Iterator[str]:
-    """Yield a rank that slept for much longer than it recorded to have waited for messages."""
+    """Yield an error for a rank whose thread slept for much longer than the rank recorded as waiting for messages."""
     longer: list[str] = []
     for rank, check in enumerate(checked):
         count = len(check.steps)
@@ -417,7 +420,7 @@ def slowed(checked: Sequence[Checked], record: Record) -> str | None:
 
 
 def _idle(checked: Sequence[Checked], record: Record) -> str | None:
-    """Return how long nothing happened in the steps of a trial, if that is longer than messages explain."""
+    """Return an error if ranks and link were idle in a trial's steps for longer than is allowed; None if not."""
     total, count = math.fsum(slowest_seconds(record)), checked[0].timed
     rates = [] if record.link is None else [*record.link.probed_mbit, *record.link.calibrated_mbit]
     by_node: dict[int, int] = defaultdict(int)

@@ -37,7 +37,7 @@ class RecordError(Exception):
 
 
 class _Part(BaseModel, extra="ignore", frozen=True):
-    """Base of a record's parts; further keys of older records are ignored."""
+    """Base class of a record's parts; ignores keys that only older records have."""
 
 
 class LedgerRow(_Part):
@@ -381,7 +381,7 @@ class Record(_Part):
 
     @property
     def padding(self) -> float:
-        """Padding of its units, as a share of the model's elements; 0 if it has no units."""
+        """Padding of the trial's units, as a share of the model's elements; 0 if it has no units."""
         return padding_share((numel, padded) for _, numel, padded in self.units)
 
     @property
@@ -396,7 +396,7 @@ class Record(_Part):
 
     @property
     def timed(self) -> bool:
-        """Whether its seconds were measured; ranks that are threads take turns, and have none."""
+        """Whether the trial's seconds were measured; ranks that are threads take turns, and have none."""
         return bool(self.trial.get("cluster", {}).get("ranks", "processes") == "processes")
 
     @property
@@ -474,11 +474,11 @@ def read(path: Path) -> Record:
 
 
 def read_as(model: type[Model], path: Path) -> Model:
-    """Read a file and validate it as ``model``.
+    """Read a record's JSON file and validate it as ``model``.
 
     Raises:
-        RecordError: If the file cannot be read, is no such record, has another schema version, or does not match its
-            own digest.
+        RecordError: If the file cannot be read, does not have the fields of ``model``, has another schema version, or
+            has content that differs from its digest.
     """
     version = model.model_fields["schema_version"].default
     try:
@@ -486,7 +486,7 @@ def read_as(model: type[Model], path: Path) -> Model:
     except OSError as error:
         raise RecordError(f"{path}: cannot read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise RecordError(f"{path}: cannot read: {error}") from error
+        raise RecordError(f"{path}: is not a record: {error}; delete the file and run again") from error
     except (ValueError, RecursionError) as error:  # not JSON, or beyond Python's limits on numbers and depth
         raise RecordError(f"{path}: is not a record: {error}{_REMEDY}") from None
     if not isinstance(data, dict) or "schema_version" not in data:
@@ -522,7 +522,7 @@ def wrong_field(error: ValidationError) -> str:
 
 
 def read_all(results: Path) -> list[Record]:
-    """Read all records of a folder, in the order in which they ran; raises a RecordError for the first bad file."""
+    """Return all records of a folder by the time at which they started; raises a RecordError for the first bad file."""
     records, errors = read_valid(results)
     if errors:
         raise errors[0]
@@ -530,7 +530,7 @@ def read_all(results: Path) -> list[Record]:
 
 
 def read_valid(results: Path) -> tuple[list[Record], list[RecordError]]:
-    """Return a folder's valid records, in the order in which they ran, and the errors of its other files."""
+    """Return a folder's valid records, by the time at which their trials started, and the errors of its other files."""
     records: list[Record] = []
     errors: list[RecordError] = []
     for path in sorted(results.glob("*.json")):

@@ -100,12 +100,12 @@ class Forecast:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it cannot run here or, if it can, why it will be recorded as failed."""
+        """Why the trial cannot run here or, if it can, why it will be recorded as failed."""
         return self.problems or (() if self.failure is None else (self.failure.message,))
 
     @property
     def padding(self) -> float:
-        """Padding of its units, as a share of the model's elements; 0 if it has no units."""
+        """Padding of the trial's units, as a share of the model's elements; 0 if it has no units."""
         return padding_share([(self.parameters, self.padded)]) if self.parameters and self.padded else 0.0
 
 
@@ -209,7 +209,7 @@ def _matrix_elements(trial: Trial, model: nn.Module | Listed) -> int:
 
 
 def _unread(trial: Trial) -> dict[str, str]:
-    """Return the trial's own objects by role that must not be imported; empty where imports are allowed."""
+    """Return by role the users' objects of a trial that must not be imported; empty where imports are allowed."""
     if named_object.allowed():
         return {}
     policy = trial.resolved_policy()
@@ -273,7 +273,12 @@ def _units(
 def _plan(
     prediction: Forecast, policy: Policy, model: nn.Module | Listed, state: int
 ) -> dict[str, int] | None:
-    """Fill in what a trial with a policy sends; returns one rank's memory by part, None for a host engine."""
+    """Write into ``prediction`` what a trial with a policy sends.
+
+    Returns:
+        Bytes of memory by part, of the rank that holds the most; None for a host engine.  ``state`` is the number of
+        bytes that the optimizer keeps for each element.
+    """
     trial, topology, memory, owners = prediction.trial, prediction.trial.topology(), None, None
     units, judges = _units(trial, policy, model)
     if trial.host is None:
@@ -343,7 +348,7 @@ def failure_after(trial: Trial, record: Record) -> Failure | None:
 
 
 def check_feasible(file: Path, forecasts: Sequence[Forecast]) -> None:
-    """Raise a Refusal if trials of a suite cannot run here; it names the first trial, ``zeropp plan`` shows all."""
+    """Raise a Refusal that names the first trial of a suite that cannot run here; ``zeropp plan`` shows all of them."""
     if not (impossible := [forecast for forecast in forecasts if forecast.problems]):
         return
     first = impossible[0].trial.canonical()
@@ -471,7 +476,10 @@ def _memory_problems(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[
         need = f"x {gib(whole / ranks)} = {gib(whole)} without activations"
         need = f"offload {gib(whole)}" if cuda else need
         problems.append(f"{ranks} ranks {need}, but this machine has {gib(host.memory)}")
-    return tuple(f"too big for memory: {problem}" for problem in problems)
+    return tuple(
+        f"too big for memory: {problem}; choose a smaller model, or fewer ranks on this machine"
+        for problem in problems
+    )
 
 
 def _batch_bytes(trial: Trial) -> int:
@@ -482,7 +490,7 @@ def _batch_bytes(trial: Trial) -> int:
 
 
 def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
-    """Yield why the machine cannot hold so many ranks, whatever their model."""
+    """Yield why the machine cannot hold as many ranks as the trial has, whatever their model."""
     ranks, most, gpus = _local_ranks(trial), host.memory // PROCESS_BYTES, len(host.gpus)
     cuda, single = trial.cluster.device == "cuda", trial.strategy == "single"
     apart = trial.cluster.transport != "staged" and trial.measures_time
@@ -542,7 +550,7 @@ def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
 
 
 def _refusal(check: Callable[[], object]) -> str | None:
-    """Return the message of a check's refusal; None if it passes."""
+    """Call ``check``, and return the message of its Refusal or ValueError; None if it raises none."""
     try:
         check()
     except (Refusal, ValueError) as error:

@@ -86,8 +86,8 @@ def _wide_trials(
     """Return a setting's trials that have to run once more; empty if all intervals are narrow enough.
 
     If one ratio needs a further repeat, all trials of the setting run, so that each repeat contains the baseline.
-    Configurations that failed are left out.  Of several baselines, the one that changes fewest fields of its preset
-    is used.
+    Configurations that failed are left out.  Of several baselines, the baseline that changes fewest fields of its
+    preset is used.
 
     Args:
         suite: The suite, which determines the baseline.
@@ -128,7 +128,7 @@ def narrow(halves: Sequence[float], within: float) -> bool:
 
 
 def _half_widths(base: _Seconds, configuration: _Seconds, done: range) -> list[float]:
-    """Return the relative half width of the ratio's interval after FEWEST repeats and after each later one."""
+    """Return the relative half width of the ratio's interval after FEWEST repeats and each later one of ``done``."""
     halves = []
     for count in range(FEWEST, len(done) + 1):
         first = {key: value for key, value in configuration.items() if key[1] in done[:count]}

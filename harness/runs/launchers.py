@@ -38,14 +38,14 @@ def clusters(trials: Sequence[Trial]) -> list[Cluster]:
         values = {str(getattr(cluster, name)) for cluster in distinct.values()}
         if len(values) > 1:
             raise Refusal(
-                f"cluster.{name}: a run can have only one, but this suite has {', '.join(sorted(values))}; split the "
-                "suite"
+                f"cluster.{name}: all trials need the same value, but this suite has {', '.join(sorted(values))}; "
+                "write a suite for each value"
             )
     return sorted(distinct.values(), key=lambda cluster: -cluster.nodes)
 
 
 def place(trials: Sequence[Trial]) -> Place | None:
-    """Return this process's place among those that the trials' launcher started; None if they need no launcher.
+    """Return this process's place among the processes that the launcher started; None if no trial needs a launcher.
 
     Raises:
         Refusal: If the launcher did not start this process, or started too few nodes.
@@ -108,7 +108,7 @@ def in_step(environment: Mapping[str, str] = os.environ) -> bool:
 def lead_nodes(
     leader: Place | None, trials: Sequence[Trial], *, same_code: bool = True
 ) -> Iterator[Nodes | None]:
-    """Bring the launcher's nodes together for a ``with`` block, which gets them, or None if ``leader`` is None.
+    """Connect the nodes that the launcher started, for a ``with`` block; yields them, or None if ``leader`` is None.
 
     Raises:
         Refusal: If the nodes do not come together or, with ``same_code``, run different code.
@@ -170,7 +170,9 @@ def _scontrol(kind: str, name: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise Refusal(f"{' '.join(command)}: {error}") from error
+        raise Refusal(
+            f"cluster.launcher = 'slurm': `{' '.join(command)}` failed ({error}); run it by hand to see why"
+        ) from error
 
 
 def _slurm_address(node: str) -> str:

@@ -108,7 +108,7 @@ def _until_infinite(losses: Sequence[float]) -> list[float]:
 
 
 def _mean(shares: Sequence[Validation]) -> Validation:
-    """Merge all ranks' shares of one validation."""
+    """Merge all ranks' results of one validation: their mean loss, the longest time, and the sum of their bytes."""
     known = [share.inter_bytes for share in shares if share.inter_bytes is not None]
     return Validation(
         step=shares[0].step,
@@ -119,7 +119,7 @@ def _mean(shares: Sequence[Validation]) -> Validation:
 
 
 def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
-    """Merge all ranks' gradient errors by step and unit."""
+    """Return one check for each step and unit: the sum of all ranks' elements, and the largest of their shares."""
     by_unit: dict[tuple[int, str], list[GradientError]] = defaultdict(list)
     for error in compared:
         by_unit[error.step, error.unit].append(error)
@@ -135,7 +135,7 @@ def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
 
 
 def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
-    """Yield the faults of the outcomes and of their record: first those before training, then those of later steps."""
+    """Yield the faults of outcomes and record: first faults before training, then faults of later steps."""
     first, control, tokens = outcomes[0], record.trial.get("control"), record.inputs.get("corpus")
     scaler, count = first.ran.get("loss_scale"), len(first.record.steps)
     checked = [outcome.checked for outcome in outcomes]
@@ -205,7 +205,7 @@ def _reference_errors(rank: int, outcome: Outcome, *, later: bool, gradients: bo
     Args:
         rank: Number of the rank.
         outcome: Its outcome.
-        later: Whether to judge the comparisons before later steps, or those before training.
+        later: Whether to judge the comparisons before later steps; if not, the comparison before training is judged.
         gradients: Whether to judge gradients as well as losses.
     """
     trained = {step.index: step.loss for step in outcome.record.steps}

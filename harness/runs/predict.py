@@ -101,7 +101,7 @@ def per_node_bytes(
         judges: Whether ``units`` are those of the frozen models that score in workload ``rlhf``.
         methods: By unit, the messages of each reduction that a user's own method declares.
         gathers: By unit, a function that returns the messages that a user's own gather declares.
-        owners: The owners of matrices, if Muon steps them.  The nodes do not send them equally many bytes.
+        owners: The owners of matrices, if Muon steps them.  Not all nodes send equally many bytes to owners.
 
     Returns:
         (bytes to other nodes, bytes inside the node).
@@ -121,7 +121,10 @@ def per_node_bytes(
     zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # without FSDP2's groups
 
     def of_rank(rank: int, phase: Policy, before: list[Event]) -> tuple[list[Book], dict[Link, int]]:
-        """Return the bytes of a step over each kind of link, and the books of our own engine that they are from."""
+        """Return a rank's books (empty for a host engine), and the bytes of one step by kind of link.
+
+        The step has the policy ``phase`` and follows the events ``before``.
+        """
         books = list[Book]()
 
         def nbytes(events: list[Event]) -> dict[LedgerKey, int]:
@@ -170,7 +173,7 @@ def _step(
     Args:
         none: Bytes sent before the step.
         first: Bytes sent until the end of its first micro-batch (or token).
-        both: Bytes sent until the end of its second one.
+        both: Bytes sent until the end of its second micro-batch (or token).
         later: Number of micro-batches (or tokens) after the first; each sends as much as the second.
     """
     return {
@@ -226,10 +229,12 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
 
 
 def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[tuple[int, list[Event]]]:
-    """Return (number of timed steps, events before) for steps that groups exchange something after, and for the others.
+    """Return (number of timed steps, events before such a step) for each kind of step.
+
+    The kinds are the steps after which groups exchange something, and all other steps together.
 
     Args:
-        local: Steps of a round.
+        local: Number of steps in a round.
         meeting: The steps of a round, from 1 to ``local``, after which something is exchanged.
         trial: The trial.
     """

@@ -55,7 +55,7 @@ class Display:
 
         Args:
             trials: All trials of the batch.
-            missing: How many of them have to run.
+            missing: Number of these trials that have to run.
             why: Why they have to run; printed for all batches but the first.
             failures: Records of trials that failed in an earlier run, and are not run again.
         """
@@ -84,7 +84,7 @@ class Display:
         self._live.stop()
 
     def began(self, trial: Trial) -> None:
-        """Begin a trial."""
+        """Show that ``trial`` begins, and start its clock."""
         self._name, self._began = self._name_of(trial), time.monotonic()
         self._live.reset(self._line)
         self.progress(Progress("set-up"))

@@ -112,10 +112,11 @@ class Outcome:
 
 
 def run(rank: Rank, assignment: Assignment) -> Outcome:
-    """Run a trial on this rank, in the default process group.
+    """Run a trial on this rank, in the default process group, and return what this rank measured.
 
     Raises:
-        Refusal: Or another of :data:`harness.cluster.rank_processes.REFUSALS`, if the trial cannot run.
+        Refusal: If the trial cannot run; some causes raise another of
+            :data:`harness.cluster.rank_processes.REFUSALS`.
     """
     folder.find_from(assignment.folder)
     return TrialRun(rank, assignment).run()
@@ -233,7 +234,7 @@ class TrialRun:
         self.moved_untimed = self._moved_so_far()
 
     def run(self) -> Outcome:
-        """Run the whole trial, from warm-up on."""
+        """Run the whole trial, from warm-up on, and return what this rank measured."""
         trial, total = self.trial, self.trial.warmup + self.trial.steps
         forget_peak(self.device)
         for index in range(trial.warmup):
@@ -344,7 +345,7 @@ class TrialRun:
         checked.sleeps_counted = witness.counts_sleep and self.device.type == "cpu" and not user_code
 
     def _sampling(self) -> contextlib.AbstractContextManager[list[NodeUse]]:
-        """Return a context that samples this node's GPUs; on ranks other than the node's first it samples nothing."""
+        """Return a context that samples power and use of this node's GPUs; only the node's first rank samples them."""
         uuids = []
         if self.rank.first_of_node and self.device.type == "cuda" and self.trial.measures_time:
             first, count = self.device.index, torch.cuda.device_count()
@@ -354,7 +355,10 @@ class TrialRun:
         return gpu_use.sampling(self.rank.node, uuids)
 
     def _compute_alone(self, model: nn.Module | None, when: Literal["before", "after"]) -> list[Alone]:
-        """Time the computation by itself, of ``model`` or, if it is None, of a new model."""
+        """Return timings of the unsharded model's training without messages; empty if this trial takes none.
+
+        The model is ``model`` or, if that is None, a new model of the trial.
+        """
         trial = self.trial
         count = compute_alone.samples(trial.steps * trial.accumulation, when)
         timed = trial.workload == "train" and trial.strategy != "single" and trial.measures_time
@@ -415,7 +419,10 @@ class TrialRun:
         return Generator(torch.cat(prompts), generate.tokens, shape.layers, self._counts, self.device)
 
     def _counts(self) -> Counts:
-        """Return the seconds waited for messages and the bytes sent between and inside nodes, all so far."""
+        """Return (seconds waited for messages, bytes sent between nodes, bytes sent inside nodes) of this rank so far.
+
+        Both numbers of bytes are None without a ledger.
+        """
         ledger, exposed = self.strategy.ledger(), self.strategy.exposed_seconds()
         if ledger is None:
             return exposed, None, None
@@ -507,11 +514,11 @@ class TrialRun:
         return self._count() - self.counted_untimed
 
     def _moved(self) -> NDArray[np.int64]:
-        """Return the bytes that this rank's transports have carried in training, and those that its ledger booked."""
+        """Return the array (bytes that this rank's transports carried in training, bytes that its ledger booked)."""
         return self._moved_so_far() - self.moved_untimed
 
     def _moved_so_far(self) -> NDArray[np.int64]:
-        """Return the bytes carried and booked so far, also outside of training; zeros for peers, without a ledger."""
+        """Return the array (bytes carried, bytes booked) since set-up, also outside of training; zeros for peers."""
         wire, ledger = self.strategy.wire, self.strategy.ledger()
         booked = sum(sent.bytes for sent in ledger.values()) if ledger else 0
         return np.array([0 if wire is None else wire.carried, booked])
@@ -535,14 +542,14 @@ class TrialRun:
         return sum(s.bytes for key, s in ledger.items() if key.link == "inter" and key.phase != "evaluate")
 
     def _sent_in_training(self) -> tuple[int, int]:
-        """Return the bytes that this rank has sent so far to other nodes and inside its node, without evaluations."""
+        """Return (bytes to other nodes, bytes inside the node) that this rank has sent so far, without evaluations."""
         nbytes = {"inter": 0, "intra": 0}
         for key, sent in (self.strategy.ledger() or {}).items():
             nbytes[key.link] += sent.bytes if key.phase != "evaluate" else 0
         return nbytes["inter"], nbytes["intra"]
 
     def _compare(self, index: int) -> None:
-        """Compare the messages of step ``index`` with exact values if that is due, outside of the timed steps."""
+        """If step ``index`` is one to check, note errors of its messages; the check is outside of the timed steps."""
         comparison, zero = self.comparison, self.strategy.zero
         drawn = zero is not None and index == comparison.drawn
         if self.strategy.wire is None or not (drawn or index in comparison.steps):
@@ -597,7 +604,7 @@ def _shared_dataset(trial: Trial, rank: Rank) -> Dataset | None:
 
 
 def without_seconds(outcome: Outcome) -> Outcome:
-    """Return the outcome of a rank that is a thread: without seconds, in which other ranks ran too."""
+    """Return a thread rank's outcome without seconds, which mean nothing because other ranks ran in them too."""
     record, checked = outcome.record, outcome.checked
     nothing: dict[str, Any] = dict.fromkeys(("total", "forward", "backward", "optimizer"), 0.0)
     unknown = ("cpu_seconds", "generate", "score", *(f"exposed_{part}" for part in _WAITED))
@@ -618,9 +625,11 @@ def without_seconds(outcome: Outcome) -> Outcome:
 
 
 def _since(before: Books, now: Books) -> tuple[list[LedgerRow] | None, dict[str, int]]:
-    """Return the messages between two states of the books, and the bytes copied by direction and purpose.
+    """Return what was booked between two states of the books.
 
-    Messages are None if there is no ledger.
+    Returns:
+        The messages as rows of a ledger, or None without a ledger; and the bytes that were copied between host and
+        device, by direction and purpose.
     """
     copied: dict[str, int] = defaultdict(int)
     for key, nbytes in sorted(now[1].items()):

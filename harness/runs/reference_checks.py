@@ -157,7 +157,7 @@ class Comparison:
         self.events: list[Event] = []  # passes before training, for ``impl.plan.traffic``
 
     def before_training(self, strategy: Strategy) -> None:
-        """Compare the sharded model's loss and reduced gradients with a single process's."""
+        """Compare the sharded model's loss and reduced gradients with a single process's; note both in ``compared``."""
         if strategy.zero is not None and strategy.zero.policy.own_gather is not None:
             with _rehearsal(strategy):  # the single process computes with the weights that the class gathers
                 model, gathered = self._same_masters(strategy, strategy.zero)
@@ -177,7 +177,7 @@ class Comparison:
         self.compared.losses.append(replace(self.expected, sharded=loss))
 
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
-        """Rehearse step ``index``, and compare its messages with exact values."""
+        """Rehearse step ``index``, and note in ``compared`` how its messages differ from exact values."""
         self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
         policy, errors = self.trial.resolved_policy(), SumsByPlace()
         differ = policy is not None and communication_error.outcomes_differ(policy.policy_at(index))
@@ -199,8 +199,8 @@ class Comparison:
     ) -> None:
         """Compare one unit's weights with its masters, and a small pass with a single process.
 
-        The unit is drawn by the trial's seed and repeat.  Ranks read only the first sequence of each of their
-        batches, so that the check takes a small part of the trial's time.
+        Differences are noted in ``compared``.  The unit is drawn by the trial's seed and repeat.  Ranks read only the
+        first sequence of each of their batches, so that the check takes a small part of the trial's time.
 
         Args:
             index: Number of the step.
@@ -228,7 +228,11 @@ class Comparison:
         self.compared.wrong = self.compared.wrong or wrong or observed.unlike
 
     def watched_matrix(self, zero: Zero, optimizer: torch.optim.Optimizer) -> MatrixWitness | None:
-        """Return a witness of one drawn matrix; None if no step of it is taken again, or this rank holds no part."""
+        """Return a witness that notes one step of one matrix, so that :meth:`after_step` can repeat the step.
+
+        The matrix is drawn by the trial's seed and repeat.  Returns None if the trial repeats no step, or if this
+        rank's optimizer is not Muon.
+        """
         if self.stepped_again is None or not isinstance(optimizer, Muon):
             return None
         matrices, rank = optimizer.owners.matrices, zero.wire.mesh.rank
@@ -241,9 +245,10 @@ class Comparison:
         return MatrixWitness(optimizer, matrix, master, part, self.stepped_again, self.rank.rank)
 
     def after_step(self, index: int, strategy: Strategy, zero: Zero, witness: MatrixWitness) -> str | None:
-        """Take step ``index`` of one matrix again, from the whole of it, and return how it differs; else None.
+        """Repeat step ``index`` of the witness's matrix without sharding it; all ranks must call this method.
 
-        All ranks must call it.
+        Returns:
+            A sentence on the element that differs most from the training's; None if all are within the tolerance.
         """
         assert strategy.wire is not None  # noqa: S101  # the engine has one
         parts, unit, slot = witness.parts, zero.units[witness.matrix.unit], witness.matrix.slot
@@ -273,7 +278,8 @@ class Comparison:
         """Compare loss and reduced gradients of step ``index`` with a single process that has the same masters.
 
         Policies with differences, and gradients with error feedback, are left out: a single process, which encodes
-        only once, would find other values.  Policies with a bit budget are left out because it chooses other codecs.
+        only once, would find other values.  Policies with a bit budget are left out because the single process does not
+        have the codecs that the budget chose.
         """
         if zero.current_policy.differences is not None or zero.policy.budget is not None:
             return
@@ -310,9 +316,10 @@ class Comparison:
         return expected
 
     def _same_masters(self, strategy: Strategy, zero: Zero) -> tuple[nn.Module, _Gathered | None]:
-        """Return an unsharded model with the engine's masters and, with a user's own gather, what it gathers of them.
+        """Return an unsharded model with the engine's masters, and the weights that a user's own gather makes of them.
 
-        The passes that follow gather the same weights again, since these do not change.
+        The weights are None without such a gather.  The passes that follow gather the same weights, since the masters
+        do not change before.
         """
         with next(strategy.model.parameters()).device:
             model = models.of_trial(self.trial)
@@ -321,7 +328,7 @@ class Comparison:
         return model, communication_error.gathered_weights(zero) if own else None
 
     def after_steps(self, strategy: Strategy) -> None:
-        """Try codecs on this rank's weights, and on the gradients of one further backward pass."""
+        """Note the errors of codecs on this rank's weights, and on the gradients of one further backward pass."""
         if strategy.zero is None or not self.measures:
             return
         self.rank.report(Progress("trying codecs"))
@@ -558,7 +565,7 @@ def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.
 
 
 def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[GradientError]:
-    """Compare each unit's reduced gradient with a single process's."""
+    """Return the error of each unit's reduced gradient, compared with the gradient of a single process."""
     scale = strategy.loss_scale
     errors = (gradient.compare(layout, *strategy.mean_gradient(layout), scale) for layout in gradient.layouts)
     return [error for error in errors if error is not None]

@@ -83,7 +83,9 @@ def submit(arguments: Sequence[str], cluster: Cluster, name: str, folder: Path) 
         run_token.set_in_environment()  # sbatch hands the environment to the job
         return str(executor.submit(Job(arguments)).job_id)
     except (RuntimeError, ValueError, TypeError, OSError, submitit.core.utils.FailedJobError) as error:
-        raise Refusal(f"Slurm did not accept the job: {error}") from error
+        raise Refusal(
+            f"Slurm did not accept the job: {error}; change cluster.slurm, or the number of nodes and ranks"
+        ) from error
 
 
 def step(arguments: Sequence[str], nodes: int) -> None:
@@ -93,4 +95,6 @@ def step(arguments: Sequence[str], nodes: int) -> None:
     try:
         os.execvp("srun", [*command, *arguments])  # noqa: S606  # no shell is needed
     except OSError as error:
-        raise Refusal(f"srun cannot be started: {error.strerror}") from error
+        raise Refusal(
+            f"srun cannot be started: {error.strerror}; put Slurm's programs on PATH, or set cluster.launcher"
+        ) from error

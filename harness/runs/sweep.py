@@ -60,11 +60,11 @@ def run_sweep(
     total: int = 0,
     on: Machine | None = None,
 ) -> SweepOutcome:
-    """Run the trials that have no record in ``results``, in order.
+    """Run the trials that have no record in ``results``, in order, and return how many ran and failed.
 
     Args:
         suite: The suite.
-        batches: Batches of trials; the next one is drawn after all trials of earlier batches have got records.
+        batches: Batches of trials; the next one is taken when all trials of earlier batches have records.
         results: The results folder; logs of failed trials are written to its folder ``logs``.
         console: Where progress is printed.
         nodes: The nodes that a launcher started; None if all ranks run on this machine.
@@ -98,7 +98,7 @@ def locked(results: Path) -> Iterator[None]:
     """Hold the lock of a results folder during the body, also on NFS.
 
     Raises:
-        RecordError: If another run holds it, or the folder cannot be written.
+        RecordError: If another run holds the lock, or the folder cannot be written.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -119,7 +119,8 @@ def locked(results: Path) -> Iterator[None]:
 def finished(results: Path, trial: Trial, pool: str) -> Record | None:
     """Return the record of a trial if it need not run again, else None.
 
-    A failure that left no measurements is repeated once the machine, the code or the inputs have changed.
+    A failure that left no measurements is repeated once the inputs have changed, or the machine or the code, whose
+    hash is ``pool``.
     """
     path = path_of(results, trial.id)
     if not path.exists():
@@ -151,7 +152,7 @@ class _Sweep:
     _code: dict[str, Any] = field(default_factory=machine.code)
 
     def missing(self, batch: Batch) -> list[Trial]:
-        """Return the trials of a batch that have to run, with their blanks prepared.
+        """Return the trials of a batch that have to run, and prepare a blank (a record to fill in) for each.
 
         Raises:
             Refusal: If other trials of the sweep ran on another machine: its pairs would compare two machines.
@@ -189,7 +190,7 @@ class _Sweep:
         return missing
 
     def run_and_write(self, trial: Trial) -> bool:
-        """Run one trial, with the retries that the suite asks for, and write its record; returns whether to stop."""
+        """Run one trial, with the retries that the suite asks for, and write its record; return whether to end."""
         self.display.began(trial)
         record, earlier = self.run(trial), list[Failed]()
         while record.failure is not None and len(earlier) < self._response(record).retries:

@@ -18,10 +18,16 @@ BYTES_PER_MBIT: Final = 1e6 / 8
 
 
 def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
-    """Return the work of a trial's step; None if it is not known.
+    """Return what a trial's step computes and sends, to predict its time; None if this is not known.
 
-    It is known if our own engine trains the trial's model, and gathers and reduces in hops.  With Muon, ``units`` of
-    a record, which have no parameters, are planned anew; this is possible for presets.
+    It is known if our own engine trains the trial's model, and gathers and reduces in hops.  The units that a record
+    names have no parameters, which Muon needs.  They are therefore planned anew, which is possible for preset models
+    only.
+
+    Args:
+        trial: The trial.
+        units: The units of its model, as planned or as its record names them.
+        parameters: Number of elements of the model.
     """
     policy = trial.resolved_policy()
     own = policy is not None and (policy.phases[0].own_reduce is not None or policy.own_gather is not None)
@@ -50,7 +56,10 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
 
 
 def predict(trial: Trial, step: Step | None, egress: float | None, machine: Machine) -> StepTime | None:
-    """Predict a trial's step on a machine; None if our own engine does not train it, or its bytes are unknown."""
+    """Predict the seconds of a trial's step on a machine, in which a node sends ``egress`` bytes to other nodes.
+
+    Returns None if our own engine does not train the trial, or its bytes are unknown.
+    """
     if step is None or egress is None:
         return None
     if machine.overlap == "schedule":

@@ -29,7 +29,7 @@ class Keeper:
     """Starts a keeper process, reads its answer, and ends it."""
 
     def __init__(self, module: str, request: str) -> None:
-        """Start a keeper and read its ``answer``; raises a LinkError if it refuses the request or dies."""
+        """Start a keeper and read its ``answer``; raises a LinkError if the keeper refuses the request or dies."""
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, request],
             stdin=subprocess.PIPE,
@@ -48,9 +48,13 @@ class Keeper:
     def _read(self) -> dict[str, Any]:
         assert self.process.stdout is not None  # noqa: S101 - piped above
         if not select.select([self.process.stdout], [], [], ANSWER_SECONDS)[0]:
-            raise LinkError(f"the keeper of the link did not answer within {ANSWER_SECONDS:g} s")
+            raise LinkError(
+                f"the process that keeps the link did not answer within {ANSWER_SECONDS:g} s; run the trial again"
+            )
         if not (line := self.process.stdout.readline()):
-            raise LinkError(f"the keeper of the link died: {self.end() or 'no message'}")
+            raise LinkError(
+                f"the process that keeps the link died: {self.end() or 'it printed no reason; run the trial again'}"
+            )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise LinkError(answer["error"])

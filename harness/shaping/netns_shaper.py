@@ -114,11 +114,16 @@ def enter(process: int) -> None:
                 _setns(user, CLONE_NEWUSER)
             _setns(net, CLONE_NEWNET)
     except OSError as error:
-        raise LinkError(f"cannot enter the namespaces of process {process}: {error}") from error
+        raise LinkError(
+            f"cannot enter the network namespace that process {process} keeps: {error}; run the trial again"
+        ) from error
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; call this after entering namespaces, which undoes it."""
+    """Have the kernel kill this process when ``parent``, its parent, ends.
+
+    Entering a namespace undoes this, so call the function afterwards.
+    """
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
@@ -174,7 +179,7 @@ def _set(queue: _Queue, state: bytes | None = None) -> None:
             try:
                 route.tc("add", "netem", index, handle="1:", **delay)
             except Exception as error:
-                message = f"no latency of {queue.latency_ms:g} ms: the kernel has no netem ({error})"
+                message = f"no latency of {queue.latency_ms:g} ms: the kernel has no netem ({error}): load sch_netem"
                 raise OSError(message) from error
         if shape is None:
             return
@@ -204,7 +209,9 @@ def _hold() -> int:
 
 
 def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str]:
-    """Make the nodes' interfaces: one veth pair for two nodes; else a bridge with a port towards each node.
+    """Make the nodes' interfaces ``names``, each in the network namespace of the process in ``holders``.
+
+    Two nodes share a veth pair; more nodes get a bridge with a port towards each, whose names begin with ``prefix``.
 
     Returns:
         The names of the bridge's ports; empty for two nodes.
@@ -226,7 +233,7 @@ def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str
 
 
 def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
-    """Give a node its address and its route to the others.
+    """Give a node its address and its route to all other nodes.
 
     ``inner`` says whether the loopback, over which the node's own ranks talk, will have a rate too.
     """

@@ -49,8 +49,8 @@ def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Ite
         others: Addresses of the other nodes, which must be reached through this interface.
 
     Yields:
-        ``interface``, its ``mtu``, largest packet ``segment`` and queue ``before``, and the host's ``congestion``
-        control.
+        A dictionary of the ``interface``, its ``mtu``, its largest packet ``segment`` in bytes, the kind of the queue
+        that it had ``before``, and the host's ``congestion`` control.
 
     Raises:
         LinkError: If the interface may not be shaped, or the keeper's queue could not be removed afterwards; the
@@ -76,12 +76,16 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
     with IPRoute() as route:
         index = (route.link_lookup(ifname=interface) or [0])[0]
         if not index:
-            raise OSError(f"there is no interface {interface!r}")
+            raise OSError(
+                f"there is no interface {interface!r}; name one of this host's with GLOO_SOCKET_IFNAME"
+            )
         (link,) = route.get_links(index)
         mtu, segment = link.get_attr("IFLA_MTU"), link.get_attr("IFLA_GSO_MAX_SIZE")
         tbf = shape(rate_mbit)
         if link["flags"] & _LOOPBACK:
-            raise OSError(f"{interface} is the loopback interface: no network joins these nodes")
+            raise OSError(
+                f"{interface} is the loopback interface: name one that leads to the other nodes with GLOO_SOCKET_IFNAME"
+            )
         if tbf.rate >= _LARGEST:
             raise OSError(
                 f"{rate_mbit:g} Mbit/s are more than a tbf queue allows; set less than {8e-6 * _LARGEST:.0f}"
@@ -102,7 +106,7 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
                 route.link("set", index=index, gso_max_size=min(segment, tbf.segment))
             except NetlinkError as error:
                 why = "it needs root, or CAP_NET_ADMIN" if error.code == errno.EPERM else str(error)
-                raise OSError(f"{interface} cannot be shaped: {why}") from error
+                raise OSError(f"{interface} cannot be shaped: {why}; or use link 'paced'") from error
             undo.callback(route.link, "set", index=index, gso_max_size=segment)
             handle = f"{_HANDLE:x}:"
             route.tc("add", "tbf", index, handle=handle, rate=tbf.rate, burst=tbf.burst, limit=tbf.limit)
@@ -123,7 +127,9 @@ def _check_route(route: Any, index: int, interface: str, other: str) -> None:
     try:
         leaving = route.route("get", dst=other, family=family)[0].get_attr("RTA_OIF")
     except Exception as error:
-        raise OSError(f"there is no route to {other}: {error}") from error
+        raise OSError(
+            f"there is no route to {other}: {error}; add one, or correct the node's address"
+        ) from error
     if leaving != index:
         name = route.get_links(leaving)[0].get_attr("IFLA_IFNAME")
         raise OSError(
@@ -163,7 +169,7 @@ def _leave(*_: object) -> None:
 
 
 def main() -> None:
-    """Answer the request, and hold the queue until standard input closes."""
+    """Run the keeper: shape the interface in the request, and hold its queue until standard input closes."""
     for number in _ENDED_BY:
         signal.signal(number, _leave)
     with report_errors(), _shaped(*json.loads(sys.argv[1])) as interface:

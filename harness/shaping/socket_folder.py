@@ -22,7 +22,7 @@ _OTHERS: Final = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108  # a fresh folde
 
 
 def parent() -> str:
-    """Return the folder of temporary files, or another writable one if its path is too long.
+    """Return the folder of temporary files or, if its path is too long, another writable folder with a short path.
 
     Raises:
         Refusal: If no folder has a short enough path and can be written.

@@ -53,7 +53,7 @@ def spoil(zero: Zero, control: str | None) -> None:
 
 
 def _keep_old(secondary: SecondaryShard, *, forever: bool) -> None:
-    """Make a secondary shard keep old weights: those gathered first (``forever``), or those of the last step."""
+    """Make a secondary shard keep old weights: the first gathered ones (``forever``), or the last step's weights."""
     keep, gathered = secondary.keep, dict[int, Tensor]()  # the last two, by torch's version of the master
 
     def keep_old(received: Tensor, version: Version, *, step: int = 0) -> None:

@@ -62,7 +62,7 @@ def configuration(trial: Trial) -> dict[str, Any]:
 def initialise(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device
 ) -> Any:
-    """Make DeepSpeed's engine for ``model``, which is changed in place; all ranks must call this.
+    """Return DeepSpeed's engine for ``model``; the model is changed in place.  All ranks must call this.
 
     Raises:
         Refusal: with DeepSpeed's own error, if it refuses the configuration.

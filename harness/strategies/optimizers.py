@@ -47,7 +47,10 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise a Refusal now if an optimizer is neither elementwise nor Muon, which the engine would do later."""
+    """Raise a Refusal if an optimizer is neither elementwise nor Muon.
+
+    The engine would refuse such an optimizer too, but only after the ranks have started.
+    """
     if optimizer.orthogonalises:
         _check_muon(optimizer)
     elif _kind(optimizer) not in ELEMENTWISE:
@@ -57,7 +60,10 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def group_of(optimizer: Optimizer, model: nn.Module) -> GroupOf | None:
-    """Return the optimizer groups of a model's parameters for ``shard()``; None if all are in one group."""
+    """Return a function (name, parameter) -> number of the parameter's optimizer group, for ``shard()``.
+
+    Returns None if all parameters are in one group.
+    """
     if not optimizer.orthogonalises:
         return None
     hidden = hidden_parameters(model)
@@ -142,7 +148,7 @@ def owned_shapes(trial: Trial, model: nn.Module) -> list[tuple[int, ...]]:
 def of_share(
     optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], parameters: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Build the trial's optimizer to time a step of it.
+    """Build the trial's optimizer for one rank's share of the model, so that its step can be timed by itself.
 
     Args:
         optimizer: Name and arguments.
@@ -184,7 +190,10 @@ def _kind(optimizer: Optimizer) -> type[torch.optim.Optimizer]:
     kind = user_class or getattr(torch.optim, optimizer.name, None)
     if not _is_optimizer(kind):
         known = [name for name, attribute in vars(torch.optim).items() if _is_optimizer(attribute)]
-        unknown = f"torch.optim has no such optimizer{suggestion(optimizer.name, known)}"
+        unknown = (
+            "expected the name of a class in torch.optim, or module:class; torch.optim has no such optimizer"
+            f"{suggestion(optimizer.name, known)}"
+        )
         derived = "expected a class derived from torch.optim.Optimizer"
         raise Refusal(f"optimizer.name = {optimizer.name!r}: {derived if ':' in optimizer.name else unknown}")
     return kind
@@ -213,7 +222,7 @@ def build(
 
 
 def set_rates(optimizer: torch.optim.Optimizer, schedule: Schedule | None, step: int) -> None:
-    """Set the learning rate of every parameter group for optimizer step ``step``, counted from 0."""
+    """Set the learning rate of every parameter group for step ``step``, counted from 0; without a schedule, keep it."""
     if schedule is None:
         return
     for group in optimizer.param_groups:
@@ -240,5 +249,5 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _raising(optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Turn any error of an optimizer into a Refusal."""
+    """Return a context that turns any error in its body into a Refusal that names the optimizer."""
     return raising(Refusal, f"optimizer.arguments of {optimizer.name}:")

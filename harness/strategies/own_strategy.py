@@ -1,7 +1,7 @@
 """Strategies of one's own: a class that changes how our engine trains, named as ``strategy = "mine:DiLoCo"``.
 
-It is for what is no reduction of gradients: local steps with an outer optimizer, stale weights, optimizers that
-communicate.  docs/guide/own_method.md is the guide, ``examples/local_steps.py`` an example.
+Such a class is for methods that are more than a reduction of gradients: local steps with an outer optimizer, stale
+weights, optimizers that communicate.  docs/guide/own_method.md is the guide, ``examples/local_steps.py`` an example.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class OwnStrategy(Sharded):
             TypeError: for an argument that the class does not know.
         """
         if arguments:
-            raise TypeError(f"unexpected arguments {', '.join(arguments)}")
+            raise TypeError(
+                f"unexpected arguments {', '.join(arguments)}: remove them from method, or let configure() take them"
+            )
 
     @property
     def masters(self) -> list[Tensor]:
@@ -72,7 +74,7 @@ class OwnStrategy(Sharded):
         return [master.detach() for master in self.zero.masters]
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """Step the optimizer once; an override calls this, and then communicates, for example.
+        """Step the optimizer once; an override can call this method and then communicate, for example.
 
         Returns:
             The norm of the gradient before clipping, if it was computed, and whether the step was taken.
@@ -81,7 +83,10 @@ class OwnStrategy(Sharded):
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """Purposes of messages that are measured and not predicted: those of :attr:`messages`, and undeclared ones."""
+        """Purposes of messages that are measured and not predicted.
+
+        They are ``state``, the purpose of :attr:`messages`, and those of methods that declare no bytes.
+        """
         return ("state", *super().unpredicted)
 
     def close(self) -> None:

@@ -182,14 +182,14 @@ class Strategy:
         return self.ledger(), {} if self.zero is None else self.zero.copied()
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict the :meth:`books` after the passes and steps in ``events``; empty for peers."""
+        """Predict the :meth:`books` after the passes and steps in ``events``; (None, {}) for peers."""
         return None, {}
 
     def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
-        """Predict the bytes sent to other nodes and inside the node until each step.
+        """Return (bytes to other nodes, bytes inside the node) that this rank should have sent until each step.
 
         The first pair is what was sent after the events ``before``; then follows a pair for each step in ``events``.
-        Evaluations are not counted.  Empty for peers.
+        Evaluations are not counted.  The list is empty for peers.
         """
         return []
 
@@ -203,11 +203,14 @@ class Strategy:
         return None if self.wire is None else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """Return :meth:`impl.comm.wire.Wire.mark_exposed` of this strategy's wire; None for peers."""
+        """Return a function that returns the :meth:`exposed_seconds` at the time of this call; None for peers.
+
+        On a GPU, call the function only after the device has passed this moment.
+        """
         return None if self.wire is None else self.wire.mark_exposed()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """Return the peak bytes on this rank by part: as counted, and as ``impl.plan.memory`` predicts them."""
+        """Return (counted, predicted) peak bytes on this rank, by part; :mod:`impl.plan.memory` predicts them."""
         held = sum(optimizers.local_part(parameter).nbytes for parameter in self.model.parameters())
         states = optimizers.state_bytes(optimizer, optimizer.state)
         return {"masters": held, "gradients": held, "optimizer": states}, {}
@@ -374,7 +377,7 @@ class Sharded(Strategy):
         return {name: own.messages(topology) for name, own in owns.items() if own is not None}
 
     def _declared_gathers(self) -> DeclaredGathers:
-        """Return functions for the messages of a gather that users' own methods declare, by unit."""
+        """Return by unit a function of the messages of one gather, as the user's own method declares them."""
         topology = self.zero.wire.mesh.topology
         gathers = {unit.geometry.name: unit.weight_gather for unit in self.zero.units}
         return {
@@ -457,7 +460,7 @@ def strategy_class(name: str) -> Any:
     """Import the subclass of :class:`~harness.strategies.own_strategy.OwnStrategy` that a trial's ``strategy`` names.
 
     Raises:
-        Refusal: if it cannot be imported, or is no such class.
+        Refusal: if the class cannot be imported, or is no such subclass.
     """
     try:
         kind = import_object(name)

@@ -80,7 +80,11 @@ class TrainingLoop:
         self.collect: Callable[[int, StepClock], ExperienceBatch] | None = None
 
     def step(self, index: int, *, warmup: bool = False) -> Stepped:
-        """Run the passes of step ``index`` and take one optimizer step; all ranks must call this."""
+        """Run the passes of step ``index`` and take one optimizer step; all ranks must call this.
+
+        Returns:
+            The norm of the gradient before clipping, if it was computed, and whether the optimizer took the step.
+        """
         clock, strategy = self.clock, self.strategy
         clock.begin()
         experience = None if self.collect is None else self.collect(index, clock)

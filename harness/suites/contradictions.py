@@ -79,7 +79,7 @@ def check(trial: Trial) -> None:
 
 
 def _threads(trial: Trial) -> Iterator[str]:
-    """Yield what ranks that are threads of one process cannot do: limit a rate, or run other libraries."""
+    """Yield an error for each field that threads as ranks do not support, such as a link's rate or another library."""
     cluster, usual, threads = trial.cluster, Cluster(), "cluster.ranks = 'threads'"
     if cluster.ranks == "processes":
         return
@@ -126,15 +126,18 @@ def _cluster(trial: Trial) -> Iterator[str]:
         yield f"cluster.latency = {cluster.latency:g} ms: {conflict}; {way_out}"
     if cluster.slow < 1 and not (shapes and rate is not None and cluster.nodes > 2):
         slow = f"cluster.slow = {cluster.slow:g} slows the last of {cluster.nodes} nodes"
-        yield f"{slow}: needs a cluster.rate, 3 nodes or more, and cluster.link = 'auto' or 'namespaces'"
+        yield (
+            f"{slow}: needs a cluster.rate, 3 nodes or more, and cluster.link = 'auto' or 'namespaces'; set all three, "
+            "or remove cluster.slow"
+        )
     joined = cluster.transport == "gloo" and cluster.ranks_per_node > 1 and cluster.nodes > 1
     if cluster.inner_rate is not None and not (shapes and rate is not None and joined):
         needed = (
             "a cluster.rate, 2 nodes of 2 ranks or more, transport 'gloo', and link 'auto' or 'namespaces'"
         )
-        yield f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: needs {needed}"
+        yield f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: needs {needed}; set these, or remove it"
     if cluster.device == "cuda" and trial.host == "ddp":
-        yield f"cluster.device = 'cuda': strategy {trial.strategy!r} runs on the CPU only; set device 'cpu'"
+        yield f"cluster.device = 'cuda': strategy {trial.strategy!r} runs on the CPU only; set cluster.device = 'cpu'"
     cuda, threads = cluster.device == "cuda", cluster.ranks == "threads"
     if cuda != (cluster.transport in ("nccl", "staged")) and not threads:
         needed = "device 'cuda' needs transport 'nccl' or 'staged', and these two need device 'cuda'"
@@ -158,7 +161,7 @@ def _cluster(trial: Trial) -> Iterator[str]:
 
 
 def _own_strategy(trial: Trial) -> Iterator[str]:
-    """Yield what a strategy of the user's own does not allow."""
+    """Yield an error for each field that a strategy of the user's own does not allow."""
     if not trial.own_strategy:
         return
     own = f"strategy = {trial.strategy!r} of your own"
@@ -171,7 +174,7 @@ def _own_strategy(trial: Trial) -> Iterator[str]:
 
 
 def _workload(trial: Trial) -> Iterator[str]:
-    """Yield which fields have no effect, or values that are impossible, with the trial's workload."""
+    """Yield an error for each field that has no effect, or an impossible value, with the trial's workload."""
     generate, usual, workload = trial.generate, Trial(), f"workload = {trial.workload!r}"
     length = generate.prompt + generate.tokens
     lengths = f"generate.prompt = {generate.prompt} and generate.tokens = {generate.tokens}"
@@ -199,7 +202,7 @@ def _workload(trial: Trial) -> Iterator[str]:
 
 
 def _muon(trial: Trial) -> Iterator[str]:
-    """Yield why Muon cannot step the trial's model, or that no Muon reads the key of its matrices."""
+    """Yield why Muon cannot step the trial's model, or that ``optimizer.matrices`` is set although Muon is not used."""
     optimizer, strategy = trial.optimizer, f"strategy {trial.strategy!r}"
     if not optimizer.orthogonalises:
         if optimizer.matrices:
@@ -223,7 +226,10 @@ def _muon(trial: Trial) -> Iterator[str]:
 
 
 def _own_gather(trial: Trial) -> Iterator[str]:
-    """Yield that the first loss of workload rlhf cannot be compared with that of weights a class has gathered."""
+    """Yield an error if a trial of workload rlhf gathers weights with a class of the user's own.
+
+    The first loss of such a class is compared with that of a single process, which has no generated batch.
+    """
     if trial.own_gather is not None and trial.workload == "rlhf":
         gather = f"policy.gather = {trial.policy.gather!r}"
         conflict = "the single process that checks weights of a class of your own has no generated batch"
@@ -232,7 +238,7 @@ def _own_gather(trial: Trial) -> Iterator[str]:
 
 
 def _local_steps(trial: Trial) -> Iterator[str]:
-    """Yield why groups that take local steps would never meet, or cannot run the trial's workload."""
+    """Yield why a trial cannot take local steps, such as its workload, optimizer, control, or too few steps."""
     policy, total = trial.resolved_policy(), trial.warmup + trial.steps
     if policy is None or (every := policy.local_steps) is None:
         return
@@ -251,13 +257,16 @@ def _local_steps(trial: Trial) -> Iterator[str]:
         )
     if trial.control == "unordered":
         yield (
-            f"control = 'unordered': {local_steps} averages gradients inside groups, in other hops; remove one of the "
-            "two"
+            f"control = 'unordered': needs a reduction over all ranks, but {local_steps} averages gradients inside "
+            "groups only; remove one of the two"
         )
 
 
 def _control(trial: Trial) -> Iterator[str]:
-    """Yield why a control cannot degrade this trial, which lacks a secondary shard, two hops or two sequences."""
+    """Yield why the trial has nothing that its ``control`` could spoil, such as a secondary shard or a second hop.
+
+    A control is a fault that is put into the engine on purpose (:mod:`harness.strategies.controls`).
+    """
     policy, topology = trial.resolved_policy(), trial.topology()
     engine_policy = None if trial.host is not None else policy
     strategy = f"control = {trial.control!r}: strategy {trial.strategy!r}"
@@ -283,7 +292,7 @@ def _control(trial: Trial) -> Iterator[str]:
 
 
 def _configured(trial: Trial) -> Iterator[str]:
-    """Yield where a DeepSpeed configuration contradicts the trial's fields, or that the strategy reads none."""
+    """Yield an error for each field that a DeepSpeed configuration contradicts, or one if the strategy reads none."""
     sequences = trial.tokens_per_rank // trial.sequence
     if family_of(trial.strategy) == DEEPSPEED:
         yield from _for_deepspeed(trial, sequences)
@@ -295,7 +304,10 @@ def _configured(trial: Trial) -> Iterator[str]:
 
 
 def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
-    """Yield contradictions of strategy ``recipe``, whose policy comes from the configuration."""
+    """Yield an error for each field that contradicts the configuration of strategy ``recipe``.
+
+    ``sequences`` is the trial's number of sequences in a micro-batch.
+    """
     recipe = trial.recipe()
     yield from _unequal("clip", trial.clip, "gradient_clipping", recipe.clip)
     yield from _unequal("accumulation", trial.accumulation, "accumulation", recipe.accumulation)
@@ -311,7 +323,10 @@ def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
 
 
 def _for_deepspeed(trial: Trial, sequences: int) -> Iterator[str]:
-    """Yield where the configuration that the peer DeepSpeed reads contradicts the trial's fields."""
+    """Yield an error for each field that contradicts the configuration that the peer DeepSpeed reads.
+
+    ``sequences`` is the trial's number of sequences in a micro-batch.
+    """
     table = trial.peer_configuration()
     if trial.workload == "generate":
         yield f"workload = 'generate': strategy {trial.strategy!r} can only train; set workload = 'train'"

@@ -211,7 +211,7 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _path_of(error: ErrorDetails, point: Point) -> str:
-    """Return which of the paths that the suite sets is nearest to the path in pydantic's error."""
+    """Return the path, among those that the suite sets, that is nearest to the path in pydantic's error."""
     parts = [str(part) for part in error["loc"]]
     for length in range(len(parts), 0, -1):
         where = ".".join(parts[:length])
@@ -221,9 +221,10 @@ def _path_of(error: ErrorDetails, point: Point) -> str:
 
 
 def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
-    """Return for each point whether a partial match hits it.
+    """Return for each point whether its trial has all the values that the table ``match`` names.
 
-    Values are compared once parsed, so that ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``.
+    A list in ``match`` stands for any of its values.  Values are parsed before they are compared, so that
+    ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``.  ``name`` is the table's name, for error messages.
     """
     written, wanted = dict[str, list[Any]](), dict[str, list[Any]]()
     for path, value in flatten(match):
@@ -270,7 +271,7 @@ def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[
 
 
 def _readable(trial: Trial) -> bool:
-    """Return whether the block sizes of all codecs of a trial may be read; those of a user's own may need an import."""
+    """Return whether the block sizes of all of a trial's codecs are known without importing a codec of the user's."""
     policy = trial.resolved_policy()
     return policy is None or policy.readable
 
@@ -310,9 +311,9 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
 
 
 def _runs(trials: Sequence[Trial]) -> list[Trial]:
-    """Return for each trial the one that is run in its place.
+    """Return for each trial the trial that is run in its place.
 
-    Of several trials that resolve to the same run, this is the one that changes fewest fields of its preset.
+    Of several trials that resolve to the same run, only the trial that changes fewest fields of its preset is run.
     """
     kept: dict[str, Trial] = {}
     keys = [_run_key(trial) for trial in trials]
@@ -367,7 +368,7 @@ def _roles(
 
     Returns:
         The role of each trial that has one, by the trial's id; and the training fields in which configurations
-        differ besides the usual ones (:func:`~harness.suites.repeat_order.compared_also`).
+        differ besides the usual fields (:func:`~harness.suites.repeat_order.compared_also`).
     """
     if not file.baseline:
         if file.contrast:
@@ -409,7 +410,7 @@ def _roles(
 def _check_nearest(
     key: str, file: SuiteTables, bases: Sequence[Trial], others: Sequence[Trial], also: Sequence[str]
 ) -> None:
-    """Refuse several baselines in a setting, unless each trial of the contrast is nearest to one of them."""
+    """Refuse several baselines in a setting, unless each trial of the contrast has a single nearest baseline."""
     several = f"{key}: matches several configurations of one setting"
     if file.repeats.within is not None:
         raise SuiteError(f'{several}, which repeats = "{file.repeats}" does not allow; let it match only one')

@@ -47,7 +47,7 @@ def _joined(trial: Trial) -> str | None:
 
 
 def _validated(trial: Trial) -> str | None:
-    return "no validation: set validate_every too" if trial.validate_every is None else None
+    return "validate_every not set, so that nothing is validated" if trial.validate_every is None else None
 
 
 def _with_policy(trial: Trial) -> str | None:
@@ -108,7 +108,7 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "gather_method": lambda trial: (
         None
         if trial.own_gather is not None
-        else "no class of your own that gathers: name one in policy.gather, such as 'mine:Class'"
+        else "no class of your own that gathers named in policy.gather, such as 'mine:Class'"
     ),
     "policy.schedule": _with_policy,
     "policy.owned": lambda trial: (
@@ -123,9 +123,11 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "method": lambda trial: (
         None
         if trial.own_method is not None or trial.own_strategy
-        else "no class of your own: name one in policy.reduce or strategy, such as 'mine:Class'"
+        else "no class of your own named in policy.reduce or strategy, such as 'mine:Class'"
     ),
-    "policy.persist_most": lambda trial: None if trial.policy.persist_below else "no policy.persist_below",
+    "policy.persist_most": lambda trial: (
+        None if trial.policy.persist_below else "policy.persist_below not set"
+    ),
     **{f"peer.{name}": _read_by(*families) for name, families in READ_BY.items()},
     "peer": lambda trial: (
         None
@@ -184,11 +186,11 @@ def check_members(
     name: str,
     trials: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Refuse values in a partial match that no trial has.
+    """Refuse a value that a table such as ``[[exclude]]`` matches although no trial has the value.
 
     Args:
-        written: Values by path, as the file writes them.
-        wanted: The same values, parsed as those of trials are.
+        written: Values of the table by path, as the file writes them.
+        wanted: The same values, parsed in the way in which the values of trials are parsed.
         name: Name of the table, for the message.
         trials: All trials, as JSON-ready data.
     """
@@ -202,7 +204,7 @@ def check_members(
 
 
 def check_overrides(file: SuiteTables, axes: Sequence[Sequence[Point]], points: Sequence[Point]) -> None:
-    """Refuse an override that later ones undo everywhere, or that replaces all values of an axis with one."""
+    """Refuse an override that later overrides undo everywhere, or that replaces all values of an axis with one."""
     standing = {(setting.table, path) for point in points for path, setting in point.items()}
     for number, override in enumerate(file.override, 1):
         table = f"[[override]] #{number} set"

@@ -29,7 +29,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) for every value that is not itself a table."""
+    """Yield (dotted path, value) for every value that is not itself a table; ``prefix`` begins each path."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")
@@ -64,7 +64,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def varying_paths(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the paths in which trials differ, without those of the memory layout, which no suite asks about."""
+    """Return the paths in which trials differ, without paths of the memory layout, which no suite asks about."""
     return [path for path in differing(trials) if path not in _FOLLOWS]
 
 

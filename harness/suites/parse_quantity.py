@@ -32,7 +32,10 @@ def parse_size(value: object) -> int | None:
 
 
 def _parsed(value: object, units: Mapping[str, float], least: float, most: float, valid: str) -> float | None:
-    """Parse a number with one of ``units`` and check that it is positive and from ``least`` to ``most``."""
+    """Parse a number with one of ``units`` and check that it is positive and from ``least`` to ``most``.
+
+    ``valid`` says in the error message which values are valid.
+    """
     if value is None:
         return None
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None

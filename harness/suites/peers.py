@@ -43,7 +43,7 @@ class Peer:
         Under autocast DDP still has gradients in fp32, and so sends fp32 unless it compresses them.
 
         Args:
-            compute: The type in which it computes (``peer.compute``).
+            compute: The type in which the peer computes (``peer.compute``).
             reduce_dtype: The type in which FSDP2 reduces gradients (``peer.reduce_dtype``).
         """
         if self.family == "ddp":

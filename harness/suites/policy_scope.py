@@ -15,7 +15,7 @@ _CODECS: Final = ("weights", "gradients")  # an exact strategy keeps its own, wh
 
 
 def unfitting_changes(trial: Trial) -> dict[str, str]:
-    """Return, by dotted path, why policy changes do not fit the trial's preset.
+    """Return the reasons why policy changes do not fit the trial's preset, by the dotted path of the change.
 
     Each reason is the beginning of a sentence that ends with the preset's name.
     """

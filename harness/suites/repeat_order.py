@@ -116,8 +116,8 @@ def is_baseline(trial: Trial, roles: Mapping[str, str]) -> bool:
 def nearest_baselines(trial: Trial, baselines: Sequence[Trial]) -> list[Trial]:
     """Return the baselines of the trial's setting that differ from the trial in the fewest fields.
 
-    Where a suite has several baselines in a setting, such as one codec each at two numbers of bits, each trial is
-    compared with its nearest one.
+    A suite may have several baselines in a setting, such as one with a codec of 4 bits and one with a codec of 8 bits.
+    Each trial is then compared with the baseline that is nearest to it.
     """
     fields = dict(flatten(trial.canonical()))
 
@@ -135,8 +135,8 @@ def nearest_baselines(trial: Trial, baselines: Sequence[Trial]) -> list[Trial]:
 def interleave(settings: Sequence[Trial], repeat: int) -> Iterator[Trial]:
     """Yield every trial as repeat number ``repeat``.
 
-    Trials of one setting are adjacent.  Their order is rotated from repeat to repeat and reversed in every other
-    one, so that slow drift of the machine affects all configurations alike.
+    Trials of one setting are adjacent.  Their order is rotated from repeat to repeat, and reversed in every other
+    repeat, so that slow drift of the machine affects all configurations alike.
     """
     for index, block in enumerate(_rotated(comparable_groups(settings, "repeat"), repeat)):
         turned = _rotated(block, repeat + index)

@@ -119,7 +119,11 @@ class Suite(SuiteKeys):
         return {trial.id: trial for trial in trials}
 
     def trial_by_prefix(self, identity: str, sweeps: int = 1) -> Trial:
-        """Return the trial whose id begins with ``identity``; raises a Refusal unless exactly one does."""
+        """Return the trial of the first ``sweeps`` sweeps whose id begins with ``identity``.
+
+        Raises:
+            Refusal: unless there is exactly one such trial.
+        """
         trials = [trial for name, trial in self.all_repeats(sweeps).items() if name.startswith(identity)]
         if len(trials) != 1:
             known = ", ".join(f"{trial.id} ({trial.strategy})" for trial in self.trials[:_MOST_NAMED])

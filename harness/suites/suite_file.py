@@ -44,7 +44,7 @@ def name_of(path: Path) -> str:
     """Return the name in a suite file without expanding the suite, so that no module of the user's is imported.
 
     Raises:
-        SuiteError: As :func:`load` does.
+        SuiteError: If the file cannot be read, or one of its keys is unknown, missing or invalid.
     """
     try:
         return _validated(_parse(path)[1]).name
@@ -58,7 +58,9 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
         content = regular_file.read_bytes(path, MOST_BYTES)
     except OSError as error:
         if error.errno == errno.EFBIG:
-            raise SuiteError(f"more than {MOST_BYTES >> 20} MiB; expected a suite in TOML") from None
+            raise SuiteError(
+                f"more than {MOST_BYTES >> 20} MiB, the largest size of a suite file; give the TOML file of a suite"
+            ) from None
         raise SuiteError(f"cannot read: {error.strerror or error}") from None
     try:
         text = content.decode("utf-8-sig")
@@ -79,14 +81,17 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
 def _count_keys(value: Any, depth: int = 0) -> int:
     """Return the number of keys in all tables; raises a ValueError if they are nested too deeply."""
     if depth > _DEEPEST:
-        raise ValueError(f"tables and lists are nested more than {_DEEPEST} deep")
+        raise ValueError(f"tables and lists are nested more than {_DEEPEST} deep: nest them less")
     own = len(value) if isinstance(value, dict) else 0
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return own + sum(_count_keys(part, depth + 1) for part in parts)
 
 
 def _check_values(value: Any, where: str = "") -> None:
-    """Refuse control characters, which a terminal would act on, and integers beyond TOML's 64 bits."""
+    """Refuse control characters, which a terminal would act on, and integers beyond TOML's 64 bits.
+
+    ``where`` is the dotted path of ``value`` in the file.
+    """
     if isinstance(value, str) and (match := _CONTROL.search(value)):
         raise SuiteError(f"{value_text(value)}: has the control character {match[0]!r}; remove it")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:

@@ -82,7 +82,7 @@ _FIRST: Final = frozenset((  # fields of the first schema; later ones are left o
 
 
 class _Frozen(BaseModel):
-    """Base of a trial's parts: immutable, without unknown fields, infinity or NaN."""
+    """Base class of a trial's parts: immutable; refuses unknown fields, infinity and NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -204,7 +204,7 @@ class Optimizer(_Frozen):
         return self.name == MUON
 
     def group(self, name: str, shape: Sequence[int], *, hidden: bool) -> int:
-        """Return the optimizer group of a parameter: that of matrices if Muon steps it, else 0.
+        """Return the number of a parameter's optimizer group: ``MATRICES`` if Muon steps the parameter, else 0.
 
         Args:
             name: The parameter's name.
@@ -228,9 +228,10 @@ KEYS: Final = {name: _SETTINGS[name] for name in sorted(_SETTINGS, key=_PLACES._
 
 
 def _key(each: Setting) -> tuple[Any, Any]:
-    """Return the type and the pydantic field of a setting's key; None, the usual default, keeps the strategy's value.
+    """Return the type and the pydantic field that validate the suite's key of one policy setting.
 
-    Names of users' classes take the place of the classes.
+    The key's default, which is None for most keys, keeps the strategy's value.  Where the policy's field is a class of
+    the user's, the key is the class's name.
     """
     kinds = get_args(each.kind) if get_origin(each.kind) in (Union, UnionType) else (each.kind,)
     if each.read is not None:
@@ -250,7 +251,7 @@ _Varying: Any = create_model(
 
 
 def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, as a policy has them, of keys and values that a suite gives."""
+    """Return fields of a policy by name, parsed from the keys and values that a suite gives."""
     values = {name: KEYS[name].parsed(value) for name, value in given.items()}
     if isinstance(texts := given.get("weights"), tuple):  # of hops inside an hpZ group, and of earlier hops
         inside, values["weights"] = values["weights"]
@@ -305,7 +306,7 @@ class SpanChanges(_Varying):
 
 
 def _checked(value: Any, info: ValidationInfo) -> Any:
-    """Check that a key's text, or each of several, can be parsed; returns the value unchanged."""
+    """Check that a key's text, or each of its texts, can be parsed; returns the value unchanged."""
     if value is not None:
         KEYS[str(info.field_name)].parsed(value)
     return value
@@ -338,7 +339,7 @@ class PolicyChanges(_Keys):
     @field_validator("secondary_format")
     @classmethod
     def _usual(cls, value: str | None) -> str | None:
-        """Turn the default ``frames`` into None, so that a trial that sets it has the id of one that does not."""
+        """Turn the default ``frames`` into None, so that a trial has the same id whether or not it sets the default."""
         return None if value == "frames" else value
 
     def applied(
@@ -349,7 +350,7 @@ class PolicyChanges(_Keys):
     ) -> Policy:
         """Return ``base`` with these fields in place of its own; raises a PolicyError if no topology could run it.
 
-        A class that ``reduce`` names gets the ``arguments``, one that ``gather`` names the ``gather_arguments``.
+        A class that ``reduce`` names gets ``arguments``; a class that ``gather`` names gets ``gather_arguments``.
         """
         values = _as_fields({name: value for name, value in self if value is not None and name != "schedule"})
         if ":" in (self.reduce or ""):
@@ -418,7 +419,7 @@ class PeerSettings(_Frozen):
     bucket_mb: float = Field(BUCKET_MB, gt=0)  # DDP: largest bucket of gradients, in MB
 
     def read_by(self, family: Family) -> PeerSettings:
-        """Return these settings with those that a family does not read at their defaults."""
+        """Return a copy of these settings in which every setting that ``family`` does not read has its default."""
         unread = {name for name, families in READ_BY.items() if family not in families}
         unread |= {"reduce_dtype"} if self.compute == "fp32" else set()  # which are fp32 then in any case
         return self.model_copy(update={name: getattr(PeerSettings(), name) for name in unread})
@@ -516,7 +517,7 @@ class Trial(_Frozen):
 
     @property
     def measures_time(self) -> bool:
-        """Whether its seconds are those of ranks that run at once; ranks that are threads take turns."""
+        """Whether the trial's seconds are measured: not for ranks that are threads, which take turns."""
         return self.cluster.ranks == "processes"
 
     @property
@@ -540,7 +541,7 @@ class Trial(_Frozen):
         return HOSTED[self.strategy][1] if self.strategy in HOSTED else PRESETS[self.strategy]
 
     def recipe(self) -> Recipe:
-        """Return what the DeepSpeed configuration of strategy ``recipe`` asks for; raises a ValueError without one."""
+        """Return what the configuration of strategy ``recipe`` asks DeepSpeed for; a ValueError if there is none."""
         if self.deepspeed_config is None:
             raise ValueError(f"strategy = {RECIPE!r}: needs deepspeed_config; set it to a file or a table")
         return recipe(self.deepspeed_config, topology=self.topology(), steps=self.warmup + self.steps)

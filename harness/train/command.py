@@ -131,7 +131,7 @@ class Settings:
             if (size := getattr(self, name)) != 1:
                 flag = f"--{name.replace('_', '-')}"
                 raise Refusal(
-                    f"{flag} {size}: only 1 is supported, since there is no tensor, model or pipeline parallelism"
+                    f"{flag} {size}: there is no tensor, model or pipeline parallelism: set 1, or leave {flag} out"
                 )
         if self.save is None and (self.save_every or self.keep):
             flag = "--save-every" if self.save_every else "--keep"
@@ -181,7 +181,7 @@ def _train(settings: Settings) -> None:
 
 
 def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *, torchrun: bool) -> Trial:
-    """Make the trial that flags and configuration describe."""
+    """Make the trial that flags and configuration describe; ``torchrun`` is whether torchrun started the ranks."""
     table = _configured(settings, config)
     configured = recipe(table, topology=topology, steps=settings.steps)
     adam = {"type": "AdamW", "lr": LR if settings.lr is None else settings.lr}
@@ -248,7 +248,10 @@ def _with_room(trial: Trial) -> Trial:
 
 
 def steps_text(manifest: Manifest) -> str:
-    """Say how many steps a checkpoint's run has done, including skipped steps, which the log counts too."""
+    """Return a text with the number of steps that a checkpoint's run has done, such as ``step 12``.
+
+    Skipped steps are included, as in the log, and named.
+    """
     scale, extra = manifest.loss_scale, manifest.extra
     done = manifest.step + (0 if scale is None else scale["skipped"])
     if isinstance(extra, dict) and extra.keys() == {"seed", "corpus", "sequence", "steps"}:
@@ -351,7 +354,7 @@ def _plan(trial: Trial, *, speaks: bool) -> str | None:
 
 
 def _run(job: Job) -> None:
-    """Start the ranks (under torchrun, be one of them), and print the progress that rank 0 reports."""
+    """Start the ranks, or run as one of the ranks that torchrun started; print the progress that rank 0 reports."""
     from harness.cluster.link import open_link
     from harness.train.loop import train as train_rank
 

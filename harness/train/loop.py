@@ -38,14 +38,16 @@ class Job:
     """What every rank of a training run needs to know: the trial, and where checkpoints are read and saved."""
 
     trial: Trial  # model, data, optimizer and policy
-    load: Path | None  # checkpoint to continue from, or a folder, whose newest one is used; None starts anew
+    load: (
+        Path | None
+    )  # checkpoint to continue from, or a folder whose newest checkpoint is used; None starts anew
     save: Path | None  # folder to save checkpoints in; None saves none
     every: int | None  # steps between checkpoints; None saves after the last step only
     keep: int | None  # number of newest checkpoints to keep; None keeps all
 
 
 def train(rank: Rank, job: Job) -> list[Step]:
-    """Train on this rank, and return its steps; the lines that rank 0 reports are printed.
+    """Train on this rank, and return the losses and times of its steps; the lines that rank 0 reports are printed.
 
     Raises:
         Refusal: if the checkpoint does not fit, gradients overflow even at the smallest loss scale, or the engine
@@ -82,7 +84,7 @@ class _Training:
         self.loop = TrainingLoop(trial, self.strategy, self.data, self.device)
 
     def run(self) -> list[Step]:
-        """Run all steps and report a line for each."""
+        """Run all steps, report a line for each, and return the losses and times of all steps on this rank."""
         begin = self._resumed()
         forget_peak(self.device)
         for index in range(begin, self.trial.steps):

@@ -132,7 +132,7 @@ def in_words(size: float) -> str:
 
 
 def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, ranks: int) -> str | None:
-    """Return why this machine cannot hold ``ranks`` ranks with this need; None if it can."""
+    """Return why this machine cannot hold ``ranks`` ranks with this need, on GPUs if ``cuda``; None if it can."""
     offloaded = sum(need.host.values())
     have = min(host.gpus, default=0)
     if cuda and need.training > have:

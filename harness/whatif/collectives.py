@@ -102,7 +102,7 @@ class Marks:
 
     @classmethod
     def of(cls, step: Step) -> Marks:
-        """Find the marks of a step."""
+        """Return the marks that the trace of a step shows."""
         passes = [event for event in step.host if event.name.startswith(_BACKWARD)]
         units = [
             event for event in step.host if event.category == "user_annotation" and _UNIT.match(event.name)
@@ -143,7 +143,8 @@ def find(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
     """Return the collectives of one step, in the order in which they were issued; barriers are left out.
 
     Raises:
-        Refusal: if the trace lacks what names a collective, or has messages between two ranks.
+        Refusal: if the trace lacks a collective's name, type, shapes or ranks, has another kind of collective than
+            :data:`Kind` lists, or has messages between two ranks.
     """
     on_gpu = any(_NCCL.match(event.name) for event in step.device)
     found = _nccl(trace, step, marks) if on_gpu else _gloo(trace, step, marks)
@@ -309,7 +310,10 @@ def _elements(shape: Any) -> int:
 
 
 def copies_out(marks: Marks, unit: str, moment: float) -> float | None:
-    """Return when FSDP first copies a gathered ``unit`` out after ``moment``, for which the gather must be complete."""
+    """Return the first time after ``moment`` at which FSDP copies the gathered weights of ``unit`` to their places.
+
+    The unit's all-gather must be complete by then.  Returns None if FSDP does not copy them after ``moment``.
+    """
     begins = sorted(
         event.begin for event in marks.units if event.name == f"FSDP::all_gather_copy_out ({unit})"
     )

@@ -111,7 +111,8 @@ def whatif(
     topology = target_topology(traced, nodes, ranks_per_node)
     if topology.world > MOST_PREDICTED:
         raise Refusal(
-            f"{topology}: at most {MOST_PREDICTED:,} ranks are predicted; lower --nodes or --ranks-per-node"
+            f"--nodes x --ranks-per-node is {topology}: at most {MOST_PREDICTED:,} ranks are predicted; lower one of "
+            "them"
         )
     factor = slower * _shared(calibrated, traced.topology, topology)
     targets = [
@@ -148,7 +149,7 @@ def whatif(
 
 
 def _rate(option: str, text: str) -> float:
-    """Return a rate in bytes a second."""
+    """Parse the rate that an option gives, such as ``100 Gbit/s``, and return it in bytes a second."""
     try:
         mbit = parse_rate(text)
     except ValueError:

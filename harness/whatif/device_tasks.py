@@ -79,7 +79,11 @@ class _Streams:
         self._ends = [self._kernels[place].end for place in self._by_end]
 
     def find_waits(self) -> float:
-        """Find what streams waited for, from their idle times; return the seconds that are not explained."""
+        """Find what streams waited for, from their idle times.
+
+        Returns:
+            The idle seconds that no wait explains, on the stream that has the most of them.
+        """
         before, unexplained = dict[object, float](), defaultdict[object, float](float)
         for place, event in enumerate(self._kernels):
             stream, begin = self._stream[place], self._result.begin
@@ -110,7 +114,10 @@ class _Streams:
             self._waits.setdefault(place, set()).add(last)
 
     def _ended_before(self, place: int, after: float) -> int | None:
-        """Return the kernel of another stream that ended right before this one began, and after ``after``."""
+        """Return the place of another stream's kernel that ended right before kernel ``place`` began.
+
+        Returns None if there is no such kernel, or if it ended before the time ``after``.
+        """
         begin = self._kernels[place].begin
         for last in range(bisect.bisect_right(self._ends, begin + _CLOSE) - 1, -1, -1):
             if self._ends[last] <= after or begin - self._ends[last] > _SOON:
@@ -120,7 +127,10 @@ class _Streams:
         return None
 
     def attribute(self, marks: Marks) -> None:
-        """Find what waits for each collective, also for one that ended before its result was used."""
+        """Find which kernel waits for each collective, even if the collective ended before its result was used.
+
+        The rule by which the kernel was found is counted in the result's ``rules``.
+        """
         waited = {other for others in self._waits.values() for other in others}
         by_launch = sorted(range(len(self._kernels)), key=lambda place: self._launched[place])
         moments = [self._launched[place] for place in by_launch]
@@ -173,7 +183,9 @@ class _Streams:
                     break
 
     def _segments(self, ends: set[int]) -> list[list[int]]:
-        """Return the kernels of each task: those of one stream between two waits; a collective is a task of its own.
+        """Return for each task the places of its kernels.
+
+        A task has the kernels of one stream between two waits; a collective is a task of its own.
 
         Args:
             ends: Places of kernels that something else waits for, which end a task.
@@ -228,6 +240,8 @@ class _Streams:
         self, begin: float, segments: Sequence[Sequence[int]], syncs: Sequence[tuple[float, float, int]]
     ) -> tuple[dict[int, int], list[tuple[int, int]]]:
         """Add the host's tasks, which end where it launches a task's first kernel, and where it waits for a kernel.
+
+        ``segments`` are the kernels of each task; ``syncs`` are (begin, end, place of the kernel) of the host's waits.
 
         Returns:
             The host's task by the number of the segment that it launches, and (task, place of a kernel) of each wait.

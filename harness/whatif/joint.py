@@ -36,19 +36,21 @@ _APART: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """One collective of all its ranks; times are in seconds."""
+    """One collective, as the traces of all its ranks together show it; times are in seconds."""
 
     seen: Collective  # as its first rank saw it
     between: bool  # whether its group has ranks on several nodes
     link: float  # seconds on the link at the traced rate
     # By rank, seconds from the end of the link's time to the end of the collective.
     overhead: Mapping[int, float]
-    shared: bool  # whether its overhead may be another collective's time: the next began before it ended, or one trace
+    # Whether its overhead may be another collective's time: the next collective began before this one ended, or only
+    # one rank's trace was given.
+    shared: bool
 
 
 @dataclass(frozen=True, slots=True)
 class JointStep:
-    """One step of all ranks."""
+    """One traced step of all ranks, with the collectives that join them."""
 
     ranks: Mapping[int, RankStep]
     skew: Mapping[int, float]  # by rank, seconds from the first rank's beginning of the step to this rank's
@@ -58,7 +60,7 @@ class JointStep:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What the traces of all ranks show."""
+    """The joined traces of all ranks: their steps, with the topology, link rate and clocks that they show."""
 
     topology: Topology  # of the traced run
     rate: float  # bytes a second of a node's link: those that the user gave, or that collectives achieved
@@ -72,11 +74,11 @@ class Traced:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A collective in a replay; seconds on its link and, by rank, until its end afterwards."""
+    """One collective as a replay runs it; times are in seconds."""
 
-    link: float
-    overhead: Mapping[int, float]
-    between: bool
+    link: float  # time on the link
+    overhead: Mapping[int, float]  # by rank, from the end of the link's time to the end of the collective
+    between: bool  # whether its group has ranks on several nodes
     coding: tuple[float, float] = (0.0, 0.0)  # seconds of the processor before and after the collective
     # The collective that is sent; None if it is left out, which also lets no rank wait for another.
     sent: Collective | None = None
@@ -133,7 +135,10 @@ def join(read: Iterable[Trace], ranks_per_node: int, rate: float | None) -> Trac
 
 
 def _rank_steps(trace: Trace) -> list[RankStep]:
-    """Return the steps of one rank; of a GPU's trace without the first, since its predecessor's kernels are unknown."""
+    """Return the steps of one rank, each as tasks.
+
+    The first step of a GPU's trace is left out, since kernels of the step before it may have run in it.
+    """
     reduced = []
     for before, step in zip([None, *trace.steps], trace.steps, strict=False):
         marks = Marks.of(step)
@@ -197,7 +202,10 @@ def _check_alike(traces: Sequence[Trace], ranks: Mapping[int, RankStep]) -> None
 
 
 def match_collectives(ranks: Mapping[int, RankStep]) -> list[dict[int, int]]:
-    """Return for each collective its number on each of its ranks, matched by group and by order in the group."""
+    """Return for each collective of a step its number on each rank that takes part: a dict from rank to number.
+
+    The n-th collective of a group on one rank is the n-th collective of this group on all its ranks.
+    """
     matched, by_key = list[dict[int, int]](), dict[tuple[tuple[int, ...], int], dict[int, int]]()
     for rank in sorted(ranks):
         counts = Counter[tuple[int, ...]]()
@@ -216,8 +224,8 @@ def _offsets(
 ) -> dict[int, float]:
     """Return by how many seconds each rank's clock is ahead of the first rank's.
 
-    Ranks of one host share a clock.  Clocks of hosts are aligned by the ends of collectives, whose differences have the
-    clocks' difference as their median.
+    Ranks of one host share a clock.  A collective ends on all hosts at about the same time.  The difference between two
+    hosts' clocks is therefore the median difference between the times at which collectives ended on them.
 
     Args:
         traces: The traces of all ranks.
@@ -235,7 +243,15 @@ def _offsets(
 def _aligned(
     hosts: Mapping[int, str], steps: Sequence[Mapping[int, RankStep]], bases: Mapping[int, float]
 ) -> dict[int, float]:
-    """Align the clocks of hosts; a host that shares no collective with the first one is aligned through others."""
+    """Return by how many seconds each rank's clock is ahead of the first rank's, from the ends of collectives.
+
+    A host that shares no collective with the first host is aligned through other hosts.
+
+    Args:
+        hosts: Name of each rank's host; ranks of one host share a clock.
+        steps: By step, the steps of all ranks.
+        bases: By rank, seconds to add to all its times.
+    """
     apart: dict[str, dict[str, list[float]]] = {host: {} for host in hosts.values()}
     for ranks in steps:
         for places in match_collectives(ranks):
@@ -310,7 +326,7 @@ def _rate(steps: Sequence[JointStep]) -> float:
 
 
 def _timed(step: JointStep, rate: float) -> JointStep:
-    """Divide each collective's time into time on the link and overhead."""
+    """Return the step with each collective's time divided into time on the link, at ``rate``, and overhead."""
     by_number, free = dict[int, Joined](), 0.0
     order = sorted(range(len(step.collectives)), key=lambda number: step.collectives[number].seen.ran[0])
     for place, number in enumerate(order):
@@ -335,7 +351,7 @@ def _timed(step: JointStep, rate: float) -> JointStep:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A replayed step, in seconds."""
+    """The times of a replayed step, in seconds."""
 
     seconds: float  # from the last rank's beginning to the last rank's end
     exposed: float  # seconds that tasks waited for collectives, on the rank where they waited longest
@@ -345,11 +361,11 @@ class Replayed:
 
 
 def replay(step: JointStep, runs: Sequence[Run], slower: float = 1.0) -> Replayed:
-    """Run all ranks' tasks, and return how long they take.
+    """Simulate a step: run the tasks of all ranks, each after the tasks that it waits for, and return their times.
 
     Args:
-        step: The traced step.
-        runs: The collectives, by number.
+        step: The traced step, which has the tasks.
+        runs: The step's collectives, by number.
         slower: Factor by which computation takes longer.
     """
     return _Replay(step, runs, slower).run()
@@ -386,7 +402,7 @@ class _Replay:
                     self._runnable.append((rank, place))
 
     def run(self) -> Replayed:
-        """Run all tasks."""
+        """Run all tasks, and return the replayed step."""
         free = busy = 0.0
         while self._runnable or self._pending:
             while self._runnable:

@@ -43,7 +43,7 @@ _NOT_OURS: Final = (
 
 
 class Event(NamedTuple):
-    """One complete event; times are in seconds."""
+    """One event of a trace that has a beginning and an end; times are in seconds."""
 
     name: str
     category: str
@@ -202,7 +202,7 @@ def _is_time(value: Any) -> TypeGuard[float]:
 
 
 def _steps(path: Path, events: Sequence[Event]) -> list[Step]:
-    """Divide events into steps."""
+    """Return the steps of a trace, each with its own events; raises a Refusal if there are fewer than two steps."""
     marks = sorted(
         (event for event in events if event.name.startswith(STEP) and event.category == "user_annotation"),
         key=lambda event: event.begin,

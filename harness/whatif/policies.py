@@ -1,4 +1,4 @@
-"""Rewrites the collectives of a traced step for other messages, or lays the traced model out for one of our policies.
+"""Predicts a traced step with other messages, or with the traced model under one of our engine's policies.
 
 The program's own engine with other messages needs no new schedule: ``bf16`` and ``fp16`` change the type of messages,
 and ``kept`` leaves out the gathers of backward.  A preset of :mod:`impl.policy.policy` runs on another engine, so the
@@ -38,7 +38,7 @@ the rate, or that they are constant."""
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the step is predicted for."""
+    """The policy, the link's rate and the topology for which a step is predicted."""
 
     policy: str  # a key of :data:`REWRITES` or a preset
     rate: float  # bytes a second of a node's link
@@ -118,7 +118,7 @@ def _run(joined: Joined, traced: Traced, target: Target, overheads: Overheads, *
 
 
 def _casting(target: Target, elements: int, ranks: int, *, whole: bool) -> tuple[float, float]:
-    """Return the seconds to cast before and after a collective; a gather casts this rank's part before it."""
+    """Return the seconds to cast before and after a collective; before it, only this rank's part unless ``whole``."""
     if target.machine is None:
         return 0.0, 0.0
     cost, stretch = target.machine.cost(Raw("bf16" if target.policy == "bf16" else "fp16")), _stretch(target)
@@ -146,7 +146,7 @@ def _again(collectives: Sequence[Joined]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What a traced step computes and holds in one unit; seconds are the slowest rank's."""
+    """One unit of the traced model: its elements, and the seconds that the slowest rank computes in it in a step."""
 
     name: str
     elements: int
@@ -183,7 +183,7 @@ def units_of(step: JointStep) -> list[Unit]:
     if not buckets or not any(rank.marks.in_ddp for rank in step.ranks.values()):
         raise Refusal(
             "a policy of our engine needs the traced model's units, and the traces show neither FSDP2's modules nor "
-            "DDP's buckets: choose same, bf16 or fp16"
+            "DDP's buckets: choose --policy same, bf16 or fp16"
         )
     return _buckets(step, [seen.elements for seen in buckets], [seen.issued[0] for seen in buckets])
 
@@ -209,7 +209,11 @@ def _seconds(step: JointStep, names: set[str]) -> tuple[float, float]:
 
 
 def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) -> list[Unit]:
-    """Return DDP's buckets as units; forward seconds are divided in proportion to elements."""
+    """Return DDP's buckets as units, in the order of forward.
+
+    ``elements`` and ``issued`` have each bucket's size and when it was sent.  The forward seconds of the slowest rank
+    are divided in proportion to elements.
+    """
     number, rank = max(step.ranks.items(), key=lambda item: sum(seconds for _, seconds in item[1].computed))
     marks, whole = rank.marks, sum(elements)
     forward = sum(seconds for moment, seconds in rank.computed if moment < marks.backward)

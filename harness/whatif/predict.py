@@ -53,7 +53,7 @@ def check_replay(traced: Traced) -> list[float]:
     for step in traced.steps:
         if step.seconds <= 0:
             raise Refusal(
-                "on all ranks together a traced step takes no time: give traces of one run, whose steps overlap"
+                "a traced step takes no time that all ranks share: give traces of one run, whose steps overlap"
             )
     replayed = [joint.replay(step, joint.as_traced(step)) for step in traced.steps]
     for run, step in zip(replayed, traced.steps, strict=True):
@@ -73,7 +73,7 @@ def check_replay(traced: Traced) -> list[float]:
 
 
 def step_seconds(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Predicted:
-    """Predict one traced step under one hypothesis on overheads."""
+    """Return the predicted seconds of one traced step, with overheads that scale with bytes or are constant."""
     if target.policy not in REWRITES:
         return policies.of_our_engine(step, traced, target, overheads).predicted
     runs = policies.rewritten(step, traced, target, overheads)
@@ -91,7 +91,7 @@ def _median(steps: Sequence[JointStep], traced: Traced, target: Target, overhead
 
 
 def predict(traced: Traced, target: Target) -> Prediction:
-    """Predict the median step of a target.
+    """Return the prediction of a target: medians over the traced steps.
 
     Raises:
         Refusal: if the target does not fit the traces.
@@ -167,7 +167,7 @@ def _notes(traced: Traced, target: Target) -> list[str]:
 
 
 def about(traced: Traced, errors: Sequence[float]) -> list[str]:
-    """Return lines on the traces: topology, rate, step, replay and how waits were found."""
+    """Return lines on the traces: topology, rate, step, ``errors`` of the replay and how waits were found."""
     seconds = [step.seconds for step in traced.steps]
     origin = "given" if traced.rate_given else "found from the largest collectives"
     median = statistics.median(seconds)

@@ -69,9 +69,9 @@ def ranks_of(traced: Traced, target: Target) -> list[int]:
 
 
 def schedules(traced: Traced, target: Target) -> Iterator[Callable[[int], RankSchedule]]:
-    """Yield a function for each predicted step, which returns the schedule of one of the ranks.
+    """Yield for each predicted step a function from a rank's number to the rank's schedule.
 
-    Overheads of collectives scale with their bytes over the rate.
+    A collective's overhead, its time that is not spent on the link, scales with its bytes over the rate.
     """
     for step in traced.steps:
         if target.policy in REWRITES:
@@ -124,7 +124,17 @@ def _on_host(task: Task) -> bool:
 def _computed(
     task: Task, span: tuple[float, float], launched: float | None, seconds: float, *, on_gpu: bool
 ) -> Iterator[Activity]:
-    """Yield a task's decoding of what it waited for, and its computation; or the host's waiting and working."""
+    """Yield the activities of a task that is no collective: decoding what it waited for, and computing.
+
+    A task of the host of a GPU waits and works instead.
+
+    Args:
+        task: The task.
+        span: Its beginning and end.
+        launched: When the host launched it; None without a GPU.
+        seconds: Seconds of computing at the end of the span.
+        on_gpu: Whether the rank computes on a GPU.
+    """
     begin, end = span
     if on_gpu and task.stream is None:
         if launched is not None and len(task.after) > 1 and begin > launched:
@@ -143,7 +153,10 @@ def _computed(
 
 
 def _sent(task: Task, span: tuple[float, float], launched: float | None, run: Run) -> Iterator[Activity]:
-    """Yield a collective with the encoding before it; nothing if it is left out."""
+    """Yield the collective of a task, from the beginning to the end in ``span``, with the encoding before it.
+
+    If the policy leaves the collective out, nothing is yielded.  ``launched`` is when the host launched it.
+    """
     if (sent := run.sent) is None:
         return
     (begin, end), encode = span, run.coding[0]
@@ -164,7 +177,10 @@ def _sent(task: Task, span: tuple[float, float], launched: float | None, run: Ru
 
 
 def _simulated(step: Simulated, topology: Topology) -> Callable[[int], RankSchedule]:
-    """Return the function of a simulated step; ranks differ only in the groups of their collectives."""
+    """Return a function from a rank's number to the rank's schedule in a simulated step.
+
+    The schedules of two ranks differ only in the groups of their collectives.
+    """
     began = 0.0
     by_time = list[tuple[float, int, Activity, PostedMessage | None]]()
     for run in step.passes:
@@ -200,9 +216,10 @@ def _simulated(step: Simulated, topology: Topology) -> Callable[[int], RankSched
 
 
 def _posted(posted: PostedMessage, rank: int) -> Message | None:
-    """Return the collective that the messages of one hop are.
+    """Return the messages of one hop, as ``rank`` sends and receives them, in the form of a collective.
 
-    A step of a ring, in which each rank sends only to the next one, is an all-to-all of that size.
+    A step of a ring, in which each rank sends only to the next rank, becomes an all-to-all of the same size.  Returns
+    None if the messages belong to no hop.
     """
     hop, nbytes = posted.hop.hop, posted.hop.nbytes
     if hop is None:
@@ -222,10 +239,9 @@ def _posted(posted: PostedMessage, rank: int) -> Message | None:
 
 
 def _in_turn(activities: Iterable[Activity]) -> Iterator[Activity]:
-    """Yield the activities, so that those of one track do not overlap, as on a stream.
+    """Yield the activities, changed so that no two of codecs or of one kind of link overlap on one track.
 
-    A collective begins at the earliest when its link's track is free.  One that ends before the track is free gets a
-    track of its own.
+    Such an activity begins only when its track is free.  If it ends before that, it gets a further track.
     """
     moved, free = dict[int, Activity](), dict[str, float]()
     numbered = [*enumerate(activities)]

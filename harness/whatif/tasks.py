@@ -1,8 +1,8 @@
 """Turns one rank's step on a processor into tasks: what is computed, and which task waits for which.
 
 A task runs when all the tasks it names are done.  The host's main thread, or each stream of a GPU, is a chain of tasks.
-A trace shows no dependency between a collective and what uses its result, so it is found by rules, the first that
-applies:
+A trace shows no dependency between a collective and what uses its result.  The first of these rules that applies finds
+the dependency:
 
 1. ``blocking``: the operation itself waits (``asyncOp`` is false);
 2. ``copy-out``: FSDP copies the gathered weights out;
@@ -28,16 +28,16 @@ from harness.whatif.collectives import Collective, Marks, Phase, copies_out
 from harness.whatif.kineto import Step, Trace
 
 Rule = Literal["blocking", "copy-out", "backward", "gap", "optimizer"]
-_GAP: Final = 150e-6  # seconds in which a thread does nothing that is recorded, at least, to be waiting
+_GAP: Final = 150e-6  # a thread of which nothing is recorded for at least so many seconds counts as waiting
 _EARLY: Final = 5e-3  # most seconds before a collective's recorded end at which a waiting thread goes on
 
 
 @dataclass(slots=True)
 class Task:
-    """One piece of a rank's step."""
+    """One piece of a rank's step: computation on a thread or stream, or a collective."""
 
     seconds: float  # on its thread or stream; of a collective, the delay between its issue and its beginning
-    after: list[int]  # the rank's tasks that must be done before, by their numbers
+    after: list[int]  # numbers of the rank's tasks that must be done before this task starts
     collective: int | None = None  # the collective that it runs, by its number in the step
     earliest: float = -math.inf  # its earliest start, in seconds since the step began
     name: str = ""  # what it computes
@@ -47,7 +47,7 @@ class Task:
 
 @dataclass(slots=True)
 class RankStep:
-    """One step of one rank."""
+    """One traced step of one rank, divided into tasks."""
 
     begin: float  # in seconds of the rank's clock
     end: float
@@ -127,7 +127,7 @@ def note_computing(result: RankStep, moment: float, seconds: float) -> None:
 def _wait(
     trace: Trace, step: Step, marks: Marks, collective: Collective, gaps: _Gaps
 ) -> tuple[float, float, Rule]:
-    """Return when the main thread begins to wait for a collective, until when, and the rule that says so."""
+    """Return when the main thread begins and ends to wait for a collective, and the rule that found this."""
     issue, done = collective.issued[0], collective.ran[1]
     if collective.blocking:
         return issue, max(issue, done), "blocking"

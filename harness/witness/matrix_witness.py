@@ -67,7 +67,10 @@ class MatrixWitness:
         )
 
     def after(self, index: int, *, done: bool) -> str | None:
-        """Return an error unless the momentum is what step ``index`` gives; in the drawn step, keep all parts."""
+        """Return an error unless the momentum is what step ``index`` gives; in the drawn step, keep all parts.
+
+        ``done`` is whether the optimizer took the step; a step that it skipped has no error.
+        """
         value, momentum = self._value, self._momentum
         self._value, self._momentum = self._read()
         gradient = None if self._master.grad is None else self._master.grad.detach()[self._part].clone()

@@ -114,9 +114,12 @@ class OptimizerWitness:
         )
 
     def after(self, index: int, *, done: bool) -> str | None:
-        """Compute step ``index`` again, from the present gradients, and return the first difference.
+        """Compute step ``index`` again from the present gradients, and compare it with the optimizer's step.
 
         If the optimizer skipped the step for an overflow (not ``done``), masters must not have changed.
+
+        Returns:
+            A sentence on the first difference; None if there is none.
         """
         self._steps += done
         wrong = self._kept_elements(index, done=done) or self._drawn_elements(index, done=done)
@@ -187,7 +190,7 @@ class OptimizerWitness:
         return after
 
     def _wrong(self, index: int, trained: Tensor, expected: Tensor, which: str = "watched") -> str | None:
-        """Return how the first element differs from what AdamW gives."""
+        """Return a sentence on the first element that differs from what AdamW gives; None if there is none."""
         allowed = _ULPS * expected.abs() + _RATE_ERROR * abs(self._settings["lr"])
         wrong = ~((trained - expected).abs() <= allowed)  # negated, so that NaN is wrong too
         if not bool(wrong.any()):
@@ -222,7 +225,7 @@ class OptimizerWitness:
         return _pick((flat, _evenly(flat.numel())) for flat in (local(tensor).view(-1) for tensor in tensors))
 
     def _draw(self, index: int) -> _Drawn | None:
-        """Draw the elements that step ``index`` is checked on, and read them."""
+        """Draw the elements that step ``index`` is checked on, and return them with their values."""
         seed = hashlib.sha256(f"{self._key}/{index}/drawn elements".encode()).digest()
         draw = torch.Generator().manual_seed(int.from_bytes(seed[:7], "little"))
         numbers = torch.randperm(len(self._masters), generator=draw)[:_DRAWN_TENSORS].tolist()

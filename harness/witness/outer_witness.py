@@ -76,7 +76,7 @@ class OuterWitness:
 
 
 def _error_of(codec: Codec) -> float:
-    """Return the error of a codec, relative to the values, of values that are normally distributed."""
+    """Return a codec's relative error, norm(decoded - x) / norm(x), on normally distributed values x."""
     numel = codec.grain * -(-_TRIED // codec.grain)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     frame, decoded = torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8), torch.empty(numel)

@@ -82,7 +82,7 @@ class Text(Dataset):
 def _check_room(source: str, part: str, size: int, length: int) -> None:
     """Raise a CorpusError if a part's ``size`` tokens are too few for a sequence of ``length`` and its last target."""
     if size <= length:
-        enough = f"a text needs {int((length + 1) / (1 - TRAINING_SHARE)) + 1} bytes"
+        enough = f"a text needs at least {int((length + 1) / (1 - TRAINING_SHARE)) + 1} bytes"
         why = f"its {part} part has {size} tokens, too few for one sequence of {length} and its last token's target"
         raise CorpusError(f"corpus {source!r}: {why}; {enough}")
 
@@ -99,13 +99,15 @@ def _files_of(source: str) -> tuple[list[Path], int]:
         wanted = f"expected a file, a folder, {STDLIB!r} for Python's standard library, or module:function"
         raise CorpusError(f"corpus {source!r}: no such file or folder in {folder.current()}; {wanted}")
     if not files:
-        raise CorpusError(f"corpus {source!r}: the folder has no files in it")
+        raise CorpusError(
+            f"corpus {source!r}: the folder has no files in it; put texts into it, or name another corpus"
+        )
     with raising(CorpusError, f"corpus {source!r}: cannot read it:"):
         size = sum(path.stat().st_size for path in files)
     if size > LARGEST_BYTES:
         raise CorpusError(
             f"corpus {source!r}: has {size} bytes; every rank holds all of them, so at most {LARGEST_BYTES} "
-            "are allowed"
+            "are allowed: name a part of it"
         )
     return files, size + len(files) - 1  # with a line break between two files
 

@@ -63,7 +63,7 @@ class Generator:
         self.sha256: list[str] = []  # digest of each generation's tokens
 
     def run(self, model: nn.Module, *, index: int, warmup: bool) -> None:
-        """Generate ``tokens`` tokens once; ``index`` counts generations from the first warm-up."""
+        """Generate once, and keep each token's time and bytes; ``index`` counts generations from the first warm-up."""
         decoded: list[Tensor] = []
         before, start = self._count(), self._now()
         for place, chosen in enumerate(decode(model, self._prompt, self._tokens, self._layers)):

@@ -61,7 +61,7 @@ class Glyphs(Dataset):
 
 @cache
 def load() -> Glyphs:
-    """Return the data set.  The first call in a process takes a tenth of a second, later ones nothing."""
+    """Return the data set.  The first call in a process takes a tenth of a second, later calls take no time."""
     from matplotlib import ft2font
 
     characters = _characters()

@@ -30,8 +30,7 @@ def digests(trial: Trial) -> dict[str, str]:
 
     - ``corpus``, of all its tokens;
     - ``model``, ``optimizer``, ``tokenizer``, ``method``, ``gather_method``, ``strategy``, ``transport`` or
-      ``codec <text>``: the file
-      of a user's module;
+      ``codec <text>``: the file of a user's module;
     - ``module helper``: a module ``helper`` that these modules import.  For a package of several files it is the
       digest of the list of their digests;
     - ``file words.txt of mine``: a file that the source of module ``mine`` names.

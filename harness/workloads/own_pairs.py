@@ -18,7 +18,7 @@ _Arrays = tuple[NDArray[Any], NDArray[Any]]
 
 
 class OwnPairs(Dataset):
-    """Examples that a user's function returned: a pair ``(inputs, targets)`` for training, one for validation.
+    """Examples that a user's function returned: pairs ``(inputs, targets)``, one for training, one for validation.
 
     The first dimension of an array counts examples.  The model gets floating-point arrays as float32 and all
     others as int64.
@@ -59,7 +59,7 @@ def are_pairs(parts: Any) -> bool:
 
 
 def _pair(origin: str, part: str, pair: Any) -> _Arrays:
-    """Return a pair as arrays; raise a CorpusError unless there are as many inputs as targets."""
+    """Return a pair as arrays; raise a CorpusError, which begins with ``origin``, unless the two are equally long."""
     if not _is_pair(pair) or len(pair) != len(_SIDES):
         returned = f"{len(pair)} arrays" if _is_pair(pair) else f"a {type(pair).__name__}"
         raise CorpusError(f"{origin} returned {returned} for {part}; expected a pair of inputs and targets")
@@ -83,7 +83,10 @@ def _model_type(array: NDArray[Any]) -> np.dtype[Any]:
 
 
 def _array(origin: str, value: Any) -> NDArray[Any]:
-    """Return a value as an array; raise a CorpusError unless it has at least one example and only finite numbers."""
+    """Return a value as an array of at least one example and of finite numbers; else raise a CorpusError.
+
+    Its message begins with ``origin``.
+    """
     with raising(CorpusError, f"{origin}: no array:"):
         array = np.ascontiguousarray(value)
     if array.dtype.kind not in "fiub":

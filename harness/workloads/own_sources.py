@@ -173,7 +173,9 @@ def _included(file: Path, _time: int, _size: int) -> list[tuple[str, Path]]:
 
 
 def _resolve(name: str, package: str, added_folders: Sequence[Path]) -> list[_Source]:
-    """Find a module, without importing it.
+    """Find a module, which may be relative to ``package``, without importing it.
+
+    ``added_folders`` are searched after the folders of ``sys.path``.
 
     Returns the packages around the module and, last, the module itself, as far as they exist; of a library,
     only the outermost package.
@@ -206,7 +208,10 @@ def _resolve(name: str, package: str, added_folders: Sequence[Path]) -> list[_So
 
 
 def _top_level(name: str, added_folders: Sequence[Path]) -> ModuleSpec | None:
-    """Find the spec of a top-level module as an import would, but ignoring what is imported already."""
+    """Find the spec of a top-level module as an import would, but ignoring what is imported already.
+
+    ``added_folders`` are searched after the folders of ``sys.path``.
+    """
     for finder in sys.meta_path:
         if (spec := _spec(finder, name, None)) is not None:
             return spec

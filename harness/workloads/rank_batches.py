@@ -95,7 +95,7 @@ class RankBatches:
             yield [self._batch(index, micro_batch, part) for part in self.ranks]
 
     def of_rank(self, index: int, rank: int) -> Iterator[Batch]:
-        """Yield the batches that rank ``rank`` reads in a step; for strategy ``single``, those of all ranks."""
+        """Yield the batches that rank ``rank`` reads in a step; for strategy ``single``, the batches of all ranks."""
         ranks = (rank,) if len(self.ranks) == 1 else self.ranks
         for micro_batch in range(self._trial.accumulation):
             yield from (self._batch(index, micro_batch, part) for part in ranks)

@@ -23,7 +23,7 @@ _LEAST_SPREAD = 1e-4  # added to the standard deviation of a group's rewards, wh
 
 
 class Experience:
-    """What an actor learns from, besides the tokens.
+    """The targets, advantages and reference probabilities from which an actor learns, besides the tokens.
 
     This is not a dataclass, because engines cast the tensors in dataclasses to 16 bits.
 

@@ -135,7 +135,7 @@ def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], 
         (_STALE | {"strategy": "fsdp2+exact"}, r"'fsdp2\+exact' keeps no secondary"),
         (_FSDP2 | {"policy": {"secondary": 2}}, "secondary = 2 inside fsdp2: FSDP2 gathers anew in backward"),
         (_FSDP2 | {"policy": {"feedback": "classic"}}, "feedback = classic inside fsdp2"),
-        (_DDP | {"cluster": {"device": "cuda"}}, "set device 'cpu'"),
+        (_DDP | {"cluster": {"device": "cuda"}}, "set cluster.device = 'cpu'"),
         (_DDP | {"policy": {"weights": "int8:64"}}, "weights = int8:64 inside ddp: DDP keeps whole weights"),
         (
             _DDP | {"policy": {"gradients": "int4:64:stochastic"}},
