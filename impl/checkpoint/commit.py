@@ -77,13 +77,13 @@ def begin(folder: Path) -> Path:
 def commit(partial: Path, manifest: str) -> Path:
     """Write a checkpoint's manifest, and complete the checkpoint by one rename; returns its folder.
 
-    All other files of the checkpoint must be on disk already.
+    All other files of the checkpoint must be in the folder ``partial`` already, and synced to disk.
     """
     path = partial.with_name(partial.name.split(".")[1])
     try:
         (partial / MANIFEST).write_text(manifest, encoding="utf-8")
     except OSError as error:  # if the disk is full, the error does not name the file
-        raise CheckpointError(f"{partial / MANIFEST}: {error.strerror}") from None
+        raise CheckpointError(f"{partial / MANIFEST}: cannot be written: {error.strerror}") from None
     sync(partial / MANIFEST)
     sync(partial)
     partial.rename(path)

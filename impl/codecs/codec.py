@@ -284,7 +284,7 @@ class FloatCodec(_Scaled):
         return self._head + ("" if self.scale == "e8m0" else f":{self.block}") + self._options()
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns the largest error of a block, as :meth:`IntCodec.error_bound` does."""
+        """Returns the largest |decoded - x| of any element x of a block, as :meth:`IntCodec.error_bound` does."""
         scale = max(max(abs(low), abs(high)) / self.largest, SMALLEST_NORMAL)
         if self.scale == "e8m0":
             scale = 2.0 ** math.ceil(math.log2(scale) - 1e-9)
@@ -384,7 +384,7 @@ class OwnCodec(_Framed):
 
     @property
     def _contract(self) -> BuiltIn | OwnObject:
-        """Where sizes and promises come from: the built-in codec that is claimed, else the codec's object."""
+        """The object that defines sizes and promises: the built-in codec that is claimed, else the codec's object."""
         return self.claimed or self.definition
 
     @property
@@ -410,7 +410,7 @@ class OwnCodec(_Framed):
     def own_bytes(self, numel: int) -> int:
         """Returns the bytes that the codec's object writes for ``numel`` elements, before padding.
 
-        Raises CodecError: unless the object's answer is a whole number.
+        Raises CodecError: unless the object's ``frame_bytes`` returns a whole number.
         """
         contract = self._contract
         with raising(CodecError, f"{self.name}: frame_bytes({numel}):"):
@@ -421,7 +421,7 @@ class OwnCodec(_Framed):
         return padded_bytes(self.own_bytes(numel))
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns the largest error that the codec promises; infinity if it promises none."""
+        """Returns the promised largest |decoded - x| for x in [low, high]; infinity if the codec promises none."""
         bound = self._contract.error_bound if self.laws & {Law.BOUND, Law.UNBIASED} else None
         return math.inf if bound is None else float(bound(low, high, out))
 
@@ -508,7 +508,9 @@ def built_in(text: str) -> BuiltIn:
     """Parse the text form of a built-in codec.  Raises CodecError: for any other text, or a user's codec."""
     codec = parse(text)
     if isinstance(codec, OwnCodec):
-        raise CodecError(f"codec {text!r} is a user's own or a published format: expected a built-in codec")
+        raise CodecError(
+            f"codec {text!r} is a user's own or a published format: expected a built-in codec, such as int8:2048"
+        )
     return codec
 
 

@@ -72,13 +72,13 @@ class _Format:
         out.copy_(values.reshape(-1)[:numel].clamp(-LARGEST["fp32"], LARGEST["fp32"]))
 
     def error_bound(self, low: float, high: float, out: str) -> float:
-        """Returns the largest error of a block of finite values in [low, high] that is decoded to ``out``."""
+        """Returns the largest |decoded - x| of any x in a block of finite values in [low, high], decoded to ``out``."""
         top = max(abs(low), abs(high))
         relative, absolute = HALF_ULP[out]
         return self._bound(low, high, top) + 2 * (top * relative + absolute)
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Returns the largest error before the output is rounded; ``top`` is the largest magnitude."""
+        """Returns the largest error before decoded values are rounded to ``out``; ``top`` is max(|low|, |high|)."""
         raise NotImplementedError
 
     def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ Words = tuple[int, int, int, int]
 
 
 def shard_stride(numel: int) -> int:
-    """Returns the distance between two shards of ``numel`` elements in the numbering of noise: whole octets."""
+    """Returns ``numel`` rounded up to a multiple of 8, by which elements of neighbouring shards are numbered apart."""
     return -(-numel // OCTET) * OCTET
 
 

@@ -20,7 +20,7 @@ from impl.policy.topology import Axis
 
 
 def forward(_: Hop, message: Tensor, received: Tensor) -> None:
-    """Write to the ``message`` of a hop the frames that the hop before has ``received``."""
+    """Copy the frames that the previous hop has ``received`` into the ``message`` of a hop."""
     message.view(received.shape).copy_(received)
 
 
@@ -56,7 +56,7 @@ class FrameGather:
         self._forwards = wire.streams and forwards_in_place(hops)
 
     def start(self, tag: Tag, first: Callable[[Hop, Tensor], None], into: Tensor | None = None) -> None:
-        """Post the first hop, whose message (bytes,) uint8 is written by ``first``.
+        """Post the first hop; ``first`` is called with the hop and the message (bytes,) uint8, which it writes.
 
         If the gather has a single hop, all messages may arrive in ``into``, (ranks * bytes,) uint8; otherwise ``into``
         is not used.

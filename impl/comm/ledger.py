@@ -32,7 +32,7 @@ class Ledger:
     booked: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
     def rows(self) -> dict[LedgerKey, Sent]:
-        """Return a copy of everything that is booked."""
+        """Return the bytes and messages booked so far, by ledger key, as a copy."""
         return {key: Sent(*row) for key, row in self.booked.items()}
 
     def total(self, link: Link) -> int:
@@ -84,7 +84,7 @@ class Span:
 
 @dataclass(slots=True)
 class Timeline:
-    """All spans so far, in the order in which they ended."""
+    """The spans of one rank's messages and waits, in the order in which they ended."""
 
     spans: list[Span] = field(default_factory=list)
 

@@ -96,7 +96,8 @@ class Watchdog:
             self._finished_waits()
             if mark.seconds is None:
                 raise RuntimeError(
-                    "the device has not passed the waits before the mark: synchronise it first"
+                    "the exposed seconds are not known yet, because the device has not passed the point at which "
+                    "mark_exposed() was called: call torch.cuda.synchronize() first"
                 )
             return mark.seconds
 

@@ -179,7 +179,7 @@ class _Reading:
             raise DeepSpeedError(f"{both} are two spellings of one key with different values: remove one")
         off = key.path in SWITCHED and isinstance(typed, Mapping) and typed.get("enabled") is False
         if key.fate == "only the default" and typed != key.default and not off:
-            raise DeepSpeedError(f"{key.path} = {shown(value)}: not supported: {key.text}")
+            raise DeepSpeedError(f"{key.path} = {shown(value)} is not supported: {key.text}")
         self.values[target] = typed
         self.spelt.setdefault(target, key.path)
 

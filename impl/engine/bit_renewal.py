@@ -124,7 +124,7 @@ class Renewal(Observer):
         return torch.cat([torch.tensor(indices, dtype=torch.float64), self._squares.cpu()])
 
     def load(self, state: Tensor) -> None:
-        """Take over the :meth:`state` of the same rank; before, set the clock to the step at which it was taken."""
+        """Take over the :meth:`state` of the same rank; the clock must have the step at which that state was taken."""
         sizes = [*(len(choice.chosen) for choice in self._choices), self._squares.numel()]
         *indices, squares = torch.split(state, sizes)
         for choice, chosen in zip(self._choices, indices, strict=True):

@@ -158,8 +158,8 @@ def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
 class _Task(NamedTuple):
     """The problem on which optimizers are tried: first weights (N,), and gradients for ``STEPS`` steps.
 
-    The gradient of a step is its row of ``slopes``.  If a step is called with a closure, ``bowl`` times the weights
-    is added.
+    The gradient of a step is the step's row of ``slopes``.  If the step is called with a closure, its gradient is
+    this row plus ``bowl`` times the weights.
     """
 
     start: Tensor  # (N,) first weights of many sizes; every eighth is 0, where the smallest change shows

@@ -101,7 +101,7 @@ class Zero:
         if on and self.policy.reduces_each_micro_batch:
             raise ZeroError(
                 f"accumulating() has no effect at stage {self.policy.stage}, where the policy reduces the gradients "
-                "of each micro-batch into shards: set its reduce_every to 'step', which needs memory for a whole "
+                "of each micro-batch into shards: set policy.reduce_every to 'step', which needs memory for a whole "
                 "local gradient"
             )
         self._passes.accumulating = on

@@ -104,7 +104,7 @@ class Masters:
         if missing := sum(number not in held for number in expected):
             raise ZeroError(
                 f"the optimizers of step() do not hold {missing} of the {len(expected)} masters that have gradients: "
-                "with a loss scale, give all optimizers to one step()"
+                "with a loss scale, pass all optimizers to one call of step()"
             )
 
     @property

@@ -24,7 +24,7 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found not in (*DTYPES.values(), *_OTHERS):
         others = ", ".join(map(str, (*DTYPES.values(), *_OTHERS)))
-        raise ZeroError(f"dtype={dtype!r}: expected {', '.join(map(repr, DTYPES))}, {others}")
+        raise ZeroError(f"dtype={dtype!r}: expected one of {', '.join(map(repr, DTYPES))}, {others}")
     return found
 
 

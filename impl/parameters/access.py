@@ -153,7 +153,9 @@ class OptimizerState(_Values):
         state = optimizer.state.get(master, {})
         if not isinstance(held := state.get(key), Tensor):
             keys, kind = ", ".join(sorted(state)) or "none", type(optimizer).__name__
-            raise ZeroError(f"{kind} has no state {key!r} of {name!r}; it has: {keys}")
+            raise ZeroError(
+                f"{kind} has no state {key!r} of {name!r}: pass one of the states that it has: {keys}"
+            )
         self._is_number = held.dim() == 0
         self._state = held if self._is_number else held[self._local.start - first :][: self._length]
 

@@ -192,7 +192,9 @@ class Init:
 def _device_of(remote_device: torch.device | str | None) -> torch.device | None:
     """Return the device that ``remote_device`` names; None for the mesh's device."""
     if remote_device == "nvme":
-        raise ZeroError("remote_device='nvme' is not supported, values are kept in memory only: use 'cpu'")
+        raise ZeroError(
+            "remote_device='nvme' is not supported, because values are kept in memory only: use 'cpu'"
+        )
     return None if remote_device in (None, "none") else torch.device(remote_device)
 
 

@@ -100,7 +100,7 @@ class Cut:
             values.append(torch.zeros(()).expand(slot.spec.shape) if parameter is None else parameter)
             if tuple(values[-1].shape) != slot.spec.shape:
                 raise ZeroError(
-                    f"parameter {slot.spec.name!r} was {slot.spec.shape} when Init cut it and is now "
+                    f"parameter {slot.spec.name!r} had shape {slot.spec.shape} when Init cut it, and now has "
                     f"{tuple(values[-1].shape)}: to resize it, put a new parameter in its module instead of "
                     "assigning its data"
                 )
@@ -142,7 +142,7 @@ class Cut:
         return any(map(operator.gt, self._counts(), self._uses))
 
     def _counts(self) -> list[int]:
-        """Return, for each parameter, the number of handles of its memory."""
+        """Return, for each parameter, how many tensors and other objects hold its memory."""
         return [0 if parameter is None else handles(parameter) for parameter in self.parameters]
 
 

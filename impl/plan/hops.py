@@ -103,7 +103,7 @@ class Hop:
 
     @functools.cached_property
     def frame_bytes(self) -> tuple[int, ...]:
-        """For each chunk, the bytes in which this part of one shard or piece is sent, with all its planes."""
+        """For each chunk, the bytes of this part of one shard or piece as it is sent, in all planes together."""
         return tuple(len(self.planes) * self.codec.frame_bytes(end - start) for start, end in self.chunks)
 
     @functools.cached_property
@@ -305,9 +305,9 @@ def _reduction(
 def in_turns(hops: int, chunks: int) -> list[list[tuple[int, int]]]:
     """Returns, for each event of a reduction of ``hops`` hops and ``chunks`` chunks, the messages posted at this event.
 
-    A message is given as (hop, chunk).  The first event is the reduction's start.  A chunk is posted on its next hop as
-    soon as the following chunk has been posted on the present hop.  Thus all links are in use while most of the
-    gradient is still to be encoded.
+    A message is given as (hop, chunk).  The first event is the reduction's start, and each later event a call of
+    ``post_next_hop()``.  A chunk is posted on its next hop as soon as the following chunk has been posted on the
+    present hop.  Thus all links are in use while most of the gradient is still to be encoded.
     """
     turns = [
         [(hop, turn - hop) for hop in range(hops) if 0 <= turn - hop < chunks]

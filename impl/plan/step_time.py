@@ -98,7 +98,7 @@ class Machine:
             )
         if self.fixed + self.per_token == 0:
             raise ValueError(
-                f"machine {self.name}: fixed and per_token are both 0, so no step would take time"
+                f"machine {self.name}: fixed and per_token are both 0, so no step would take time: set one of them"
             )
 
     def compute(self, parameters: float, tokens: float, units: int = 0) -> float:

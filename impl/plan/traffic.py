@@ -163,7 +163,7 @@ class Book:
             self.trained[link] += count * message.nbytes if tag.phase != "evaluate" else 0
 
     def fits(self, rank: int) -> bool:
-        """Returns whether ``rank`` would have sent the same numbers of bytes over each kind of link."""
+        """Returns whether ``rank`` sends as many bytes over each kind of link in the exchanges counted here."""
         both = (
             [destinations(self.topology, axis, each, ring=ring) for each in (self.rank, rank)]
             for axis, ring in self.routes
@@ -224,7 +224,7 @@ def predict(
     begun: int = 0,
     owners: Owners | None = None,
 ) -> Book:
-    """Predicts everything that ``rank`` sends in ``events``, and its copies between host and device.
+    """Predicts the bytes and messages that ``rank`` sends in ``events``, and its copies between host and device.
 
     Some events change what later events send:
 
@@ -392,7 +392,7 @@ class _Sender:
             self.change = "stepped" if self.change == "unchanged" else self.change
 
     def follow(self, policy: Policy) -> None:
-        """Send by ``policy`` from here on; if it gathers weights differently, they are gathered anew."""
+        """Send as ``policy`` says from here on; weights are gathered anew if ``policy`` gathers them in another way."""
         if policy.gathering != self.policy.gathering:
             self.gathered = self.current = False
             self.steps = None

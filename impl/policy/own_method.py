@@ -235,7 +235,7 @@ def method(source: type[Any] | str, **arguments: Any) -> OwnMethod:
             )
     if isinstance(source, str):
         if not is_name(source):
-            raise MethodError(f"{source!r}: expected 'module:Class'")
+            raise MethodError(f"{source!r} does not name a class: expected 'module:Class'")
         return OwnMethod(source, values)
     name = f"{source.__module__}:{source.__qualname__}"
     return OwnMethod(name, values, checked(name, source))
@@ -255,7 +255,7 @@ def checked(name: str, kind: Any) -> type[Any]:
     Raises MethodError: naming what is missing or wrong.
     """
     if not isinstance(kind, type):
-        raise MethodError(f"{name}: is a {type(kind).__name__}, expected a class")
+        raise MethodError(f"{name}: is a {type(kind).__name__}, expected a class: name the class")
     for member in ("start", "finish"):
         if not callable(getattr(kind, member, None)):
             raise MethodError(f"{name}: has no method {member!r}")
@@ -422,6 +422,6 @@ def _planned(
                     instance = own.make(unit, PlannedWire(topology))
                 except Exception as error:
                     raise MethodError(
-                        f"{own}, unit {geometry.name!r}: {type(error).__name__}: {error}"
+                        f"{own}, unit {geometry.name!r}: its constructor raised {type(error).__name__}: {error}"
                     ) from error
             yield geometry.name, unit, instance

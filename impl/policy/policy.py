@@ -798,7 +798,8 @@ class Policy:
         if "gradients" in self.candidates and topology.nodes == 1:
             chooses = "chooses the codec of gradients between nodes"
             raise PolicyError(
-                f"budget '{self.budget}' {chooses}, and {topology} has one node: use two or more"
+                f"budget '{self.budget}' {chooses}, and {topology} has one node: use two or more nodes, or remove "
+                "gradients from the budget"
             )
 
     def _user_codec_errors(self) -> Iterator[str]:

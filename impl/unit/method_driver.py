@@ -186,7 +186,7 @@ class MethodDriver:
         if not isinstance(result, Tensor):
             short = "fp32" if dtype is torch.float32 else name
             raise self._error(
-                f"finish() returned {type(result).__name__}, expected a tensor ({numel},) {short}"
+                f"finish() returned {type(result).__name__}, expected a tensor of shape ({numel},) and type {short}"
             )
         if (tuple(result.shape), result.dtype) != ((numel,), dtype):
             raise self._error(

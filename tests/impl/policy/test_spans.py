@@ -232,7 +232,9 @@ def test_a_long_run_is_counted_and_not_walked_through() -> None:
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "3", None, True])
 def test_a_number_of_steps_is_a_whole_number(steps: Any) -> None:
     """Anything but a whole number of 1 or more is refused in one line."""
-    with pytest.raises(PolicyError, match=r"^a schedule for .* steps: expected a whole number, 1 or more$"):
+    with pytest.raises(
+        PolicyError, match=r"^a schedule for .* steps is asked for: expected a whole number, 1 or more$"
+    ):
         scheduled(Span(until="50 %", weights=INT8), Span()).for_steps(steps)
 
 
