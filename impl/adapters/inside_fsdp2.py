@@ -100,8 +100,8 @@ def fsdp2(
             raise _not_sharded(model)
         if model in _adapted:
             raise HostError(
-                f"fsdp2() was called before with this {type(model).__name__}, and the ledger of the first adapter would "
-                "count no further messages: use the adapter that the first call returned"
+                f"fsdp2() was called before with this {type(model).__name__}, and the ledger of the first adapter "
+                "would count no further messages: use the adapter that the first call returned"
             )
         mesh = Mesh.of(device_mesh) if mesh is None else Mesh.create(mesh, group=device_mesh)
     adapter = InFSDP2(model, Wire(mesh), policy)
@@ -199,7 +199,7 @@ class InFSDP2(Joined):
             if shape != (world,):
                 raise HostError(
                     f"parameter {name!r} is sharded over a device mesh of shape {shape}, expected ({world},): "
-                    "replicas (HSDP) and other axes are not supported"
+                    "shard it along one dimension, since replicas (HSDP) and other axes are not supported"
                 )
             self.check_ranks(parameter.device_mesh.mesh.tolist())
 
@@ -247,7 +247,7 @@ class _Pending(dist.Work):
 
 
 class _OfGroup(DefaultAllocMixin):
-    """The common part of the collectives of one parameter group; torch's mixin allocates their buffers."""
+    """Base class of the all-gather and reduce-scatter of one parameter group; torch's mixin allocates their buffers."""
 
     def __init__(self, joined: InFSDP2, group: GroupGeometry) -> None:
         self._joined, self._group = joined, group

@@ -89,7 +89,9 @@ def read_manifest(path: Path) -> Manifest:
     try:
         fields = json.loads(regular_file.read_text(file))
     except OSError as error:
-        raise CheckpointError(f"{path}: is not a checkpoint: {MANIFEST}: {error.strerror}") from None
+        raise CheckpointError(
+            f"{path}: is not a checkpoint: {MANIFEST}: {error.strerror}; name a folder that save() has written"
+        ) from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{file}: is cut short, or is not JSON: load another checkpoint") from None
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:

@@ -59,7 +59,8 @@ class SavedMasters:
                     if key not in self._ranges:
                         why = "a tensor that is not a master of this engine"
                     raise CheckpointError(
-                        f"optimizer {number} holds {why}: build it from Zero.param_groups()"
+                        f"optimizer {number} holds {why}: build each optimizer from masters of its own, which "
+                        "Zero.param_groups() returns, and pass it once"
                     )
                 unclaimed.remove(key)
 

@@ -178,7 +178,7 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 
 
 def _identity(zero: Zero) -> dict[str, str]:
-    """Returns the settings that a run and a checkpoint must share, so that the state of codecs can be loaded.
+    """Returns, as text by name, the settings that run and checkpoint must share to load the state of codecs.
 
     The state of codecs is, for example, the carried errors.
     """

@@ -54,7 +54,7 @@ Sums = Literal["fp32", "fp16"]  # type in which decoded messages are added up
 
 
 def padded_bytes(n: int) -> int:
-    """Returns ``n`` bytes rounded up to the alignment of a frame."""
+    """Returns ``n`` bytes rounded up to a multiple of 16, the alignment of frames."""
     return -(-n // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
@@ -68,7 +68,7 @@ class _Framed:
     stochastic: bool = False
 
     def blocks(self, numel: int) -> int:
-        """Returns the number of blocks, and so of scales, for ``numel`` elements: none."""
+        """Returns 0, the number of blocks and of scales for ``numel`` elements, since this codec has no scales."""
         return 0
 
     def scale_bytes(self, numel: int) -> int:
@@ -127,7 +127,7 @@ class _Scaled(_Framed):
 
     @property
     def steps(self) -> float:
-        """The number by which a block's range is divided to get its scale.
+        """The number by which a block's range is divided to get the block's scale.
 
         The range is the block's largest magnitude or, for codecs with offsets, its maximum minus its minimum.
         """
@@ -344,7 +344,7 @@ class OwnCodec(_Framed):
 
     @property
     def published(self) -> bool:
-        """Whether the codec is one of ``FORMATS``, for which backends have kernels, and not a user's."""
+        """Whether the codec is a published format (one of ``FORMATS``), for which backends have kernels."""
         return self.instance is None and self.name in FORMATS
 
     @property
@@ -447,7 +447,7 @@ Codec = BuiltIn | OwnCodec
 
 
 def has_kernels(codec: Codec) -> TypeGuard[Blocked | OwnCodec]:
-    """Returns whether backends have kernels for a codec: it has scales, or is a published format."""
+    """Returns whether backends have kernels for a codec: True if it has scales, or is a published format."""
     return codec.published if isinstance(codec, OwnCodec) else not isinstance(codec, Raw)
 
 

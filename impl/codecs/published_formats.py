@@ -217,7 +217,7 @@ class NVFP4(_Table):
 
 
 def _bf16(values: Tensor) -> Tensor:
-    """Returns finite values in bf16, saturated."""
+    """Casts finite values to bf16; values beyond its largest magnitude become that magnitude."""
     return values.clamp(-LARGEST["bf16"], LARGEST["bf16"]).to(torch.bfloat16)
 
 

@@ -70,7 +70,7 @@ def limit_nccl(timeout: timedelta) -> None:
 
 @dataclass(slots=True, eq=False)
 class Mesh:
-    """The ranks that train together, as one of them sees them: its topology, its rank and its device."""
+    """The ranks that train together, as one rank sees them: their topology, and this rank's number and device."""
 
     topology: Topology
     rank: int  # this rank's number in the mesh, ``node * ranks_per_node + local``

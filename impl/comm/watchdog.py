@@ -40,7 +40,7 @@ class WireError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Mark:
-    """A moment between the waits of the device's stream."""
+    """A moment for which :meth:`Watchdog.mark_exposed` was asked, between two waits of the device's stream."""
 
     # the seconds that were waited before this moment; None until the device has passed these waits
     seconds: float | None = None

@@ -93,7 +93,7 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
     except OSError as error:
         raise DeepSpeedError(f"{source}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise DeepSpeedError(f"{source}: is not JSON: {error}") from None
+        raise DeepSpeedError(f"{source}: cannot be read as JSON: {error}") from None
     if not isinstance(table, dict):
         raise DeepSpeedError(f"{source}: expected a table of keys, got {shown(table)}")
     return table

@@ -322,7 +322,7 @@ class Zero:
         self._forget_measured()
 
     def _forget_measured(self) -> None:
-        """Drop the codec errors that were measured for the bit budget, since their gradients are not used."""
+        """Drop the codec errors measured for the bit budget, since the gradients that were measured are not used."""
         if self.renewal is not None:
             self.renewal.forget()
 

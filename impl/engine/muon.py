@@ -135,7 +135,7 @@ class _Held(NamedTuple):
     """The matrices of one unit on the rank that holds a shard of it."""
 
     master: nn.Parameter  # (n,) the masters of the unit's matrices in this rank's shard
-    start: int  # first element in the shard
+    start: int  # place of the first element of ``master`` in the shard
     parts: list[_Sent]
 
 

@@ -158,7 +158,7 @@ class Init:
                 Cut(kind, parameters, self._policy, mesh=self.mesh, wire=self.wire, on_use=self._use)
 
     def gather(self, cuts: Sequence[Cut]) -> None:
-        """Gather ``cuts`` on all ranks; other gathered cuts are cut again, unless somebody holds views of them."""
+        """Gather the values of ``cuts``; other gathered values are cut again, unless somebody holds views of them."""
         self._settle(cuts)
         for cut in cuts:
             cut.gather()
@@ -179,9 +179,9 @@ class Init:
         self.gather(together)
 
     def _settle(self, kept: Sequence[Cut] = (), *, viewed: bool = False) -> None:
-        """Cut the gathered cuts again, except for ``kept`` and those that GatheredParameters shows.
+        """Cut gathered values to slices again, except for those of ``kept`` and those that GatheredParameters shows.
 
-        Cuts of which somebody holds views are cut again only if ``viewed`` is True.
+        Values of which somebody holds views are cut again only if ``viewed`` is True.
         """
         for cut in list(self._gathered):
             if cut not in kept and not cut.pinned and (viewed or not cut.viewed):

@@ -164,7 +164,7 @@ _whole: MutableMapping[Tensor, weakref.ref[Cut]] = WeakTensorKeyDictionary()
 
 
 def cut_of(parameter: Tensor) -> Cut | None:
-    """Return the cut that ``parameter`` belongs to, even if the cut is whole now; None if it belongs to no cut."""
+    """Return the cut that ``parameter`` belongs to, also while the cut's values are gathered; None for no cut."""
     if (keeper := keeper_of(parameter)) is not None:
         return keeper.cut if isinstance(keeper, _InCut) else None
     reference = _whole.get(parameter)
@@ -178,7 +178,7 @@ def drawn_numbers(parameters: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _keeping(parameter: Tensor) -> Cut | None:
-    """Return the cut that ``parameter`` belongs to; None if it belongs to no cut, or if the cut is whole."""
+    """Return the cut that ``parameter`` belongs to; None for no cut, and while the cut's values are gathered."""
     cut = cut_of(parameter)
     return None if cut is None or cut.whole else cut
 

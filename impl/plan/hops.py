@@ -98,7 +98,7 @@ class Hop:
 
     @property
     def elements(self) -> int:
-        """Number of elements that the message to each other rank stands for."""
+        """Number of elements that are encoded in the message to each other rank."""
         return self.frames * self.numel
 
     @functools.cached_property

@@ -176,7 +176,7 @@ class Message(NamedTuple):
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A collective under way."""
+    """A simulated collective that was started and may have hops left to post."""
 
     unit: int
     purpose: Literal["weights", "gradients"]

@@ -345,7 +345,7 @@ ON_DEVICE = Placement()
 
 
 def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Placement]:
-    """Returns the placement of each unit; ``units`` are in model order, and shares are of padded elements."""
+    """Returns the placement of each unit; ``units`` are in model order, and a share counts padded elements."""
     stepped = _chosen([unit.padded if unit.trainable else 0 for unit in units], offload.optimizer)
     framed = _chosen([unit.padded for unit in units], offload.weights)
     rows = zip(units, stepped, framed, strict=True)

@@ -402,7 +402,7 @@ def planned_gathers(own: OwnMethod, topology: Topology, units: Iterable[UnitGeom
 
 
 def declares(own: OwnMethod) -> bool:
-    """Returns whether the class declares its messages."""
+    """Returns whether the class declares its messages, which it does by a method ``bytes()``."""
     return callable(getattr(own.definition, "bytes", None))
 
 

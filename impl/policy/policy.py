@@ -241,7 +241,7 @@ class Policy:
             if not isinstance(codec, Codec):
                 kind = type(codec).__name__
                 raise PolicyError(
-                    f"codec {codec!r} is a {kind}: expected a codec, such as codec.parse() returns"
+                    f"codec {codec!r} is a {kind}: expected a codec, such as zeropp.codec('int8:2048') returns"
                 )
         check_literals(self)
         self._read_method("reduce", get_args(Reduce))
@@ -667,7 +667,7 @@ class Policy:
         return replace(self, align=self.grain, **{purpose: sent})
 
     def choices(self, purpose: Budgeted) -> list[Policy]:
-        """Returns the policies that a budget may choose for weights or gradients; this one if it chooses nothing."""
+        """Returns this policy with each codec that its budget may choose for ``purpose``; only itself without a choice."""
         return [self.with_choice(purpose, codec) for codec in self.candidates.get(purpose, ())] or [self]
 
     @property
@@ -772,8 +772,10 @@ class Policy:
         """
         if self.schedule:
             if any(span.until is not None and span.end is None for span in self.schedule[:-1]):
-                way_out = "give its number of steps, policy.for_steps(steps)"
-                raise PolicyError(f"schedule ({self.schedule_in_words}) has shares of a run: {way_out}")
+                way_out = "use policy.for_steps(steps), with the number of steps"
+                raise PolicyError(
+                    f"schedule ({self.schedule_in_words}) has shares of a run of unknown length: {way_out}"
+                )
             if (end := self.schedule[-1].end) is not None:
                 raise PolicyError(
                     f"the last span of schedule ends at step {end}, and the steps after it have no span: remove its "

@@ -169,7 +169,7 @@ def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
     """
     number_of_steps: object = steps
     if isinstance(steps, bool) or not isinstance(number_of_steps, int) or steps < 1:
-        raise SpanError(f"a schedule for {steps!r} steps is asked for: expected a whole number, 1 or more")
+        raise SpanError(f"a schedule cannot be fitted to {steps!r} steps: expected a whole number, 1 or more")
     ends, before = list[int](), 0
     for number, span in enumerate(spans, 1):
         share = Fraction(1) if span.until is None else None
