@@ -203,7 +203,7 @@ def _checked(codecs: Sequence[CodecOrText], key: Key | None) -> list[Codec]:
 
 
 def _flat(x: Tensor, mesh: Mesh) -> Tensor:
-    """Return the values of ``x`` as (numel,), row-major and contiguous; copies them only if they are not."""
+    """Return the values of ``x`` as (numel,), row-major and contiguous; copies only if ``x`` is laid out otherwise."""
     _check_plain("x", x, mesh)
     if x.dtype not in NAMES:
         raise ValueError(

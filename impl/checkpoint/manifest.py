@@ -100,8 +100,8 @@ def read_manifest(path: Path) -> Manifest:
         )
     if (version := fields.get("version")) != VERSION:
         raise CheckpointError(
-            f"{file}: has version {version!r} of the format, but this program reads version {VERSION}: load it with "
-            "the release that saved it"
+            f"{file}: has version {version!r} of the format, but this program reads version {VERSION}: load the "
+            "checkpoint with the release that saved it"
         )
     if fields.pop("sha256", None) != digest(fields):
         raise CheckpointError(

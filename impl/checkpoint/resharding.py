@@ -58,7 +58,7 @@ def ranges(
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, str]:
-    """Write ``tensors`` to the file ``path`` and sync it to disk; returns its size in bytes and its SHA-256 in hex.
+    """Write ``tensors`` to the file ``path`` and sync it to disk; returns the file's size in bytes and its SHA-256.
 
     Every tensor is copied to host memory first.
 

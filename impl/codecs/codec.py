@@ -380,7 +380,7 @@ class OwnCodec(_Framed):
         try:
             return None if text is None else built_in(str(text))
         except CodecError as error:
-            raise CodecError(f"{self.name}: {error}") from None
+            raise CodecError(f"{self.name}: its attribute 'codec' is wrong: {error}") from None
 
     @property
     def _contract(self) -> BuiltIn | OwnObject:

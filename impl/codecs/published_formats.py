@@ -106,7 +106,7 @@ def _as(beside: Tensor, dtype: torch.dtype) -> Tensor:
 class _Table(_Format):
     """A format in which an element becomes the nearest entry of a table, times the block's scale.
 
-    The scale maps the block's largest magnitude to the table's largest entry.  It takes 4 bytes (fp32) or, if
+    The scale maps the block's largest magnitude to the table's largest entry.  The scale takes 4 bytes (fp32) or, if
     ``beside`` is 1, one byte (E8M0).
     """
 

@@ -298,7 +298,7 @@ def _sum_and_divide(repeat: Repeat, divisor: int, frames: Tensor, out: Tensor) -
 
 
 def key_of(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
-    """Returns the key under which an operation is remembered; it must have neither noise nor carried errors.
+    """Returns the key under which an operation without noise and carried errors is remembered.
 
     The key is equal for tensors of the same layout, wherever they lie in memory.  Returns None for tensors
     that :func:`_check` may refuse although it accepted others of the same layout.

@@ -91,7 +91,7 @@ class FrameGather:
         return self._wire.all_gather(hop.axis, hop.nbytes, self._tag, ring=hop.ring, in_line=True)
 
     def finish(self) -> Tensor:
-        """Finish all hops; returns what the last one has received, valid until :meth:`close`.
+        """Finish all hops; returns what the last hop has received, valid until :meth:`close`.
 
         The result is (ranks along the last axis, bytes) uint8, and each row has the frames of the earlier axes' ranks,
         the first axis' ranks innermost.

@@ -99,8 +99,8 @@ class Mesh:
                 of two dimensions, the dimension called ``node``, ``inter``, ``replicate`` or ``dp_replicate`` is read
                 as the nodes, and the dimension called ``local``, ``intra``, ``shard`` or ``dp_shard`` as the ranks of a
                 node; without names, the dimensions are read in this order.
-            device: the device of tensors.  By default it is the device mesh's, with NCCL the current GPU,
-                otherwise the CPU.
+            device: the device of tensors.  By default it has the type of the device mesh; without a device mesh it is
+                a GPU with NCCL, otherwise the CPU.  A GPU is the current one.
             group: what ``dist.new_group([...])`` returned, or a device mesh; all ranks by default.
 
         Raises:

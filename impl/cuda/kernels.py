@@ -353,7 +353,7 @@ class Kernels(Operations):
     def _call(self, numel: int, tensors: Mapping[str, Tensor], sources: Tensor | None = None) -> _Call | None:
         """Returns the call of a kernel without scales; None for shapes and strides that kernels do not take.
 
-        The reference takes them all, so that they are no error here.
+        The reference takes all shapes and strides, so that none is an error here.
         """
         try:
             return _Call(self._spread, numel, tensors, {}, frames=sources)

@@ -307,7 +307,7 @@ class _Reading:
         return int(ranks) if 1 <= ranks < world else 0
 
     def _feedback(self) -> Feedback | None:
-        """Returns LoCo's error feedback, if the configuration has LoCo's table."""
+        """Returns LoCo's error feedback if the configuration has LoCo's table; None without the table."""
         if not self.loco:
             return None
         if not self.get(switch := f"{ZERO}.zero_quantized_gradients"):

@@ -40,7 +40,7 @@ class Renewal(Observer):
     """Measures candidate codecs, and chooses the codecs of one engine's units on one rank.
 
     Raises:
-        PolicyError: if the policy's own codecs exceed its budget.
+        PolicyError: if the policy's own codecs exceed the policy's budget.
     """
 
     def __init__(self, budget: BitBudget, units: Sequence[Unit], context: UnitContext) -> None:

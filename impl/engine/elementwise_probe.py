@@ -63,8 +63,8 @@ def elementwise(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
 def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
     """Return why an optimizer must not step shards; None if it may.
 
-    The returned text continues a sentence that begins with the name of the optimizer's class.  The optimizer,
-    all random number generators and the attributes of its class are unchanged afterwards.
+    The returned text continues a sentence that begins with the name of the optimizer's class.  The optimizer, the
+    attributes of its class and all random number generators are unchanged afterwards.
 
     Args:
         optimizer: the optimizer, with the states that it has.
@@ -229,7 +229,7 @@ class _Twin:
 
 
 def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> tuple[Any, list[nn.Parameter]]:
-    """Copy an optimizer so that it steps probes with the values ``start`` in place of its tensors.
+    """Copy an optimizer; the copy steps probes with the values ``start`` in place of the optimizer's tensors.
 
     The copy has the same options, attributes and states.  A state with the shape of one of the tensors is repeated
     to ``NUMEL`` elements, and the copy gets the elements ``part`` of these.

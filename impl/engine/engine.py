@@ -155,7 +155,8 @@ class Zero:
         """Forget local gradients that have not been reduced, from a failed pass or from :meth:`accumulating`.
 
         The gradient codecs' carried errors are forgotten too, and the next gather sends weights instead of
-        differences.  If a pass was interrupted, for example by KeyboardInterrupt, the engine leaves it.
+        differences.  A forward pass that was interrupted, for example by KeyboardInterrupt, no longer counts as
+        running.
         """
         for unit in self.units:
             unit.weight_gather.distrust()
@@ -170,8 +171,8 @@ class Zero:
 
         With a loss scale, call ``backward()`` on what ``scaler.scaled(loss)`` returns.  If the optimizers hold
         masters of several models, these models step together: their mean gradients have one joint norm, and
-        their loss scales must be equal.  A loss to which several of them contribute may be scaled by the scaler of
-        any of them.
+        their loss scales must be equal.  A loss to which several of these models contribute may be scaled by the
+        scaler of any of them.
 
         Args:
             optimizers: the optimizers to step.  With a loss scale, pass all that hold masters with gradients.
@@ -218,7 +219,7 @@ class Zero:
         """Return the engines whose masters the optimizers hold; ``call`` treats their models as one model.
 
         Raises:
-            ZeroError: if this engine is not one of them, or if they cannot be treated as one model.
+            ZeroError: if this engine is not among them, or if their models cannot be treated as one model.
         """
         together = engines_of(optimizers) or [self]
         if self not in together:
@@ -230,8 +231,8 @@ class Zero:
             mine, other = self.wire.mesh.global_ranks, engine.wire.mesh.global_ranks
             if mine != other:
                 raise ZeroError(
-                    f"{call} got optimizers that hold masters of models on different ranks, global "
-                    f"{ranks_in_words(mine)} and global {ranks_in_words(other)}: give each model an optimizer of "
+                    f"{call} got optimizers that hold masters of models on different ranks (global "
+                    f"{ranks_in_words(mine)}; global {ranks_in_words(other)}): give each model an optimizer of "
                     "its own"
                 )
             if (self.policy.loss_scale, self.scaler.scale) != (engine.policy.loss_scale, engine.scaler.scale):

@@ -230,7 +230,8 @@ def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
 def write(buffer: Tensor, values: Tensor) -> None:
     """Write ``values`` to ``buffer`` in place.
 
-    A buffer made by ``expand()`` has a single value in memory along each expanded dimension; it is written once.
+    A buffer made by ``expand()`` has a single value in memory along each expanded dimension; this value is written
+    once.
     """
     with torch.inference_mode(buffer.is_inference()), torch.no_grad():
         if buffer.layout is torch.strided:

@@ -20,7 +20,7 @@ _OTHERS: Final = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the type that ``dtype`` is, or names; raises a ZeroError if weights cannot be cast to it."""
+    """Return torch's type for ``dtype``, a type or its name; raises a ZeroError if weights cannot be cast to it."""
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found not in (*DTYPES.values(), *_OTHERS):
         others = ", ".join(map(str, (*DTYPES.values(), *_OTHERS)))

@@ -41,10 +41,10 @@ class Init:
     Args:
         mesh: the ranks, as :meth:`Mesh.of` reads them; by default all ranks.  They must draw the same random numbers.
         data_parallel_group: a process group or torch's ``DeviceMesh`` in place of ``mesh``, as DeepSpeed's ``Init``
-            calls it.  Pass it, or ``init.mesh``, to ``shard()`` as ``mesh=``.
+            calls it.  Pass this group, or ``init.mesh``, to ``shard()`` as ``mesh=``.
         policy: the policy that the model will be sharded with.  With another policy, ``shard()`` has to send
             the slices anew.
-        blocks: the classes of the model's blocks, or a function that returns whether a class is one.  Each
+        blocks: the classes of the model's blocks, or a function that returns whether a class is a block's.  Each
             block is cut as a whole; a module outside of blocks is cut when its own constructor returns.
         wire: the wire that sends messages; a new one by default.
         remote_device: the device of new values and of slices.  None, and "none" as in Megatron's
@@ -96,7 +96,8 @@ class Init:
             return self
         if active() is not None:
             raise ZeroError(
-                "Init inside Init is refused: only one Init can lay the model out, so leave one of them out"
+                "Init inside Init is refused, because only one Init can lay the model out: leave the inner or the outer "
+                "Init out"
             )
         with contextlib.ExitStack() as stack:
             if self._seed is not None:

@@ -130,8 +130,8 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
     weights whatever ``sends`` says.
 
     Axes of one rank are left out, since a rank need not send itself a message.  But if all axes before hpZ's copy, or
-    all axes after hpZ's copy, have one rank, one of them stays, and the rank copies this hop's message to itself.  A
-    user's own gather has no hops.
+    all axes after hpZ's copy, have one rank, one of these axes stays, and the rank copies the message of this hop to
+    itself.  A user's own gather has no hops.
     """
     axes, outside = policy.gather_axes(topology)
     hops, frames = list[Hop](), 1

@@ -281,7 +281,7 @@ class _Outer:
 
 
 def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
-    """Predicts the mean of the steps of a policy with a schedule."""
+    """Predicts the mean step over ``step.steps``, for a policy with a schedule."""
     numbers = step.policy.phase_counts(*step.steps)
     phases, total = step.policy.phases, sum(numbers.values())
     parts = [
@@ -411,7 +411,7 @@ class _Seconds:
         return self._reduced(reduction_hops(policy, self._topology, unit.piece, policy.grain))
 
     def outer(self, policy: Policy, unit: UnitGeometry) -> Collective:
-        """Returns the exchange between groups of how far their masters of a unit have moved."""
+        """Returns the exchange in which groups average how far their masters of a unit have moved."""
         return self._reduced(outer_hops(policy, self._topology, unit.piece, policy.grain))
 
     def _reduced(self, hops: Sequence[Hop]) -> Collective:

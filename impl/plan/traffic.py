@@ -228,10 +228,10 @@ def predict(
 
     Some events change what later events send:
 
-    - ``step`` changes the trained weights; with local steps, groups exchange the fragment that is due after it;
-    - ``changed`` (``Zero.weights_changed``) changes all weights;
-    - ``forgotten`` (``Zero.forget_gathered``): all weights are gathered anew;
-    - ``dropped`` (``Zero.drop_gradients``): the next gather sends weights, not differences.
+    - ``step`` changes the trained weights; with local steps, groups exchange the fragment that is due after the step;
+    - ``changed`` (``Zero.weights_changed``) changes all weights; - ``forgotten`` (``Zero.forget_gathered``): all
+    weights are gathered anew; - ``dropped`` (``Zero.drop_gradients``): the next gather sends weights, not
+    differences.
 
     With offload, each reduction copies the mean gradient of an offloaded master (4 bytes an element of the
     shard) to the host.  The encoded master is copied to the device once a step or, if frames are offloaded
@@ -440,7 +440,7 @@ class _Sender:
         return "weights"
 
     def meet(self) -> None:
-        """Count the exchange between groups of how far their masters of the unit have moved."""
+        """Count the exchange in which groups average how far their masters of the unit have moved."""
         hops = self.hops.of(outer_hops, self.policy, self.unit.piece, self.policy.grain)
         self.book.send(Tag("step", "gradients", self.unit.name), hops)
 

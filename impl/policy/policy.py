@@ -667,7 +667,7 @@ class Policy:
         return replace(self, align=self.grain, **{purpose: sent})
 
     def choices(self, purpose: Budgeted) -> list[Policy]:
-        """Returns this policy with each codec that its budget may choose for ``purpose``; only itself without a choice."""
+        """Returns this policy with each codec that its budget may choose for ``purpose``; itself if there is no choice."""
         return [self.with_choice(purpose, codec) for codec in self.candidates.get(purpose, ())] or [self]
 
     @property
@@ -706,7 +706,7 @@ class Policy:
         if self.schedule:
             raise PolicyError(
                 "a policy with a schedule gives its units other policies from step to step: call for_kind() on one of "
-                "its phases"
+                "the policies in its phases"
             )
         changes: dict[str, Any] = {}
         if persistent:
@@ -778,8 +778,8 @@ class Policy:
                 )
             if (end := self.schedule[-1].end) is not None:
                 raise PolicyError(
-                    f"the last span of schedule ends at step {end}, and the steps after it have no span: remove its "
-                    "until"
+                    f"the last span of schedule ends at step {end}, and the steps after it have no span: remove "
+                    "until from the last span"
                 )
             for phase in self.phases:
                 phase.check(topology)

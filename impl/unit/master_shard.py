@@ -225,8 +225,8 @@ class MasterShard:
         for master, _, _ in self._spans:
             if not master.requires_grad:
                 raise ZeroError(
-                    f"a master of unit {self._geometry.name!r} was frozen, but the model's parameters in it are "
-                    "trained: set requires_grad of the model's parameters before shard()"
+                    f"a master of unit {self._geometry.name!r} was frozen, but the model's parameters in this unit "
+                    "are trained: set requires_grad of the model's parameters before shard()"
                 )
             if hooks := master._backward_hooks or master._post_accumulate_grad_hooks:  # noqa: SLF001
                 hook = list(hooks.values())[-1]

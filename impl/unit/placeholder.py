@@ -87,7 +87,7 @@ class Placeholder(nn.Parameter):
                 return func(*args, **kwargs)
         if func in _OF_GRADIENTS:
             raise ZeroError(
-                f"{func.__name__}() on parameter {_keepers[args[0]].name!r}, whose gradient is sharded: change the "
+                f"{func.__name__}() was called on parameter {_keepers[args[0]].name!r}, whose gradient is sharded: change the "
                 "gradients of the masters (Zero.param_groups()) after the backward pass instead"
             )
         if func in _OF_LAYOUT:
