@@ -87,7 +87,7 @@ class SavedMasters:
         return entries
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values (n,)) for each range that this rank saves of the states with a value for each element."""
+        """Yield (name, values (n,)) of each range that this rank saves, for all states with one value per element."""
         for number, optimizer in enumerate(self._optimizers):
             for master in _masters(optimizer):
                 for key, value in optimizer.state.get(master, {}).items():

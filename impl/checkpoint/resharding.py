@@ -124,7 +124,7 @@ class Parts:
         return whole
 
     def tensors(self, number: int, kind: str) -> dict[str, Tensor]:
-        """Returns, by NAME, the tensors that file ``number`` has under ``kind/NAME``, which are whole and no ranges."""
+        """Returns, by NAME, the tensors that file ``number`` has under ``kind/NAME``; they are whole, not ranges."""
         file, prefix = self._files[number], f"{kind}/"
         keys = [key for key in file.offset_keys() if key.startswith(prefix)]
         return {key.removeprefix(prefix): file.get_tensor(key).clone() for key in keys}

@@ -249,7 +249,7 @@ def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
 
 
 def _tensors(zero: Zero, masters: SavedMasters) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of this rank's file, by name."""
+    """Yield (name, tensor) for each tensor of this rank's file."""
     mesh = zero.wire.mesh
     for unit in zero.units:
         master = unit.master_shard.master  # for weights that are kept as codes, a decoded copy

@@ -149,7 +149,7 @@ class _Scaled(_Framed):
         return frozenset(Law) - broken
 
     def block_size(self, numel: int) -> int:
-        """Returns how many elements share a scale in a row of ``numel``: the block, or the whole row."""
+        """Returns how many elements share a scale in a row of ``numel``: a block, or all of a shorter row."""
         return numel if self.block == "shard" else min(self.block, numel)
 
     def blocks(self, numel: int) -> int:

@@ -48,7 +48,7 @@ class _Lossless:
         return HEADER + 4 * numel
 
     def error_bound(self, low: float, high: float, out: Dtype) -> float:
-        """Returns the largest error: that of rounding to ``out``, since decoded elements are the encoded ones."""
+        """Returns the largest |decoded - x|: the error of rounding to ``out``, since nothing else is lost."""
         return 0.0 if out == "fp32" else _rounding(low, high, out)
 
     def encode(self, x: Tensor, frame: Tensor) -> None:
@@ -128,7 +128,7 @@ class _Bf16(_Lossless):
     kinds: ClassVar[list[Dtype]] = ["fp32", "bf16"]
 
     def error_bound(self, low: float, high: float, out: Dtype) -> float:
-        """Returns the largest error: that of the cast to bf16 and of rounding to ``out``."""
+        """Returns the largest |decoded - x|: the errors of the cast to bf16 and of rounding to ``out`` together."""
         return _rounding(low, high, "bf16") + _rounding(low, high, out)
 
     def encode(self, x: Tensor, frame: Tensor) -> None:

@@ -52,7 +52,7 @@ def encode(codec: OwnCodec, x: Tensor, frames: Tensor, noise: Noise | None) -> N
 
 
 def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
-    """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S), rounded and saturated to the output's type."""
+    """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S), rounded and saturated to its dtype."""
     kind = _cast(codec, out[..., :0]).dtype
     x = torch.empty(out.shape, dtype=kind, device=out.device)
     by_rows(codec.definition.decode)(frames[..., : codec.own_bytes(out.shape[-1])].clone(), x)

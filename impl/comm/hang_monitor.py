@@ -30,7 +30,7 @@ class Work(Protocol):
     """An operation that has completed once an exchange's messages have arrived, such as torch's ``dist.Work``."""
 
     def is_completed(self) -> bool:
-        """Return whether the exchange has arrived."""
+        """Return whether all messages of the exchange have arrived."""
 
 
 def end_process(error: WireError) -> NoReturn:

@@ -40,7 +40,7 @@ class WireError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Mark:
-    """A moment for which :meth:`Watchdog.mark_exposed` was asked, between two waits of the device's stream."""
+    """The moment of a call of :meth:`Watchdog.mark_exposed`, between two waits of the device's stream."""
 
     # the seconds that were waited before this moment; None until the device has passed these waits
     seconds: float | None = None
@@ -84,7 +84,7 @@ class Watchdog:
         return self._finished_waits()
 
     def mark_exposed(self) -> Callable[[], float]:
-        """Return a function that returns the exposed seconds until now.
+        """Return a function that returns the exposed seconds before this call.
 
         If the device's stream waits for messages, call that function once the device has passed this moment.
         """

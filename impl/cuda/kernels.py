@@ -168,7 +168,7 @@ class _Call:
         return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * per_thread)), loops=loops)
 
     def extents(self, codec: Blocked, device: torch.device) -> Launch:
-        """Returns the launch that writes each block's extremes to memory that this object allocates and keeps."""
+        """Returns the launch that writes each block's least and greatest value to memory that this object keeps."""
         block, blocks = codec.block_size(self.numel), codec.blocks(self.numel)
         self._extremes = torch.zeros(2 * blocks * math.prod(self.sizes), dtype=torch.int32, device=device)
         parts, coding = -(-block // SCANNED), _coding(codec, self.numel)

@@ -143,7 +143,7 @@ def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
 
 
 class _Reading:
-    """A configuration while it is read.
+    """Reads one configuration: checks its keys and values, and builds the recipe.
 
     "Current" paths are those that DeepSpeed uses today; older spellings are translated to them.
     """

@@ -74,7 +74,7 @@ def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
 
 
 def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
-    """Do the work of :func:`why_not`; with ``every``, all tensors of a group are stepped, otherwise the first ones."""
+    """Do the work of :func:`why_not`; with ``every``, all tensors of a group are stepped, else only the first."""
     wrong = "so on shards it would be another algorithm; use an elementwise optimizer, such as AdamW"
     task = _Task.draw()
     with _restored(optimizer) as drew:

@@ -216,7 +216,7 @@ class Zero:
     def _together(
         self, call: str, optimizers: Sequence[torch.optim.Optimizer], *, max_norm: float | None
     ) -> list[Zero]:
-        """Return the engines whose masters the optimizers hold; ``call`` treats their models as one model.
+        """Return the engines whose masters the optimizers hold, and whose models ``call`` treats as one model.
 
         Raises:
             ZeroError: if this engine is not among them, or if their models cannot be treated as one model.

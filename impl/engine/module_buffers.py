@@ -155,7 +155,7 @@ class ModuleBuffers:
         check(buffers)
 
     def _replace(self, buffer: Tensor, values: Tensor) -> None:
-        """Put a new buffer with ``values`` in place of ``buffer``, which a pass computed and cannot be written to."""
+        """Put a new buffer with ``values`` in place of ``buffer``, which is a pass's result and cannot be written."""
         with torch.inference_mode(mode=False), torch.no_grad():
             new = torch.empty_like(buffer, requires_grad=False).copy_(values)
         for part in self._model.modules():

@@ -30,7 +30,7 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """Counts of the values of one tensor that the type cannot hold."""
+    """Counts of the values of one tensor that were lost in a cast to a narrower type."""
 
     name: str
     numel: int

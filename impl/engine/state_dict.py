@@ -37,7 +37,7 @@ def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
 
 
 def is_extra(name: str) -> bool:
-    """Return whether an entry of a state dict is a module's ``get_extra_state()``."""
+    """Return whether the entry ``name`` of a state dict comes from a module's ``get_extra_state()``."""
     return name.rpartition(".")[2] == EXTRA
 
 

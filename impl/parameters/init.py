@@ -96,8 +96,8 @@ class Init:
             return self
         if active() is not None:
             raise ZeroError(
-                "Init inside Init is refused, because only one Init can lay the model out: leave the inner or the outer "
-                "Init out"
+                "Init inside Init is refused, because only one Init can lay the model out: leave the inner or the "
+                "outer Init out"
             )
         with contextlib.ExitStack() as stack:
             if self._seed is not None:

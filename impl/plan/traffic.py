@@ -182,7 +182,7 @@ class Book:
             size *= axis.size
 
     def uneven(self, tag: Tag, axis: Axis, sizes: Sequence[int]) -> None:
-        """Count a message of ``sizes[i]`` bytes to the i-th rank along ``axis``, except to this rank or of 0 bytes."""
+        """Count a message of ``sizes[i]`` bytes to each i-th rank along ``axis``, but none to this rank or of 0 bytes."""
         for link, (nbytes, messages) in uneven(self.topology, axis, self.rank, sizes).items():
             key = LedgerKey(*tag, axis.name, link)
             before = self.sent.get(key, (0, 0))
@@ -353,7 +353,7 @@ def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Place
 
 
 def _chosen(sizes: Sequence[int], share: float) -> list[bool]:
-    """Returns, for each size, whether it is chosen: the first sizes are, until they reach ``share`` of the whole sum.
+    """Returns for each size whether it is chosen: the first sizes, until their sum reaches ``share`` of the whole sum.
 
     A size of 0 is never chosen.
     """

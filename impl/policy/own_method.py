@@ -56,7 +56,7 @@ class MethodError(ValueError):
 
 
 class MethodLaw(enum.Enum):
-    """A property that a method can promise; ``zeropp check method`` tests exactly the promised ones."""
+    """A property that a method can promise; ``zeropp check method`` tests exactly the promised laws."""
 
     SAME_ON_ALL_RANKS = "every rank finds the same mean, bit by bit, however the mean is sharded"
     ZERO = "a new method turns gradients of zeros into a mean of zeros"
@@ -202,7 +202,7 @@ class OwnMethod:
         return self.definition(unit, wire, **dict(self.arguments))
 
     def error_bound(self, unit: MethodUnit) -> float:
-        """Returns the largest error of an element that the class promises; infinity if it promises none.
+        """Returns the largest error that the class promises for an element; infinity if the class promises none.
 
         For a gather, the error is a multiple of the largest magnitude of the weights in the shard.  For a reduction,
         every rank's gradient has a largest magnitude in the shard, and the error is a multiple of the ranks' mean.

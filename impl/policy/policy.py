@@ -667,7 +667,7 @@ class Policy:
         return replace(self, align=self.grain, **{purpose: sent})
 
     def choices(self, purpose: Budgeted) -> list[Policy]:
-        """Returns this policy with each codec that its budget may choose for ``purpose``; itself if there is no choice."""
+        """Returns this policy with each codec that a budget may choose for ``purpose``; without a budget, only itself."""
         return [self.with_choice(purpose, codec) for codec in self.candidates.get(purpose, ())] or [self]
 
     @property

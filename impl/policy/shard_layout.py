@@ -108,7 +108,7 @@ class UnitGeometry:
 
     @property
     def shards(self) -> int:
-        """Number of shards of one copy: the ranks of a group."""
+        """Number of shards in one copy of the unit, one for each rank of a group."""
         return self.group or self.world
 
     @property

@@ -359,7 +359,7 @@ class ThreadStore:
 
 @dataclass(slots=True, eq=False)
 class _Awaited:
-    """The keys for which a rank waits, without those that are there."""
+    """The keys for which a rank waits, without those that are set already."""
 
     missing: set[str]
     event: Event = field(default_factory=Event)

@@ -127,7 +127,7 @@ class MethodDriver:
         self._instance = self._new()
 
     def drain(self) -> None:
-        """Wait for messages that the method has sent and not received."""
+        """Wait for the messages that the method has posted and not waited for."""
         self.wire.drain()
 
     def messages(self, topology: Topology, *gather: GatherInfo) -> tuple[MethodMessage, ...] | None:

@@ -87,8 +87,8 @@ class Placeholder(nn.Parameter):
                 return func(*args, **kwargs)
         if func in _OF_GRADIENTS:
             raise ZeroError(
-                f"{func.__name__}() was called on parameter {_keepers[args[0]].name!r}, whose gradient is sharded: change the "
-                "gradients of the masters (Zero.param_groups()) after the backward pass instead"
+                f"{func.__name__}() was called on parameter {_keepers[args[0]].name!r}, whose gradient is sharded: "
+                "change the gradients of the masters (Zero.param_groups()) after the backward pass instead"
             )
         if func in _OF_LAYOUT:
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
