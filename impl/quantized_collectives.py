@@ -81,8 +81,8 @@ def quantized_all_gather(
         if out.shape != (world, *x.shape) or out.dtype != x.dtype or not out.is_contiguous() or out.is_neg():
             minus = ", negated (resolve_neg() makes it plain)" if out.is_neg() else ""
             raise ValueError(
-                f"out must be a contiguous {(world, *x.shape)} {x.dtype}, got {tuple(out.shape)} {out.dtype} "
-                f"with strides {out.stride()}{minus}"
+                f"out must be a contiguous tensor of shape {(world, *x.shape)} and {x.dtype}, got "
+                f"{tuple(out.shape)} {out.dtype} with strides {out.stride()}{minus}"
             )
         if out.requires_grad and torch.is_grad_enabled():
             raise ValueError(

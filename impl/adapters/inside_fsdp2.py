@@ -218,7 +218,7 @@ class InFSDP2(Joined):
             )
         if dtype not in NAMES:
             raise HostError(
-                f"{prefix} in {dtype}: set the types of its MixedPrecisionPolicy to one of {', '.join(NAMES.values())}"
+                f"{prefix} in {dtype}: set the types of the MixedPrecisionPolicy to one of {', '.join(NAMES.values())}"
             )
         if verb == "gathers" and numel != group.shard:
             raise HostError(

@@ -62,7 +62,7 @@ class Manifest:
                     )
                 if number in numbers and digest_of(file)[1] != sha256:
                     raise CheckpointError(
-                        f"{file}: altered since it was written: its digest differs; load another checkpoint"
+                        f"{file}: was altered since it was written: its digest differs; load another checkpoint"
                     )
             except OSError as error:
                 raise CheckpointError(
@@ -105,7 +105,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     if fields.pop("sha256", None) != digest(fields):
         raise CheckpointError(
-            f"{file}: altered since it was written: its digest differs; load another checkpoint"
+            f"{file}: was altered since it was written: its digest differs; load another checkpoint"
         )
     content = {name: value for name, value in fields.items() if name not in ("format", "version")}
     if (fault := _fault(content)) is not None:

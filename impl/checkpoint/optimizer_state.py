@@ -60,7 +60,7 @@ class SavedMasters:
                         why = "a tensor that is not a master of this engine"
                     raise CheckpointError(
                         f"optimizer {number} holds {why}: build each optimizer from masters of its own, which "
-                        "Zero.param_groups() returns, and pass it once"
+                        "Zero.param_groups() returns, and pass each optimizer once"
                     )
                 unclaimed.remove(key)
 

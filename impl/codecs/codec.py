@@ -165,7 +165,7 @@ class _Scaled(_Framed):
         """Raise CodecError for an impossible block or rotation; ``head`` is the codec's type in the message."""
         block, hadamard = self.block, self.hadamard
         if block != "shard" and not 1 <= block <= MOST_BLOCK:
-            raise CodecError(f"{head}:{block}: a block has 1 to {MOST_BLOCK} elements")
+            raise CodecError(f"{head}:{block}: a block must have 1 to {MOST_BLOCK} elements")
         if hadamard and (hadamard & (hadamard - 1) or not 2 <= hadamard <= MOST_HADAMARD):
             raise CodecError(f"{head}: hadamard{hadamard} is not a power of two from 2 to {MOST_HADAMARD}")
         if hadamard and block != "shard" and block % hadamard:

@@ -127,7 +127,7 @@ class Mesh:
             kind, topology = "cuda" if backend == "nccl" else "cpu", topology or _placed(members)
         if len(members) != topology.world:
             raise MeshError(
-                f"topology {topology} needs {topology.world} ranks, the process group has {len(members)}: pass a "
+                f"topology {topology} needs {topology.world} ranks, but the process group has {len(members)}: pass a "
                 "topology of as many ranks as the group has"
             )
         if device is None:

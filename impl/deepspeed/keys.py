@@ -137,7 +137,7 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         elif path in KEYS or (path in SECTIONS and (value is None or isinstance(value, Mapping))):
             yield path, value
         elif path in SECTIONS:
-            raise DeepSpeedError(f"{path} = {shown(value)}: expected a table, such as {{}}")
+            raise DeepSpeedError(f"{path} = {shown(value)}: expected a table of keys")
         else:
             raise DeepSpeedError(f"unknown key {path!r}{_nearest(path)}")
 

@@ -43,7 +43,7 @@ class Masters:
         tables: Any = {} if options is None else options
         if not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) for t in tables.values()):
             raise ZeroError(
-                "param_groups(options=...): expected a table with the options of each group by its number, such as "
+                "param_groups(options=...): expected a table that maps a group's number to its options, such as "
                 '{0: {"lr": 1e-3}}'
             )
         numbers = sorted({slot.spec.group for unit in self._units for slot in unit.geometry.slots})

@@ -132,7 +132,7 @@ def drafts_of(
             )
         if names[block] in (ROOT, PERSISTENT):
             raise ZeroError(
-                f"a block is called {names[block]!r}, which is the name of another unit of the engine: rename it"
+                f"a block is called {names[block]!r}, which is the name of another unit of the engine: rename the block"
             )
         for module in block.modules():
             if module in owner:

@@ -182,7 +182,7 @@ class Book:
             size *= axis.size
 
     def uneven(self, tag: Tag, axis: Axis, sizes: Sequence[int]) -> None:
-        """Count a message of ``sizes[i]`` bytes to each i-th rank along ``axis``, but none to this rank or of 0 bytes."""
+        """Count a message of ``sizes[i]`` bytes to each i-th rank along ``axis``; none to this rank or of 0 bytes."""
         for link, (nbytes, messages) in uneven(self.topology, axis, self.rank, sizes).items():
             key = LedgerKey(*tag, axis.name, link)
             before = self.sent.get(key, (0, 0))

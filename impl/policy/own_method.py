@@ -258,12 +258,12 @@ def checked(name: str, kind: Any) -> type[Any]:
         raise MethodError(f"{name}: is a {type(kind).__name__}, expected a class: name the class")
     for member in ("start", "finish"):
         if not callable(getattr(kind, member, None)):
-            raise MethodError(f"{name}: has no method {member!r}")
+            raise MethodError(f"{name}: has no method {member!r}: define it in the class")
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
-        raise MethodError(f"{name}: has no method {missing[0]!r}")
+        raise MethodError(f"{name}: has no method {missing[0]!r}: define it in the class")
     if callable(getattr(kind, "state", None)) != callable(getattr(kind, "load", None)):
         raise MethodError(
-            f"{name}: has only one of the methods 'state' and 'load'; a method with a state needs both"
+            f"{name}: has only one of the functions 'state' and 'load': define both, or neither"
         )
     laws = getattr(kind, "laws", ())
     if isinstance(laws, str) or not isinstance(laws, Iterable):
@@ -272,7 +272,9 @@ def checked(name: str, kind: Any) -> type[Any]:
         if law not in LAWS:
             raise MethodError(f"{name}: unknown law {law!r}: expected some of {', '.join(LAWS)}")
         if (needed := _NEEDS.get(LAWS[law])) is not None and not callable(getattr(kind, needed, None)):
-            raise MethodError(f"{name}: has no method {needed!r}, which the law {law!r} needs")
+            raise MethodError(
+                f"{name}: has no method {needed!r}, which the law {law!r} needs: define it, or remove the law"
+            )
         if LAWS[law] is MethodLaw.SETTLES and role_of(kind) == "reduce":
             raise MethodError(
                 f"{name}: only a class that gathers weights can promise the law {law!r}, and this class reduces "

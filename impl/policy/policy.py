@@ -667,7 +667,7 @@ class Policy:
         return replace(self, align=self.grain, **{purpose: sent})
 
     def choices(self, purpose: Budgeted) -> list[Policy]:
-        """Returns this policy with each codec that a budget may choose for ``purpose``; without a budget, only itself."""
+        """Returns this policy with each codec that a budget may choose for ``purpose``; itself without a budget."""
         return [self.with_choice(purpose, codec) for codec in self.candidates.get(purpose, ())] or [self]
 
     @property
@@ -790,7 +790,7 @@ class Policy:
             if self.local_steps is not None and self.group_ranks(topology) == topology.world:
                 groups = f"group={self.group!r} on {topology} makes one group of all ranks"
                 raise PolicyError(
-                    f"local_steps={self.local_steps} needs two groups or more, and {groups}: choose smaller groups, or "
+                    f"local_steps={self.local_steps} needs two groups or more, but {groups}: choose smaller groups, or "
                     "remove local_steps"
                 )
             for reason in self._user_codec_errors() if self.readable else ():

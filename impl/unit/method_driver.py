@@ -105,7 +105,7 @@ class MethodDriver:
         for name, value in state.items():
             if not isinstance(name, str) or "/" in name or not isinstance(value, Tensor):
                 raise self._error(
-                    f"state() has {name!r} of type {type(value).__name__}: expected tensors by names without '/'"
+                    f"state() has {name!r} of type {type(value).__name__}: expected tensors, under names without '/'"
                 )
             copies[self.prefix + name] = value.detach().clone()
         return copies

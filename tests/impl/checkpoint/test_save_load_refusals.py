@@ -42,7 +42,7 @@ SPOILT: dict[str, Callable[[Path], object]] = {  # by its error
     r"rank-00002.safetensors: has \d+ bytes, but \d+ according to the manifest": lambda file: (
         file.write_bytes(file.read_bytes()[:-1])
     ),
-    "rank-00002.safetensors: altered since it was written": lambda file: file.write_bytes(
+    "rank-00002.safetensors: was altered since it was written": lambda file: file.write_bytes(
         file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])
     ),
     "is not a checkpoint: manifest.json: No such file": lambda file: (file.parent / MANIFEST).unlink(),
