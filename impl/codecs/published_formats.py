@@ -41,7 +41,7 @@ class _Format:
 
     @property
     def block(self) -> int | str:
-        """The number of elements that share all scales, or ``shard``."""
+        """The number of elements in a block, or ``shard`` if a scale belongs to the whole shard."""
         return self.size
 
     def _parts(self, numel: int) -> list[int]:

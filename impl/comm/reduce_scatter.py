@@ -79,7 +79,7 @@ class Reduction:
             self._events += [[(number, 0)] for number in range(len(self._summing), len(self.hops))]
 
     def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
-        """Return the random bits of hop number ``hop`` from element ``start`` of each piece on.
+        """Return the random bits for hop number ``hop``, beginning at element ``start`` of each piece.
 
         Returns None without a key, or if the hop's codec does not round stochastically.
         """

@@ -78,7 +78,8 @@ class Watchdog:
     def exposed_seconds(self) -> float:
         """Seconds spent in :meth:`wait`: by the host, or by the device's stream in work that has finished.
 
-        Waits of the device's stream count from the first reading of this property, or call of :meth:`mark_exposed`, on.
+        Waits of the device's stream are counted only after this property was first read, or :meth:`mark_exposed`
+        first called.
         """
         self._timed = True
         return self._finished_waits()

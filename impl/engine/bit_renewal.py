@@ -58,7 +58,7 @@ class Renewal(Observer):
         self._observe()
 
     def _observe(self) -> None:
-        """Observe gradients from here on if a choice follows this step; otherwise stop observing them."""
+        """From now on, observe gradients if a choice of codecs follows this step; otherwise do not observe them."""
         due = self._clock.step % self._every == 0
         if due or self._measuring:
             self.forget()
@@ -80,7 +80,7 @@ class Renewal(Observer):
         self._squares.zero_()
 
     def stepped(self) -> None:
-        """After an optimizer's step, choose anew if that step was measured; all ranks must call it."""
+        """After an optimizer's step, choose codecs anew if errors were measured in that step; all ranks must call it."""
         if self._measuring:
             self._choose()
         self._observe()
@@ -110,7 +110,7 @@ class Renewal(Observer):
                 )
 
     def _adopt(self, choice: _Choice, chosen: list[int]) -> None:
-        """Have the share's units send with the ``chosen`` codecs from here on."""
+        """Have the share's units send with the ``chosen`` codecs from now on."""
         share = choice.share
         for name, before, index in zip(share.units, choice.chosen, chosen, strict=True):
             if index != before:

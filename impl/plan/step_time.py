@@ -441,7 +441,7 @@ class _Seconds:
     def _timed(self, hop: Hop, size: int, before: float) -> TimedHop:
         """Returns the seconds of an exchange in which a rank sends ``size`` bytes to every other rank along the axis.
 
-        In a ring all these messages go to the next rank.  A step of a ring that reduces is one of these messages.
+        In a ring all these messages go to the next rank.  In a ring that reduces, each of these messages is one step.
         ``before`` are the seconds of encoding and decoding before the exchange.
         """
         if hop.axis.size == 1:

@@ -392,7 +392,7 @@ class _Sender:
             self.change = "stepped" if self.change == "unchanged" else self.change
 
     def follow(self, policy: Policy) -> None:
-        """Send as ``policy`` says from here on; weights are gathered anew if ``policy`` gathers them in another way."""
+        """Send as ``policy`` says from now on; weights are gathered anew if ``policy`` gathers them in another way."""
         if policy.gathering != self.policy.gathering:
             self.gathered = self.current = False
             self.steps = None

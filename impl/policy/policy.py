@@ -539,8 +539,8 @@ class Policy:
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec whose messages cannot be cut into chunks.
 
-        With ``user_codecs``, only codecs from named modules are checked, which are imported for it; otherwise only all
-        other codecs.
+        With ``user_codecs``, the codecs from named modules are checked, which are imported for this; without, all
+        others.
         """
         for codec in (*self.gradients, *self.candidates.get("gradients", ())) if self.chunks > 1 else ():
             if isinstance(codec, OwnCodec) == user_codecs and codec.block == "shard":

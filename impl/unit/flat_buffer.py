@@ -136,7 +136,7 @@ class FlatBuffer:
                     member.parameter.data = flat.as_strided(*member.view)
 
     def expose(self) -> None:
-        """Have modules hold the parameters; :meth:`written` reports writes to them from here on."""
+        """Have modules hold the parameters; :meth:`written` reports writes to them from now on."""
         self._marks = marks = []
         for member in self.members:
             parameter = member.parameter

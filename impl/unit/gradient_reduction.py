@@ -89,7 +89,7 @@ class GradientReduction:
         self.follow(context.policy)
 
     def follow(self, policy: Policy) -> None:
-        """Reduce according to ``policy`` from here on; carried errors are kept."""
+        """Reduce according to ``policy`` from now on; carried errors are kept."""
         self._take_up(self._way(policy))
 
     def prepare(self, policies: Sequence[Policy]) -> None:

@@ -215,7 +215,7 @@ class MasterShard:
                 self._foreign = True
 
     def _move(self) -> None:
-        """Move the shard to other memory, because its present memory belongs to a user from here on."""
+        """Move the shard to other memory, because its present memory belongs to a user from now on."""
         with torch.inference_mode(mode=False):  # the memory will outlive a pass in inference mode
             self.held.data = self.held.detach().clone()
             self._own = [self.held[start:end] for _, start, end in self._spans]
@@ -259,7 +259,7 @@ class MasterShard:
     # Frames
 
     def encode_as(self, codec: Codec) -> None:
-        """Encode frames with ``codec`` from here on."""
+        """Encode frames with ``codec`` from now on."""
         self._codec, self._frame_bytes = codec, codec.frame_bytes(self._geometry.shard)
 
     def write_frame(self, frame: Tensor) -> None:

@@ -61,7 +61,7 @@ class Method(abc.ABC):
         """Return everything on which later results depend, such as carried errors; here ``self.kept``.
 
         The engine saves this state in checkpoints, and restores it after rehearsals.  Names, shapes and types must be
-        the same from the constructor on.  The engine does not call this between ``start()`` and ``finish()``.
+        those of a newly constructed object.  The engine does not call this between ``start()`` and ``finish()``.
         """
         return self.kept
 

@@ -141,13 +141,13 @@ def values_of(parameter: Placeholder) -> Tensor:
 
 
 def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Make ``parameter`` a placeholder without changing its data: from here on, uses ask ``keeper``."""
+    """Make ``parameter`` a placeholder without changing its data: from now on, uses ask ``keeper``."""
     _keepers[parameter] = keeper
     parameter.__class__ = Placeholder
 
 
 def release(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Take the values of ``parameter`` away and make it a placeholder: from here on, uses ask ``keeper``."""
+    """Take the values of ``parameter`` away and make it a placeholder: from now on, uses ask ``keeper``."""
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         # One NaN, expanded to the shape: code that does not ask the keeper reads NaN, and torch refuses writes.
