@@ -28,10 +28,10 @@ from impl.policy.shard_layout import UnitGeometry
 class Range(NamedTuple):
     """Elements [start, end) of a parameter, and their place in a shard or master."""
 
-    name: str
+    name: str  # of the parameter
     start: int
     end: int
-    place: slice
+    place: slice  # the same elements in the shard or master
 
     def key(self, kind: str) -> str:
         """Returns the name of the range in a file; ``kind`` is, for example, ``weight`` or ``optimizer0.exp_avg``."""

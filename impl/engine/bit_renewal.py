@@ -80,7 +80,7 @@ class Renewal(Observer):
         self._squares.zero_()
 
     def stepped(self) -> None:
-        """After an optimizer's step, choose codecs anew if errors were measured in that step; all ranks must call it."""
+        """After an optimizer's step, choose codecs anew if that step measured errors; all ranks must call it."""
         if self._measuring:
             self._choose()
         self._observe()

@@ -126,7 +126,7 @@ class _Sent(NamedTuple):
     """A part of a matrix on the rank that holds it."""
 
     part: Part
-    owner: int
+    owner: int  # index of the owner among the ranks that share one copy of the states
     momentum: slice  # the part's bytes in this rank's messages to owners
     update: slice  # the part's bytes in the message from the owner
 
@@ -142,7 +142,7 @@ class _Held(NamedTuple):
 class _Piece(NamedTuple):
     """A part of a matrix on its owner."""
 
-    holder: int
+    holder: int  # index of the rank that holds the part, counted as owners are
     place: slice  # the part's elements in the matrix
     momentum: slice  # the part's bytes in the message from the holder
     update: slice  # the part's bytes in the owner's messages to holders

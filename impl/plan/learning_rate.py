@@ -28,7 +28,7 @@ class Schedule:
     shape: Literal["linear", "log"] = (
         "linear"  # of the warm-up; ``log`` has an effect only with ``as_deepspeed``
     )
-    decay: Decay = "none"
+    decay: Decay = "none"  # shape of the decay after the warm-up
     floor: float = 0.0  # factor at the end of the decay
     # Whether steps are counted as in DeepSpeed, which applies a schedule only after the first step: that step has
     # the factor ``start``, or 0 with a cosine.  Steps of the schedule are counted from the second step, and a

@@ -46,7 +46,7 @@ class Tag(NamedTuple):
 
     phase: Phase
     purpose: Purpose
-    unit: str = ""
+    unit: str = ""  # name of the unit; empty for messages that concern no single unit
 
 
 MOMENTUM: Final = Tag("step", "momentum")  # to the owners of matrices
@@ -58,9 +58,9 @@ class LedgerKey(NamedTuple):
 
     phase: Phase
     purpose: Purpose
-    unit: str
+    unit: str  # name of the unit; empty for messages that concern no single unit
     hop: str  # name of the axis
-    link: Link
+    link: Link  # whether the message leaves the node
 
 
 class Sent(NamedTuple):

@@ -397,8 +397,8 @@ class GradientReduction:
 class _Way(NamedTuple):
     """How a unit's gradient is reduced according to one policy."""
 
-    collective: Reduction | OwnReduction
-    feedback: Feedback | None
+    collective: Reduction | OwnReduction  # the object that reduces
+    feedback: Feedback | None  # None: no errors are carried
     collects: bool  # whether gradients may be collected in the message of hop 1
     draws: bool  # whether a codec rounds stochastically
     pads: Sequence[tuple[int, int]]  # the parts of the mean to set to zero

@@ -21,7 +21,7 @@ from impl.errors import ZeroError
 class Keeper(Protocol):
     """Provides the values of a parameter that has become a placeholder, or refuses to."""
 
-    name: str
+    name: str  # of the parameter
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         """Return the tensor to compute with in place of ``parameter``, or raise an error.
