@@ -65,7 +65,7 @@ def check_host(host: Host, policy: Policy) -> None:
             why = _WHY.get(name, "the host decides this itself")
             value, expected = (policy.schedule_in_words, "none") if name == "schedule" else (value, expected)
             raise PolicyError(
-                f"{name} = {value} is refused inside {host}: {why}; expected {expected}, unless you use a strategy of "
+                f"{name} = {value} inside {host}: {why}; expected {expected}, unless you use a strategy of "
                 "this project's engine"
             )
     for name, own, known in (
@@ -74,13 +74,13 @@ def check_host(host: Host, policy: Policy) -> None:
     ):
         if own is not None:
             raise PolicyError(
-                f"{name} = {own} is refused inside {host}: a method of your own needs units of this project's engine; "
+                f"{name} = {own} inside {host}: a method of your own needs units of this project's engine; "
                 f"expected one of {known}, unless you use a strategy of this project's engine"
             )
     for codec in (policy.weights, *policy.gradients):
         if (not isinstance(codec, OwnCodec) or codec.readable) and codec.stochastic:
             raise PolicyError(
-                f"{codec} is refused inside {host}: stochastic rounding needs the number of the step, which {host} "
+                f"{codec} inside {host}: stochastic rounding needs the number of the step, which {host} "
                 "does not tell collectives; expected a codec that rounds to nearest"
             )
 

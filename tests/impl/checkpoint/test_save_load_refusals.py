@@ -38,7 +38,7 @@ def _refused(mesh: Mesh, folder: Path, net: nn.Module, optimizer: Any, count: in
 
 
 SPOILT: dict[str, Callable[[Path], object]] = {  # by its error
-    r"rank-00002.safetensors: No such file": lambda file: file.unlink(),
+    r"rank-00002.safetensors: cannot be read: No such file": lambda file: file.unlink(),
     r"rank-00002.safetensors: has \d+ bytes, but \d+ according to the manifest": lambda file: (
         file.write_bytes(file.read_bytes()[:-1])
     ),

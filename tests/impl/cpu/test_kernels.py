@@ -154,7 +154,7 @@ def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
             ValueError, match=r"int8:8: elements of shape \(9,\) need .* of shape \(32,\), got \(33,\)"
         ):
             kernels.encode(codec, torch.zeros(9), torch.zeros(33, dtype=torch.uint8))
-        with pytest.raises(ValueError, match=r"contiguous uint8, got .* strides \(1, 48\)"):
+        with pytest.raises(ValueError, match=r"contiguous uint8 frames .* strides \(1, 48\)"):
             kernels.decode(codec, torch.zeros(48, 48, dtype=torch.uint8).t(), torch.zeros(48, 32))
         with pytest.raises(ValueError, match="tensors are on cpu and meta"):
             kernels.encode(codec, x.to("meta"), frames)
