@@ -46,7 +46,7 @@ def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
     spent = total(parts, chosen).bytes
     if spent > budget:
         raise ValueError(
-            f"a budget of {budget} bytes is too small: even the smallest codecs take {spent} bytes; allow at least "
+            f"a budget of {budget} bytes is too small: the smallest codecs take {spent} bytes; allow at least "
             f"{spent} bytes"
         )
     while steps := [
