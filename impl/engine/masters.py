@@ -244,7 +244,7 @@ class LossScaler:
             self.skipped += skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run continues from."""
+        """Return the scale, the number of skipped steps, and the steps since the scale last changed."""
         return {"scale": self.scale, "skipped": self.skipped, "since": self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
