@@ -43,10 +43,10 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
 
 
 def try_codec(operations: Operations, codec: Codec, device: torch.device) -> None:
-    """Encode one octet of zeros, and decode it, with a codec that has kernels; with a cast, encode it and sum it.
+    """Encode eight zeros with ``codec`` and decode them, or sum them if it is a cast, to learn whether its kernels run.
 
     Raises:
-        RuntimeError: if that fails; the message names the codec.
+        RuntimeError: if a kernel does not compile or run; the message names the codec.
     """
     if not (isinstance(codec, Raw) or has_kernels(codec)):
         return
@@ -95,7 +95,7 @@ def operations_of(name: str) -> Operations:
         return REFERENCE
     operations, warning = _choose(name)
     if operations is REFERENCE:
-        raise ValueError(f"backend {name!r}: {warning}")
+        raise ValueError(f"backend {name!r} cannot be used: {warning}")
     return operations
 
 
@@ -106,7 +106,7 @@ def warning_of(device: torch.device) -> str | None:
 
 @functools.cache
 def _choose(device: str) -> tuple[Operations, str | None]:
-    """Return (operations for a type of device, the reason if they are only the reference's, otherwise None)."""
+    """Return the operations for a type of device, and why they are the reference's (None if there are kernels)."""
     if device == "cpu":
         try:
             return cpu.Kernels(build.library(build.user_folder())), None
@@ -116,7 +116,7 @@ def _choose(device: str) -> tuple[Operations, str | None]:
         if importlib.util.find_spec("cupy") is None:
             return REFERENCE, "no CUDA kernels: CuPy is not installed"
         return cuda.Kernels(on_device), None
-    raise ValueError(f"no kernels for device {device}: expected one of cpu, cuda")
+    raise ValueError(f"there are no kernels for device {device}: expected one of cpu, cuda")
 
 
 def encode(
@@ -187,7 +187,7 @@ def decode_sum_encode(
 
 
 def sums_of_bits(values: Tensor) -> Tensor:
-    """Return sums (n,) int64 of the bits of ``values`` (S,) fp32, to detect writes.
+    """Return checksums (n,) int64 of ``values`` (S,) fp32, by which writes are detected.
 
     See :meth:`Operations.sums_of_bits`.
     """

@@ -81,8 +81,8 @@ def quantized_all_gather(
         if out.shape != (world, *x.shape) or out.dtype != x.dtype or not out.is_contiguous() or out.is_neg():
             minus = ", negated (resolve_neg() makes it plain)" if out.is_neg() else ""
             raise ValueError(
-                f"out must be a contiguous {(world, *x.shape)} {x.dtype}, got {tuple(out.shape)} {out.dtype} "
-                f"with strides {out.stride()}{minus}"
+                f"out must be a contiguous tensor of shape {(world, *x.shape)} and {x.dtype}, got "
+                f"{tuple(out.shape)} {out.dtype} with strides {out.stride()}{minus}"
             )
         if out.requires_grad and torch.is_grad_enabled():
             raise ValueError(
@@ -203,7 +203,7 @@ def _checked(codecs: Sequence[CodecOrText], key: Key | None) -> list[Codec]:
 
 
 def _flat(x: Tensor, mesh: Mesh) -> Tensor:
-    """Return the values of ``x`` as (numel,), row-major and contiguous; copies them only if they are not."""
+    """Return the values of ``x`` as (numel,), row-major and contiguous; copies only if ``x`` is laid out otherwise."""
     _check_plain("x", x, mesh)
     if x.dtype not in NAMES:
         raise ValueError(

@@ -49,7 +49,8 @@ class InDDP(Joined):
         model: a model in DDP over all ranks of ``wire.mesh``.
         wire: the transport, on the CPU.
         policy: a policy of stage 0, which may set ``gradients``, ``reduce``, ``chunks``, ``align`` and
-            ``memory.max_padding``; all other fields must be as in :data:`~impl.adapters.traffic.BASES`.
+            ``memory.max_padding``; all other fields must have the values of ``BASES["ddp"]`` in
+            :mod:`impl.adapters.traffic`.
 
     Raises:
         HostError: if the mesh has other ranks than DDP, or is not on the CPU.
@@ -98,7 +99,7 @@ class InDDP(Joined):
         return take
 
     def _take(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Take a bucket of local gradients; returns a future of the bucket's buffer with the mean."""
+        """Take a bucket of local gradients; the returned future gets the bucket's buffer with the mean."""
         if bucket.buffer().is_sparse:
             raise HostError(
                 "gradients in DDP are sparse, which is not supported: set sparse=False in embeddings"
@@ -124,8 +125,8 @@ class InDDP(Joined):
         for unit in self._units:
             if len(unit.back) != len(unit.geometry.slots):
                 raise HostError(
-                    f"DDP reduced {len(unit.back)} of {len(unit.geometry.slots)} gradients of unit "
-                    f"{unit.geometry.name!r}: freeze parameters, or let DDP ignore them, before you create InDDP"
+                    f"DDP reduced only {len(unit.back)} of {len(unit.geometry.slots)} gradients of unit "
+                    f"{unit.geometry.name!r}: freeze parameters, or have DDP ignore them, before you create InDDP"
                 )
         for unit, under_way in self._under_way:
             mean = under_way.finish()  # (padded,) fp32

@@ -80,8 +80,8 @@ def fsdp2(
         model: the root, itself sharded by ``fully_shard`` over one dimension of a device mesh, as are its blocks.
         policy: a policy, or the name of a preset, that sets ``weights``, ``gradients``, ``gather``, ``reduce`` or
             ``chunks``.
-        mesh: which ranks share a node, for the hops: a topology, or a mesh over the same ranks.  By default torchrun's
-            ``LOCAL_WORLD_SIZE`` says this.
+        mesh: a topology, or a mesh over the same ranks, that says which ranks share a node.  By default, torchrun's
+            ``LOCAL_WORLD_SIZE`` is the number of ranks on a node.
 
     Returns:
         The adapter.  ``ledger`` counts the bytes that this rank sends, by purpose and link, and prints as a table.
@@ -100,8 +100,8 @@ def fsdp2(
             raise _not_sharded(model)
         if model in _adapted:
             raise HostError(
-                f"fsdp2() was called before with this {type(model).__name__}, and the ledger of that call would stay "
-                "empty: keep what the first call returned"
+                f"fsdp2() was called before with this {type(model).__name__}, and the ledger of the first adapter "
+                "would count no further messages: use the adapter that the first call returned"
             )
         mesh = Mesh.of(device_mesh) if mesh is None else Mesh.create(mesh, group=device_mesh)
     adapter = InFSDP2(model, Wire(mesh), policy)
@@ -119,8 +119,8 @@ class InFSDP2(Joined):
         model: the root, itself an ``FSDPModule``, sharded over all ranks of ``wire.mesh``.
         wire: the transport, on the model's device.
         policy: a policy that may set ``weights``, ``gradients``, ``gather``, ``reduce`` and ``chunks``; the other
-            fields must be as in :data:`~impl.adapters.traffic.BASES`, except those that lay out units, which
-            FSDP2 does not use.
+            fields must have the values of ``BASES["fsdp2"]`` in :mod:`impl.adapters.traffic`, except those that lay
+            out units, which FSDP2 does not use.
 
     Raises:
         HostError: if the model is not sharded as a whole over all ranks in one dimension, or is on another device
@@ -155,7 +155,7 @@ class InFSDP2(Joined):
         return self.wire.ledger
 
     def predict(self, events: Iterable[Event], *, kept: Collection[str] = (ROOT,)) -> dict[LedgerKey, Sent]:
-        """Predict the bytes and messages that this rank sends in ``events`` (:func:`predict_hosted`).
+        """Predict the bytes and messages that this rank sends in the passes ``events`` (:func:`predict_hosted`).
 
         ``kept`` are the names of the groups that FSDP2 keeps gathered from forward to backward
         (``reshard_after_forward=False``).
@@ -199,7 +199,7 @@ class InFSDP2(Joined):
             if shape != (world,):
                 raise HostError(
                     f"parameter {name!r} is sharded over a device mesh of shape {shape}, expected ({world},): "
-                    "replicas (HSDP) and other axes are not supported"
+                    "shard it along one dimension, since replicas (HSDP) and other axes are not supported"
                 )
             self.check_ranks(parameter.device_mesh.mesh.tolist())
 
@@ -213,12 +213,16 @@ class InFSDP2(Joined):
         """Raise HostError for a collective whose ranks, type or size are not those of the group."""
         world, prefix = self.wire.mesh.topology.world, f"FSDP2 {verb} {group.name!r}"
         if ranks != world:
-            raise HostError(f"{prefix} over {ranks} of {world} ranks: use reshard_after_forward=True")
+            raise HostError(
+                f"{prefix} over only {ranks} of {world} ranks: pass reshard_after_forward=True to fully_shard()"
+            )
         if dtype not in NAMES:
-            raise HostError(f"{prefix} in {dtype}: use one of {', '.join(NAMES.values())}")
+            raise HostError(
+                f"{prefix} in {dtype}: set the types of the MixedPrecisionPolicy to one of {', '.join(NAMES.values())}"
+            )
         if verb == "gathers" and numel != group.shard:
             raise HostError(
-                f"{prefix} with {numel} elements a rank, but its parameters have {group.shard}: "
+                f"{prefix} with {numel} elements a rank, but this module's parameters have {group.shard} a rank: "
                 "call fully_shard() on one module at a time, without shard_placement_fn"
             )
 
@@ -243,7 +247,7 @@ class _Pending(dist.Work):
 
 
 class _OfGroup(DefaultAllocMixin):
-    """The common part of the collectives of one parameter group; torch's mixin allocates their buffers."""
+    """Base class of the all-gather and reduce-scatter of one parameter group; torch's mixin allocates their buffers."""
 
     def __init__(self, joined: InFSDP2, group: GroupGeometry) -> None:
         self._joined, self._group = joined, group
@@ -270,7 +274,7 @@ class _Gather(_OfGroup, AllGather):
         return _Pending(partial(wire.join, arrival))
 
     def _started(self, output_tensor: Tensor, input_tensor: Tensor) -> Gathering:
-        """Encode this rank's frame and post the first hop."""
+        """Encode this rank's shard and post the first hop; returns the all-gather under way."""
         wire, policy = self._joined.wire, self._joined.policy
         tag = Tag(self._joined.phase, "weights", self._group.name)
         hops = gather_hops(policy, wire.mesh.topology, input_tensor.numel())
@@ -292,7 +296,10 @@ class _Scatter(_OfGroup, ReduceScatter):
         joined, name = self._joined, self._group.name
         joined.check(self._group, "reduces", output_tensor.numel(), input_tensor.dtype, group.size())
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
-            raise HostError(f"FSDP2 reduces {name!r} with {op}: only AVG and SUM are supported")
+            raise HostError(
+                f"FSDP2 reduces {name!r} with {op}, but only AVG and SUM are supported: do not call "
+                "set_gradient_divide_factor()"
+            )
         reduction = joined._reduction(name, output_tensor.numel())  # noqa: SLF001  # a part of its adapter
         out = output_tensor if output_tensor.dtype is torch.float32 else None
         with joined.wire.on_current_stream():

@@ -35,8 +35,8 @@ class Joined:
         policy.check(wire.mesh.topology)
         if host == "ddp" and wire.mesh.device.type != "cpu":
             raise HostError(
-                f"inside ddp collectives run on the CPU only, and the mesh is on {wire.mesh.device}: use a mesh on "
-                "the CPU, or FSDP2, or the engine of this project"
+                "inside DDP, this project's collectives run on the CPU only, but the mesh is on "
+                f"{wire.mesh.device}: use a mesh on the CPU, or FSDP2, or the engine of this project"
             )
         ops.prepare(wire.mesh.device, policy.codecs)
         self._host, self.wire, self.policy = host, wire, policy
@@ -51,7 +51,7 @@ class Joined:
             )
 
     def predict(self, events: Iterable[Event]) -> dict[LedgerKey, Sent]:
-        """Predicts the bytes and messages that this rank sends in ``events`` (:func:`predict_hosted`)."""
+        """Predicts the bytes and messages that this rank sends in the passes ``events`` (:func:`predict_hosted`)."""
         layout = self.policy, self.wire.mesh.topology, self.units
         return predict_hosted(self._host, *layout, rank=self.wire.mesh.rank, events=events)
 
@@ -114,7 +114,7 @@ def hosted_units(
 
     The model must not be wrapped by the host, and may be on the meta device.
 
-    Raises PolicyError, HostError, GeometryError: as the host's adapter.
+    Raises PolicyError, HostError, GeometryError: for the same reasons as the host's adapter.
     """
     check_host(host, policy)
     if host == "fsdp2":

@@ -65,7 +65,8 @@ def check_host(host: Host, policy: Policy) -> None:
             why = _WHY.get(name, "the host decides this itself")
             value, expected = (policy.schedule_in_words, "none") if name == "schedule" else (value, expected)
             raise PolicyError(
-                f"{name} = {value} inside {host}: {why}; expected {expected}, or a strategy of this project's engine"
+                f"{name} = {value} inside {host}: {why}; expected {expected}, unless you use a strategy of "
+                "this project's engine"
             )
     for name, own, known in (
         ("reduce", policy.own_reduce, "ring, one_hop, two_hop"),
@@ -73,19 +74,19 @@ def check_host(host: Host, policy: Policy) -> None:
     ):
         if own is not None:
             raise PolicyError(
-                f"{name} = {own} inside {host}: a method of your own needs units of this project's engine; expected "
-                f"one of {known}, or a strategy of this project's engine"
+                f"{name} = {own} inside {host}: a method of your own needs units of this project's engine; "
+                f"expected one of {known}, unless you use a strategy of this project's engine"
             )
     for codec in (policy.weights, *policy.gradients):
         if (not isinstance(codec, OwnCodec) or codec.readable) and codec.stochastic:
             raise PolicyError(
-                f"{codec} inside {host}: stochastic rounding needs the number of the step, which {host} does "
-                "not tell collectives; expected a codec that rounds to nearest"
+                f"{codec} inside {host}: stochastic rounding needs the number of the step, which {host} "
+                "does not tell collectives; expected a codec that rounds to nearest"
             )
 
 
 class HostError(RuntimeError):
-    """This project's collectives cannot do what a host asks for; the message says what, and what to do instead."""
+    """FSDP2 or DDP asks for something that this project's collectives cannot do; the message names a way out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class GroupGeometry:
     world: int  # number of ranks
 
     def part(self, parameter: ParameterSpec) -> int:
-        """Returns the elements of one rank's part of a parameter, padding included."""
+        """Returns the number of elements in one rank's part of a parameter, padding included."""
         rows, *rest = parameter.shape
         return -(-rows // self.world) * math.prod(rest)
 
@@ -139,7 +140,7 @@ def predict_hosted(
     events: Iterable[Event],
     kept: Collection[str] = (ROOT,),
 ) -> dict[LedgerKey, Sent]:
-    """Predicts everything that ``rank`` sends inside ``host``, with a policy that passes :func:`check_host`.
+    """Predicts the bytes and messages of ``rank`` inside ``host``, with a policy that passes :func:`check_host`.
 
     FSDP2 gathers every group in each pass, except for the ``kept`` ones: these stay gathered from the forward pass
     until the backward pass ends or the weights change.  With FSDP2's default settings only the root's group is kept.

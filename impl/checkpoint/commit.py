@@ -51,7 +51,7 @@ def latest(folder: Path | str) -> Path | None:
 def resolve(folder: Path) -> Path:
     """Returns ``folder`` if it is a checkpoint, else the newest checkpoint in it.
 
-    Raises CheckpointError: if ``folder`` is no checkpoint, and has none in it.
+    Raises CheckpointError: if ``folder`` is not a checkpoint and contains none.
     """
     path = folder if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name) else latest(folder)
     if path is None:
@@ -75,15 +75,15 @@ def begin(folder: Path) -> Path:
 
 
 def commit(partial: Path, manifest: str) -> Path:
-    """Write a checkpoint's manifest, and complete the checkpoint by one rename; returns its folder.
+    """Write a checkpoint's manifest, and complete the checkpoint by one rename; returns the checkpoint's folder.
 
-    All other files of the checkpoint must be on disk already.
+    All other files of the checkpoint must be in the folder ``partial`` already, and synced to disk.
     """
     path = partial.with_name(partial.name.split(".")[1])
     try:
         (partial / MANIFEST).write_text(manifest, encoding="utf-8")
     except OSError as error:  # if the disk is full, the error does not name the file
-        raise CheckpointError(f"{partial / MANIFEST}: {error.strerror}") from None
+        raise CheckpointError(f"{partial / MANIFEST}: cannot be written: {error.strerror}") from None
     sync(partial / MANIFEST)
     sync(partial)
     partial.rename(path)

@@ -77,14 +77,14 @@ def export(
         unfinished.replace(path)
         sync(path.parent)
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
     finally:
         unfinished.unlink(missing_ok=True)
     return narrowing.notes()
 
 
 def _entries(folder: Path | str, narrowing: Narrowing | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of the state dict, one at a time, after verifying all files."""
+    """Verify all files, then yield (name, value) of one entry of the state dict after the other."""
     path = resolve(Path(folder))
     manifest = read_manifest(path)
     manifest.verify(path, range(len(manifest.files)))

@@ -49,7 +49,7 @@ class Manifest:
         return json.dumps({**fields, "sha256": digest(fields)}, indent=1) + "\n"
 
     def verify(self, path: Path, numbers: Collection[int]) -> None:
-        """Check that all ranks' files exist in ``path`` with their sizes, and the digests of the files ``numbers``.
+        """Check the sizes of all ranks' files in the folder ``path``, and the digests of the files ``numbers``.
 
         Raises CheckpointError: naming the first file that is missing or was altered.
         """
@@ -62,10 +62,12 @@ class Manifest:
                     )
                 if number in numbers and digest_of(file)[1] != sha256:
                     raise CheckpointError(
-                        f"{file}: altered since it was written: its digest differs; load another checkpoint"
+                        f"{file}: was altered since it was written: its digest differs; load another checkpoint"
                     )
             except OSError as error:
-                raise CheckpointError(f"{file}: {error.strerror}") from None
+                raise CheckpointError(
+                    f"{file}: cannot be read: {error.strerror}; load another checkpoint"
+                ) from None
 
 
 def file_name(rank: int) -> str:
@@ -87,7 +89,9 @@ def read_manifest(path: Path) -> Manifest:
     try:
         fields = json.loads(regular_file.read_text(file))
     except OSError as error:
-        raise CheckpointError(f"{path}: is not a checkpoint: {MANIFEST}: {error.strerror}") from None
+        raise CheckpointError(
+            f"{path}: is not a checkpoint: {MANIFEST}: {error.strerror}; name a folder that save() has written"
+        ) from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{file}: is cut short, or is not JSON: load another checkpoint") from None
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
@@ -96,15 +100,16 @@ def read_manifest(path: Path) -> Manifest:
         )
     if (version := fields.get("version")) != VERSION:
         raise CheckpointError(
-            f"{file}: is of version {version!r} of the format; this program reads version {VERSION}"
+            f"{file}: has version {version!r} of the format, but this program reads version {VERSION}: load the "
+            "checkpoint with the release that saved it"
         )
     if fields.pop("sha256", None) != digest(fields):
         raise CheckpointError(
-            f"{file}: altered since it was written: its digest differs; load another checkpoint"
+            f"{file}: was altered since it was written: its digest differs; load another checkpoint"
         )
     content = {name: value for name, value in fields.items() if name not in ("format", "version")}
     if (fault := _fault(content)) is not None:
-        raise CheckpointError(f"{file}: is not a manifest of a {FORMAT}: {fault}")
+        raise CheckpointError(f"{file}: is not a manifest of a {FORMAT}: {fault}; load another checkpoint")
     return Manifest(**content)
 
 
@@ -168,4 +173,7 @@ def check_names(model_names: Collection[str], saved_names: Collection[str], kind
     """
     if different := sorted(set(model_names) ^ set(saved_names)):
         side = "only in the model" if different[0] in model_names else "only in the checkpoint"
-        raise CheckpointError(f"{len(different)} {kind} differ, the first is {different[0]!r}, {side}")
+        raise CheckpointError(
+            f"{len(different)} {kind} differ, the first is {different[0]!r}, {side}: load the checkpoint with the "
+            "model that was saved"
+        )

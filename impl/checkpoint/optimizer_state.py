@@ -23,7 +23,7 @@ from impl.unit.unit import Unit
 
 
 class MasterRanges(NamedTuple):
-    """The parameters of one master."""
+    """The parameters of one master, and the ranges of them that a rank holds and saves."""
 
     names: list[str]  # the parameters with elements in this master on any rank
     ranges: list[Range]  # the ranges of this rank's master
@@ -59,7 +59,8 @@ class SavedMasters:
                     if key not in self._ranges:
                         why = "a tensor that is not a master of this engine"
                     raise CheckpointError(
-                        f"optimizer {number} holds {why}: build it from Zero.param_groups()"
+                        f"optimizer {number} holds {why}: build each optimizer from masters of its own, which "
+                        "Zero.param_groups() returns, and pass each optimizer once"
                     )
                 unclaimed.remove(key)
 
@@ -86,7 +87,7 @@ class SavedMasters:
         return entries
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values (n,)) for each range that this rank saves of the states with a value for each element."""
+        """Yield (name, values (n,)) of each range that this rank saves, for all states with one value per element."""
         for number, optimizer in enumerate(self._optimizers):
             for master in _masters(optimizer):
                 for key, value in optimizer.state.get(master, {}).items():
@@ -124,8 +125,8 @@ class SavedMasters:
         for name in names:
             if parameters[name][key] != parameters[names[0]][key]:
                 raise CheckpointError(
-                    f"has different {key} for {names[0]!r} and {name!r}, which share them here: have group_of= of "
-                    "shard() put the two into different groups"
+                    f"has different {key} for parameters {names[0]!r} and {name!r}, which share them here in one "
+                    "optimizer group: have group_of= of shard() put the two into different groups"
                 )
         return from_json(parameters[names[0]][key]) if names else None
 
@@ -167,7 +168,7 @@ def _numbers(state: dict[str, Any], master: Tensor, number: int) -> dict[str, An
         if _by_element(value) and value.numel() != master.numel():
             raise CheckpointError(
                 f"optimizer {number}: state {key!r} has {value.numel()} elements for a master of "
-                f"{master.numel()}: state must have one value for each element, or be a number"
+                f"{master.numel()}, and cannot be saved: expected one value for each element, or a number"
             )
     plain = {key: value for key, value in state.items() if not _by_element(value)}
     return {key: to_json(value, f"optimizer {number}: {key!r}") for key, value in plain.items()}

@@ -28,10 +28,10 @@ from impl.policy.shard_layout import UnitGeometry
 class Range(NamedTuple):
     """Elements [start, end) of a parameter, and their place in a shard or master."""
 
-    name: str
+    name: str  # of the parameter
     start: int
     end: int
-    place: slice
+    place: slice  # the same elements in the shard or master
 
     def key(self, kind: str) -> str:
         """Returns the name of the range in a file; ``kind`` is, for example, ``weight`` or ``optimizer0.exp_avg``."""
@@ -41,7 +41,7 @@ class Range(NamedTuple):
 def ranges(
     geometry: UnitGeometry, rank: int, span: Sequence[int] = (), *, saved: bool = False
 ) -> Iterator[Range]:
-    """Yield the ranges in ``span`` (start, end) of ``rank``'s shard; by default, those in the whole shard.
+    """Yield the ranges of parameters in elements ``span`` (start, end) of ``rank``'s shard, by default in all of it.
 
     Padding belongs to no range.  With ``saved``, only the part that ``rank`` saves is yielded: several state groups
     may hold copies of a shard, and each element is saved by one rank.
@@ -58,7 +58,7 @@ def ranges(
 
 
 def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, str]:
-    """Write ``tensors`` to the file ``path`` and sync it to disk; returns its size in bytes and its SHA-256 in hex.
+    """Write ``tensors`` to the file ``path`` and sync it to disk; returns the file's size in bytes and its SHA-256.
 
     Every tensor is copied to host memory first.
 
@@ -71,7 +71,7 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[in
     try:
         save_file(copies, path, {"format": "pt"})  # tells other readers that these are torch's tensors
     except (SafetensorError, KeyError) as error:  # KeyError: a type that safetensors does not have
-        raise CheckpointError(f"{path}: {raised(error)}") from None
+        raise CheckpointError(f"{path}: cannot be written: {raised(error)}") from None
     sync(path)
     return digest_of(path)
 
@@ -91,7 +91,7 @@ class Parts:
                 regular_file.status(name)
             self._files: list[Any] = [safe_open(name, framework="pt") for name in names]
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: {error}") from None
+            raise CheckpointError(f"{path}: cannot be read: {error}") from None
         for number, file in enumerate(self._files):
             for key in file.offset_keys():
                 kind, _, rest = key.partition("/")
@@ -124,7 +124,7 @@ class Parts:
         return whole
 
     def tensors(self, number: int, kind: str) -> dict[str, Tensor]:
-        """Returns the tensors of file ``number`` that are named ``kind/NAME``, by NAME; they are not ranges."""
+        """Returns, by NAME, the tensors that file ``number`` has under ``kind/NAME``; they are whole, not ranges."""
         file, prefix = self._files[number], f"{kind}/"
         keys = [key for key in file.offset_keys() if key.startswith(prefix)]
         return {key.removeprefix(prefix): file.get_tensor(key).clone() for key in keys}

@@ -128,11 +128,11 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
         zero.hooks.check_parameters()
         if unused := zero.masters.unused_gradients:
             raise CheckpointError(
-                f"save() with gradients of {unused} masters that no optimizer has used: gradients are not saved; "
-                "save after the step of every optimizer, or drop the gradients with model.zero_grad()"
+                f"save() was called with gradients of {unused} masters that no optimizer has used: gradients are not "
+                "saved; save after the step of every optimizer, or drop the gradients with model.zero_grad()"
             )
         if keep is not None and keep < 1:
-            raise CheckpointError(f"keep = {keep}: expected 1 or more")
+            raise CheckpointError(f"keep = {keep}: expected 1 or more, or None to keep all checkpoints")
         masters, setting = SavedMasters(zero.units, rank, optimizers, _group(zero)), zero.policy.loss_scale
         manifest = Manifest(
             writer=f"zeropp {__version__}, torch {torch.__version__}",
@@ -178,7 +178,7 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 
 
 def _identity(zero: Zero) -> dict[str, str]:
-    """Returns the settings that a run and a checkpoint must share, so that the state of codecs can be loaded.
+    """Returns, as text by name, the settings that run and checkpoint must share to load the state of codecs.
 
     The state of codecs is, for example, the carried errors.
     """
@@ -249,7 +249,7 @@ def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
 
 
 def _tensors(zero: Zero, masters: SavedMasters) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of this rank's file, by name."""
+    """Yield (name, tensor) for each tensor of this rank's file."""
     mesh = zero.wire.mesh
     for unit in zero.units:
         master = unit.master_shard.master  # for weights that are kept as codes, a decoded copy
@@ -337,7 +337,8 @@ def _check_model(entries: dict[str, dict[str, Any]], saved: dict[str, dict[str, 
         # Extra states may change their form in training, so they need not agree.
         if entry != saved[name] and not state.is_extra(name):
             raise CheckpointError(
-                f"{name!r} is {saved[name]} in the checkpoint, but {entry} in the model: load it into the saved model"
+                f"{name!r} is {saved[name]} in the checkpoint, but {entry} in the model: load the checkpoint into a "
+                "model like the saved one"
             )
 
 
@@ -369,7 +370,7 @@ def _take_weights(zero: Zero, parts: Parts, group: str) -> None:
 
 
 def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
-    """Load loss scale, clock, state of codecs and random states; yield a line for each part that is dropped."""
+    """Load loss scale, step, state of codecs and random states; yield a line for each part that is dropped."""
     mesh, manifest = zero.wire.mesh, parts.manifest
     if manifest.loss_scale is not None:
         scale, current = dict(manifest.loss_scale), repr(zero.policy.loss_scale)

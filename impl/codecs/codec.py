@@ -54,7 +54,7 @@ Sums = Literal["fp32", "fp16"]  # type in which decoded messages are added up
 
 
 def padded_bytes(n: int) -> int:
-    """Returns ``n`` bytes rounded up to the alignment of a frame."""
+    """Returns ``n`` bytes rounded up to a multiple of 16, the alignment of frames."""
     return -(-n // FRAME_ALIGNMENT) * FRAME_ALIGNMENT
 
 
@@ -68,7 +68,7 @@ class _Framed:
     stochastic: bool = False
 
     def blocks(self, numel: int) -> int:
-        """Returns the number of blocks, and so of scales, for ``numel`` elements: none."""
+        """Returns 0, the number of blocks and of scales for ``numel`` elements, since this codec has no scales."""
         return 0
 
     def scale_bytes(self, numel: int) -> int:
@@ -127,7 +127,7 @@ class _Scaled(_Framed):
 
     @property
     def steps(self) -> float:
-        """The number by which a block's range is divided to get its scale.
+        """The number by which a block's range is divided to get the block's scale.
 
         The range is the block's largest magnitude or, for codecs with offsets, its maximum minus its minimum.
         """
@@ -149,7 +149,7 @@ class _Scaled(_Framed):
         return frozenset(Law) - broken
 
     def block_size(self, numel: int) -> int:
-        """Returns how many elements share a scale in a row of ``numel``: the block, or the whole row."""
+        """Returns how many elements share a scale in a row of ``numel``: a block, or all of a shorter row."""
         return numel if self.block == "shard" else min(self.block, numel)
 
     def blocks(self, numel: int) -> int:
@@ -165,7 +165,7 @@ class _Scaled(_Framed):
         """Raise CodecError for an impossible block or rotation; ``head`` is the codec's type in the message."""
         block, hadamard = self.block, self.hadamard
         if block != "shard" and not 1 <= block <= MOST_BLOCK:
-            raise CodecError(f"{head}:{block}: a block has 1 to {MOST_BLOCK} elements")
+            raise CodecError(f"{head}:{block}: a block must have 1 to {MOST_BLOCK} elements")
         if hadamard and (hadamard & (hadamard - 1) or not 2 <= hadamard <= MOST_HADAMARD):
             raise CodecError(f"{head}: hadamard{hadamard} is not a power of two from 2 to {MOST_HADAMARD}")
         if hadamard and block != "shard" and block % hadamard:
@@ -284,7 +284,7 @@ class FloatCodec(_Scaled):
         return self._head + ("" if self.scale == "e8m0" else f":{self.block}") + self._options()
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns the largest error of a block, as :meth:`IntCodec.error_bound` does."""
+        """Returns the largest |decoded - x| of any element x of a block, as :meth:`IntCodec.error_bound` does."""
         scale = max(max(abs(low), abs(high)) / self.largest, SMALLEST_NORMAL)
         if self.scale == "e8m0":
             scale = 2.0 ** math.ceil(math.log2(scale) - 1e-9)
@@ -344,7 +344,7 @@ class OwnCodec(_Framed):
 
     @property
     def published(self) -> bool:
-        """Whether the codec is one of ``FORMATS``, for which backends have kernels, and not a user's."""
+        """Whether the codec is a published format (one of ``FORMATS``), for which backends have kernels."""
         return self.instance is None and self.name in FORMATS
 
     @property
@@ -380,11 +380,11 @@ class OwnCodec(_Framed):
         try:
             return None if text is None else built_in(str(text))
         except CodecError as error:
-            raise CodecError(f"{self.name}: {error}") from None
+            raise CodecError(f"{self.name}: its attribute 'codec' is wrong: {error}") from None
 
     @property
     def _contract(self) -> BuiltIn | OwnObject:
-        """Where sizes and promises come from: the built-in codec that is claimed, else the codec's object."""
+        """The object that defines sizes and promises: the built-in codec that is claimed, else the codec's object."""
         return self.claimed or self.definition
 
     @property
@@ -410,7 +410,7 @@ class OwnCodec(_Framed):
     def own_bytes(self, numel: int) -> int:
         """Returns the bytes that the codec's object writes for ``numel`` elements, before padding.
 
-        Raises CodecError: unless the object's answer is a whole number.
+        Raises CodecError: unless the object's ``frame_bytes`` returns a whole number.
         """
         contract = self._contract
         with raising(CodecError, f"{self.name}: frame_bytes({numel}):"):
@@ -421,7 +421,7 @@ class OwnCodec(_Framed):
         return padded_bytes(self.own_bytes(numel))
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns the largest error that the codec promises; infinity if it promises none."""
+        """Returns the promised largest |decoded - x| for x in [low, high]; infinity if the codec promises none."""
         bound = self._contract.error_bound if self.laws & {Law.BOUND, Law.UNBIASED} else None
         return math.inf if bound is None else float(bound(low, high, out))
 
@@ -447,7 +447,7 @@ Codec = BuiltIn | OwnCodec
 
 
 def has_kernels(codec: Codec) -> TypeGuard[Blocked | OwnCodec]:
-    """Returns whether backends have kernels for a codec: it has scales, or is a published format."""
+    """Returns whether backends have kernels for a codec: True if it has scales, or is a published format."""
     return codec.published if isinstance(codec, OwnCodec) else not isinstance(codec, Raw)
 
 
@@ -508,7 +508,9 @@ def built_in(text: str) -> BuiltIn:
     """Parse the text form of a built-in codec.  Raises CodecError: for any other text, or a user's codec."""
     codec = parse(text)
     if isinstance(codec, OwnCodec):
-        raise CodecError(f"codec {text!r} is a user's own or a published format: expected a built-in codec")
+        raise CodecError(
+            f"codec {text!r} is a user's own or a published format: expected a built-in codec, such as int8:2048"
+        )
     return codec
 
 

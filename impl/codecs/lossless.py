@@ -1,9 +1,9 @@
 """Defines codecs without loss, which measure how many bytes weights and gradients take if no value may change.
 
-Mantissas and signs of weights and gradients are random bits, which no coder shortens.  Their exponents are not: most
-elements have one of a few exponents, so that about 2.6 of the 8 bits are information (ZipCCL, 2604.27844).  Elements
-are therefore cut into planes of bytes, the exponents in a plane of their own, and each plane that is not random is
-compressed with an entropy coder: Huffman's code in zlib, or zstd's.
+Mantissas and signs of weights and gradients are random bits, which no coder shortens.  The exponents are not random:
+most elements have one of a few exponents, so that about 2.6 of an exponent's 8 bits are information (ZipCCL,
+2604.27844).  Elements are therefore cut into planes of bytes, the exponents in a plane of their own, and each plane
+that is not random is compressed with an entropy coder: Huffman's code in zlib, or zstd's.
 
 The number of bytes is known only after encoding.  A frame has room for the most, and :meth:`_Lossless.used_bytes`
 returns how many bytes of it are used.  The messages of a policy have fixed sizes, so that policies refuse these codecs;
@@ -36,7 +36,7 @@ Planes = NDArray[np.uint8]  # (bytes of an element, S)
 
 
 class _Lossless:
-    """The common part of the codecs; they differ in the coder, and in whether elements are first cast to bf16."""
+    """The common part of the lossless codecs, which differ in the coder, and in whether they first cast to bf16."""
 
     device = "cpu"
     laws: ClassVar = ["bound", "zero", "idempotent", "sign", "power_of_two", "nonfinite"]
@@ -48,7 +48,7 @@ class _Lossless:
         return HEADER + 4 * numel
 
     def error_bound(self, low: float, high: float, out: Dtype) -> float:
-        """Returns the largest error: that of rounding to ``out``, since decoded elements are the encoded ones."""
+        """Returns the largest |decoded - x|: the error of rounding to ``out``, since nothing else is lost."""
         return 0.0 if out == "fp32" else _rounding(low, high, out)
 
     def encode(self, x: Tensor, frame: Tensor) -> None:
@@ -128,7 +128,7 @@ class _Bf16(_Lossless):
     kinds: ClassVar[list[Dtype]] = ["fp32", "bf16"]
 
     def error_bound(self, low: float, high: float, out: Dtype) -> float:
-        """Returns the largest error: that of the cast to bf16 and of rounding to ``out``."""
+        """Returns the largest |decoded - x|: the errors of the cast to bf16 and of rounding to ``out`` together."""
         return _rounding(low, high, "bf16") + _rounding(low, high, out)
 
     def encode(self, x: Tensor, frame: Tensor) -> None:
@@ -158,12 +158,12 @@ def _within(x: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _sizes(frame: NDArray[np.uint8]) -> list[int]:
-    """Returns how many bytes each plane of a frame takes as it is stored; 0 for planes that its type does not have."""
+    """Returns how many bytes each plane takes as it is stored; 0 for a plane that the element type does not have."""
     return [int(size) for size in np.frombuffer(frame[8:HEADER].tobytes(), "<i8")]
 
 
 def _cut(x: Tensor) -> Planes:
-    """Cut elements (S,) into planes (bytes of an element, S), the exponents first.
+    """Cut elements (S,) into planes, (bytes per element, S) uint8; the exponents are the first plane.
 
     The sign is moved from the front to the end of an element, so that the eight bits of an exponent fill a byte.
     """

@@ -52,7 +52,7 @@ def encode(codec: OwnCodec, x: Tensor, frames: Tensor, noise: Noise | None) -> N
 
 
 def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
-    """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S), rounded and saturated to its type."""
+    """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S), rounded and saturated to its dtype."""
     kind = _cast(codec, out[..., :0]).dtype
     x = torch.empty(out.shape, dtype=kind, device=out.device)
     by_rows(codec.definition.decode)(frames[..., : codec.own_bytes(out.shape[-1])].clone(), x)
@@ -102,10 +102,12 @@ def decoded_sha256(codec: OwnCodec) -> str:
 
 
 def _cast(codec: OwnCodec, x: Tensor) -> Tensor:
-    """Returns ``x``, cast to fp32 unless the codec takes its type.  Raises CodecError: if the codec takes neither."""
+    """Returns ``x``, or ``x`` in fp32 if the codec does not take its type.  Raises CodecError: if it takes neither."""
     kinds = codec.definition.kinds
     if any(_DTYPES[kind] == x.dtype for kind in kinds):
         return x
     if "fp32" not in kinds:
-        raise CodecError(f"{codec} takes {', '.join(kinds)} and was given {x.dtype}: add 'fp32' to its kinds")
+        raise CodecError(
+            f"{codec} takes {', '.join(kinds)} and was given {x.dtype}: add 'fp32' to the codec's kinds"
+        )
     return x.float()

@@ -41,7 +41,7 @@ class _Format:
 
     @property
     def block(self) -> int | str:
-        """The number of elements that share all scales, or ``shard``."""
+        """The number of elements in a block, or ``shard`` if a scale belongs to the whole shard."""
         return self.size
 
     def _parts(self, numel: int) -> list[int]:
@@ -72,13 +72,13 @@ class _Format:
         out.copy_(values.reshape(-1)[:numel].clamp(-LARGEST["fp32"], LARGEST["fp32"]))
 
     def error_bound(self, low: float, high: float, out: str) -> float:
-        """Returns the largest error of a block of finite values in [low, high] that is decoded to ``out``."""
+        """Returns the largest |decoded - x| of any x in a block of finite values in [low, high], decoded to ``out``."""
         top = max(abs(low), abs(high))
         relative, absolute = HALF_ULP[out]
         return self._bound(low, high, top) + 2 * (top * relative + absolute)
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Returns the largest error before the output is rounded; ``top`` is the largest magnitude."""
+        """Returns the largest error before decoded values are rounded to ``out``; ``top`` is max(|low|, |high|)."""
         raise NotImplementedError
 
     def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +106,7 @@ def _as(beside: Tensor, dtype: torch.dtype) -> Tensor:
 class _Table(_Format):
     """A format in which an element becomes the nearest entry of a table, times the block's scale.
 
-    The scale maps the block's largest magnitude to the table's largest entry.  It takes 4 bytes (fp32) or, if
+    The scale maps the block's largest magnitude to the table's largest entry.  The scale takes 4 bytes (fp32) or, if
     ``beside`` is 1, one byte (E8M0).
     """
 
@@ -217,7 +217,7 @@ class NVFP4(_Table):
 
 
 def _bf16(values: Tensor) -> Tensor:
-    """Returns finite values in bf16, saturated."""
+    """Casts finite values to bf16; values beyond its largest magnitude become that magnitude."""
     return values.clamp(-LARGEST["bf16"], LARGEST["bf16"]).to(torch.bfloat16)
 
 

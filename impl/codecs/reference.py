@@ -205,12 +205,13 @@ class Operations:
             self._remember(key, repeat, first, second)
 
     def sums_of_bits(self, values: Tensor) -> Tensor:
-        """Returns sums (n,) int64 of the bits of ``values`` (S,) fp32, contiguous, to detect writes.
+        """Returns checksums (n,) int64 of ``values`` (S,) fp32, contiguous, by which writes are detected.
 
-        Only sums of one backend are comparable.  Here the bits are read as a matrix of 8-byte integers with
-        :data:`SUMMED_ROW` columns.  A change of one integer changes the sum of its row and the sum of its column;
-        several changes go unnoticed only if they cancel in every row and every column.  The memory is read twice, once
-        by rows and once by columns, at the speed of a copy.
+        Only checksums of one backend are comparable.  Here the memory is read as a matrix of 8-byte integers with
+        :data:`SUMMED_ROW` columns, and the checksums are the sums of its rows and of its columns.  A change of one
+        integer changes the sum of its row and the sum of its column; several changes go unnoticed only if they cancel
+        in every row and every column.  The memory is read twice, once by rows and once by columns, at the speed of a
+        copy.
         """
         numbers = values.detach()[: values.numel() // 2 * 2].view(torch.int64)
         rows = numbers[: numbers.numel() // SUMMED_ROW * SUMMED_ROW].view(-1, SUMMED_ROW)
@@ -297,7 +298,7 @@ def _sum_and_divide(repeat: Repeat, divisor: int, frames: Tensor, out: Tensor) -
 
 
 def key_of(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
-    """Returns the key under which an operation is remembered; it must have neither noise nor carried errors.
+    """Returns the key under which an operation without noise and carried errors is remembered.
 
     The key is equal for tensors of the same layout, wherever they lie in memory.  Returns None for tensors
     that :func:`_check` may refuse although it accepted others of the same layout.
@@ -322,7 +323,9 @@ def _address(x: Tensor) -> int:
         return x.data_ptr()
     except RuntimeError:  # includes NotImplementedError
         kind = str(x.layout).removeprefix("torch.") if x.layout != torch.strided else type(x).__name__
-        raise ValueError(f"codecs read and write dense tensors with memory, got {kind}: pass one") from None
+        raise ValueError(
+            f"codecs read and write dense tensors with memory, got {kind}: pass a dense tensor"
+        ) from None
 
 
 def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, other: Tensor) -> None:
@@ -339,7 +342,7 @@ def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, o
     if frames.dtype != torch.uint8 or frames.shape != expected or not contiguous:
         got = f"{tuple(frames.shape)} {frames.dtype} with strides {frames.stride()}"
         raise ValueError(
-            f"{codec}: {tuple(shape)} elements need frames {expected} of contiguous uint8, got {got}"
+            f"{codec}: elements of shape {tuple(shape)} need contiguous uint8 frames of shape {expected}, got {got}"
         )
     if frames.device != other.device:
         raise ValueError(
@@ -368,8 +371,8 @@ def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
     if codec.stochastic and (noise is None or len(noise.strides) != len(shape) - 1):
         got = "none" if noise is None else f"noise with strides {noise.strides}"
         raise ValueError(
-            f"{codec} rounds stochastically: {tuple(shape)} elements need noise with a stride for each dimension but "
-            f"the last ({len(shape) - 1}), got {got}"
+            f"{codec} rounds stochastically: elements of shape {tuple(shape)} need noise with {len(shape) - 1} strides "
+            f"(one for each dimension but the last), got {got}"
         )
 
 
@@ -538,7 +541,7 @@ def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
 def _float_codes(codec: FloatCodec, v: Tensor, shift: Tensor | None) -> Tensor:
     """Returns the code of each quotient: the sign, exponent and mantissa of the element that it is rounded to.
 
-    A quotient is rounded to a multiple of its quantum, which is the distance between elements of its exponent.
+    A quotient is rounded to a multiple of its quantum: the distance between neighbouring floats with its exponent.
     """
     bits = v.contiguous().view(torch.int32)
     exponent = ((bits >> 23) & 0xFF).clamp_(min=codec.smallest_exponent + 127, max=254)
@@ -612,7 +615,7 @@ def float_levels(bits: int, mantissa: int, least: int) -> list[float]:
 
 
 def _floats(frames: Tensor, start: int, count: int) -> Tensor:
-    """Returns the fp32 numbers (..., count, 1) that are stored from byte ``start`` of frames on."""
+    """Returns ``count`` fp32 numbers of each frame, (..., count, 1); the first one begins at byte ``start``."""
     stored = frames[..., start : start + SCALE_BYTES * count]
     aligned = stored.clone(memory_format=torch.contiguous_format)  # a frame may be misaligned for fp32
     return aligned.view(torch.float32).unsqueeze(-1)

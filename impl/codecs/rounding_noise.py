@@ -30,7 +30,7 @@ Words = tuple[int, int, int, int]
 
 
 def shard_stride(numel: int) -> int:
-    """Returns the distance between two shards of ``numel`` elements in the numbering of noise: whole octets."""
+    """Returns ``numel`` rounded up to a multiple of 8: the step from shard to shard in the noise's element numbers."""
     return -(-numel // OCTET) * OCTET
 
 

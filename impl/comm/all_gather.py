@@ -20,7 +20,7 @@ from impl.policy.topology import Axis
 
 
 def forward(_: Hop, message: Tensor, received: Tensor) -> None:
-    """Write to the ``message`` of a hop the frames that the hop before has ``received``."""
+    """Copy the frames that the previous hop has ``received`` into the ``message`` of a hop."""
     message.view(received.shape).copy_(received)
 
 
@@ -56,7 +56,7 @@ class FrameGather:
         self._forwards = wire.streams and forwards_in_place(hops)
 
     def start(self, tag: Tag, first: Callable[[Hop, Tensor], None], into: Tensor | None = None) -> None:
-        """Post the first hop, whose message (bytes,) uint8 is written by ``first``.
+        """Post the first hop; ``first`` is called with the hop and the message (bytes,) uint8, which it writes.
 
         If the gather has a single hop, all messages may arrive in ``into``, (ranks * bytes,) uint8; otherwise ``into``
         is not used.
@@ -91,7 +91,7 @@ class FrameGather:
         return self._wire.all_gather(hop.axis, hop.nbytes, self._tag, ring=hop.ring, in_line=True)
 
     def finish(self) -> Tensor:
-        """Finish all hops; returns what the last one has received, valid until :meth:`close`.
+        """Finish all hops; returns what the last hop has received, valid until :meth:`close`.
 
         The result is (ranks along the last axis, bytes) uint8, and each row has the frames of the earlier axes' ranks,
         the first axis' ranks innermost.

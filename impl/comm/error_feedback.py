@@ -19,7 +19,7 @@ from impl.policy.policy import Feedback
 
 
 class Errors:
-    """The carried errors of one unit on one rank, for the ``hops`` of its reduction; they have ``nbytes`` in all."""
+    """The carried errors of one unit on one rank, for the ``hops`` of its reduction; ``nbytes`` counts all of them."""
 
     def __init__(self, feedback: Feedback, hops: Sequence[Hop], device: torch.device) -> None:
         self.feedback, dtype = feedback, DTYPES[feedback.state]

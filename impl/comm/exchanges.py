@@ -63,7 +63,7 @@ class Exchange(Protocol):
 
 
 class Arena(Protocol):
-    """Where the ranks of a group read each other's messages in place: shared memory, or memory of one process."""
+    """Memory in which a group's ranks read each other's messages in place: shared, or of the ranks' one process."""
 
     @property
     def row_bytes(self) -> int:

@@ -27,10 +27,10 @@ OnHang = Callable[[WireError], object]
 
 
 class Work(Protocol):
-    """What ends when an exchange has arrived, such as torch's ``dist.Work``."""
+    """An operation that has completed once an exchange's messages have arrived, such as torch's ``dist.Work``."""
 
     def is_completed(self) -> bool:
-        """Return whether the exchange has arrived."""
+        """Return whether all messages of the exchange have arrived."""
 
 
 def end_process(error: WireError) -> NoReturn:

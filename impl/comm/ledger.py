@@ -32,7 +32,7 @@ class Ledger:
     booked: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
     def rows(self) -> dict[LedgerKey, Sent]:
-        """Return a copy of everything that is booked."""
+        """Return the bytes and messages booked so far, by ledger key, as a copy."""
         return {key: Sent(*row) for key, row in self.booked.items()}
 
     def total(self, link: Link) -> int:
@@ -75,7 +75,7 @@ class Span:
 
     # BETWEEN for a message from which bytes leave this rank's node, INSIDE for any other message, WAITING for a wait
     lane: str
-    name: str
+    name: str  # purpose and unit of the message, or for a wait the link that the rank waited for
     # in seconds of ``time.perf_counter()``, a clock that the ranks of one machine share
     begin: float
     end: float
@@ -84,7 +84,7 @@ class Span:
 
 @dataclass(slots=True)
 class Timeline:
-    """All spans so far, in the order in which they ended."""
+    """The spans of one rank's messages and waits, in the order in which they ended."""
 
     spans: list[Span] = field(default_factory=list)
 

@@ -70,7 +70,7 @@ def limit_nccl(timeout: timedelta) -> None:
 
 @dataclass(slots=True, eq=False)
 class Mesh:
-    """The ranks that train together, as one of them sees them: its topology, its rank and its device."""
+    """The ranks that train together, as one rank sees them: their topology, and this rank's number and device."""
 
     topology: Topology
     rank: int  # this rank's number in the mesh, ``node * ranks_per_node + local``
@@ -99,8 +99,8 @@ class Mesh:
                 of two dimensions, the dimension called ``node``, ``inter``, ``replicate`` or ``dp_replicate`` is read
                 as the nodes, and the dimension called ``local``, ``intra``, ``shard`` or ``dp_shard`` as the ranks of a
                 node; without names, the dimensions are read in this order.
-            device: the device of tensors.  By default it is the device mesh's, with NCCL the current GPU,
-                otherwise the CPU.
+            device: the device of tensors.  By default it has the type of the device mesh; without a device mesh it is
+                a GPU with NCCL, otherwise the CPU.  A GPU is the current one.
             group: what ``dist.new_group([...])`` returned, or a device mesh; all ranks by default.
 
         Raises:
@@ -127,7 +127,7 @@ class Mesh:
             kind, topology = "cuda" if backend == "nccl" else "cpu", topology or _placed(members)
         if len(members) != topology.world:
             raise MeshError(
-                f"topology {topology} needs {topology.world} ranks, the process group has {len(members)}: pass a "
+                f"topology {topology} needs {topology.world} ranks, but the process group has {len(members)}: pass a "
                 "topology of as many ranks as the group has"
             )
         if device is None:

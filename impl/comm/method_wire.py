@@ -98,7 +98,7 @@ class MethodWire:
         """Send row ``i`` of ``tensor`` (ranks, ...) to rank ``i`` of ``axis``.
 
         Raises:
-            ValueError: if the tensor has not one row for each rank of the axis.
+            ValueError: if the tensor does not have one row for each rank of the axis.
         """
         if tensor.dim() < 1 or len(tensor) != self.size(axis):
             raise ValueError(

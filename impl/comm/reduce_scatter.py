@@ -79,7 +79,7 @@ class Reduction:
             self._events += [[(number, 0)] for number in range(len(self._summing), len(self.hops))]
 
     def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
-        """Return the random bits of hop number ``hop`` from element ``start`` of each piece on.
+        """Return the random bits for hop number ``hop``, beginning at element ``start`` of each piece.
 
         Returns None without a key, or if the hop's codec does not round stochastically.
         """
@@ -177,11 +177,11 @@ class Reduction:
         self._opened = None
 
     def _turns(self) -> list[list[tuple[int, int]]]:
-        """Return, for each event of the hops that sum, the messages to post at this event, as (hop, chunk)."""
+        """Return the messages to post in each call of :meth:`_post_next`, as (hop, chunk), for all hops that sum."""
         return in_turns(len(self._summing), len(self._chunks))
 
     def _post_next(self, gradient: Tensor | None = None) -> None:
-        """Post the messages of the next event; the first event has the ``gradient``."""
+        """Post the messages that are next in turn (:meth:`_turns`); only the first call is given the ``gradient``."""
         for number, part in self._events[self._posted]:
             self._post(number, part, gradient)
         self._posted += 1
@@ -352,5 +352,5 @@ class Ring(Reduction):
 
 
 def _with_errors(x: Tensor, carried: Carried | None) -> Tensor:
-    """Return ``x`` plus the carried errors of error feedback, which is what is encoded."""
+    """Return ``x`` plus the carried errors of error feedback: the values that are encoded."""
     return x if carried is None else x.float() + carried.error.float()

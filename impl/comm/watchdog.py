@@ -40,7 +40,7 @@ class WireError(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Mark:
-    """A moment between the waits of the device's stream."""
+    """The moment of a call of :meth:`Watchdog.mark_exposed`, between two waits of the device's stream."""
 
     # the seconds that were waited before this moment; None until the device has passed these waits
     seconds: float | None = None
@@ -78,13 +78,14 @@ class Watchdog:
     def exposed_seconds(self) -> float:
         """Seconds spent in :meth:`wait`: by the host, or by the device's stream in work that has finished.
 
-        Waits of the device's stream count from the first reading of this property, or call of :meth:`mark_exposed`, on.
+        Waits of the device's stream are counted only after this property was first read, or :meth:`mark_exposed`
+        first called.
         """
         self._timed = True
         return self._finished_waits()
 
     def mark_exposed(self) -> Callable[[], float]:
-        """Return a function that returns the exposed seconds until now.
+        """Return a function that returns the exposed seconds before this call.
 
         If the device's stream waits for messages, call that function once the device has passed this moment.
         """
@@ -96,7 +97,8 @@ class Watchdog:
             self._finished_waits()
             if mark.seconds is None:
                 raise RuntimeError(
-                    "the device has not passed the waits before the mark: synchronise it first"
+                    "the exposed seconds are not known yet, because the device has not passed the point at which "
+                    "mark_exposed() was called: call torch.cuda.synchronize() first"
                 )
             return mark.seconds
 

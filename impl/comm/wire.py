@@ -157,9 +157,9 @@ class Wire:
     def exposed_seconds(self) -> float:
         """Seconds that this rank has waited for messages.
 
-        If the stream of a GPU waits, synchronise the device before reading it.  A GPU's waits count from the first
-        reading, or the first :meth:`mark_exposed`, on: timing a wait takes an event, which the host records before the
-        wait.
+        If the stream of a GPU waits, synchronise the device before reading this property.  A GPU's waits count from
+        the first reading, or the first :meth:`mark_exposed`, on: timing a wait takes an event, which the host records
+        before the wait.
         """
         return self._watchdog.exposed_seconds
 
@@ -225,7 +225,7 @@ class Wire:
 
     @contextlib.contextmanager
     def beside(self, stream: SideStream, *, posted: bool = False) -> Iterator[Arrival]:
-        """Enqueue the body's posts, waits and decoding on a side stream; yields their end, for :meth:`join`.
+        """Enqueue the body's posts, waits and decoding on a side stream; yields an Arrival that marks their end.
 
         With NCCL, waiting for a message blocks the stream and not the host.  Therefore all further hops can be
         enqueued as soon as the first is posted.  ``posted`` is as in
@@ -386,7 +386,7 @@ class Wire:
         return shared and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Return whether messages along ``axis`` can arrive in the caller's memory without a lasting reference to it.
+        """Return whether messages along ``axis`` can arrive in the caller's memory and leave no reference to it behind.
 
         gloo drops its references to the memory when the wait ends.  NCCL, and ranks that are threads, may keep
         them longer.

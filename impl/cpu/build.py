@@ -61,7 +61,7 @@ def user_cache() -> Path:
 
 
 def user_folder() -> Path:
-    """Returns the user's folder of compiled kernels; raises as :func:`user_cache`."""
+    """Returns the user's folder of compiled kernels.  Raises BuildError: as :func:`user_cache`."""
     return user_cache() / "kernels"
 
 
@@ -91,7 +91,7 @@ def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = 
 
 
 def identity() -> str:
-    """Returns the key of this machine's library without building it, or the reason why it cannot be built."""
+    """Returns the library's key on this machine, a hash, without building the library; or why it cannot be built."""
     try:
         return _key(_compiler(), FLAGS)
     except BuildError as problem:

@@ -78,9 +78,10 @@ _ROUNDINGS: Final = ("false", "true")  # the kernels' template argument STOCHAST
 class _Call:
     """Fills in the argument of a kernel, and computes the grid of its launch.
 
-    ``tensors``, of equal leading dimensions, and ``codecs`` are given by the name of their field in the argument.
-    If there are several sources, ``frames`` (sources, ...) holds the frames of all sources, and ``tensors`` has the
-    frames of the first source.
+    A row has ``numel`` elements.  ``tensors``, of equal leading dimensions, and ``codecs`` are given by the name of
+    their field in the argument.  If a launch may loop, it has at most about ``spread`` thread blocks.  If there are
+    several sources, ``frames`` (sources, ...) holds the frames of all sources, and ``tensors`` has the frames of the
+    first source.
 
     Raises ValueError: for a row that is too long, or more rows than a grid covers.
     """
@@ -96,14 +97,19 @@ class _Call:
         frames: Tensor | None = None,
     ) -> None:
         if numel > LONGEST:
-            raise ValueError(f"a row of {numel} elements: the CUDA kernels take at most {LONGEST}")
+            raise ValueError(
+                f"a row has {numel} elements: the CUDA kernels take at most {LONGEST}, so cut the row"
+            )
         noise, carried = options
         placed = {**tensors, "error": carried.error} if carried is not None else dict(tensors)
         merged = merged_rows([*placed.values()], noise, 3, "CUDA")
         merged = [(1, [0] * (len(placed) + 1))] * (3 - len(merged)) + merged
         a, b, c = self.sizes = [size for size, _ in merged]
         if a * b > MOST_ROWS or c > MOST_ROWS:
-            raise ValueError(f"{a * b} x {c} rows: the CUDA kernels take at most {MOST_ROWS} x {MOST_ROWS}")
+            raise ValueError(
+                f"there are {a * b} x {c} rows: the CUDA kernels take at most {MOST_ROWS} x {MOST_ROWS}, so pass "
+                "fewer rows at a time"
+            )
         self.numel, self.spread, self.arguments = numel, spread, np.zeros(1, ARGUMENTS)
         self.set(numel=numel, middle=b, loops=1, carried=carried is not None)
         if frames is not None:
@@ -147,7 +153,7 @@ class _Call:
         return Launch(file, kernel, (parts, c, a * b), threads, self.arguments)
 
     def held(self, file: str, kernel: str, codec: Blocked, octets: int, *, loops: bool = True) -> Launch:
-        """Returns a launch in which a team of threads holds a block of ``codec``, ``octets`` octets a thread."""
+        """Returns a launch in which a team of threads holds a block; each thread holds ``octets`` times 8 elements."""
         block = codec.block_size(self.numel)
         shift = (-(-block // (octets * OCTET)) - 1).bit_length()  # a team has a power of two of threads
         team = 1 << shift
@@ -157,12 +163,12 @@ class _Call:
         return self.launch(file, kernel, parts, threads, loops=loops)
 
     def octets(self, file: str, kernel: str, per_thread: int = 1, *, loops: bool = False) -> Launch:
-        """Returns a launch in which each thread works on ``per_thread`` octets."""
+        """Returns a launch in which each thread works on ``per_thread`` octets, which are 8 elements each."""
         self.set(exact=self.aligned)
         return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * per_thread)), loops=loops)
 
     def extents(self, codec: Blocked, device: torch.device) -> Launch:
-        """Returns the launch that writes each block's extremes to memory that this object allocates and keeps."""
+        """Returns the launch that writes each block's least and greatest value to memory that this object keeps."""
         block, blocks = codec.block_size(self.numel), codec.blocks(self.numel)
         self._extremes = torch.zeros(2 * blocks * math.prod(self.sizes), dtype=torch.int32, device=device)
         parts, coding = -(-block // SCANNED), _coding(codec, self.numel)
@@ -347,7 +353,7 @@ class Kernels(Operations):
     def _call(self, numel: int, tensors: Mapping[str, Tensor], sources: Tensor | None = None) -> _Call | None:
         """Returns the call of a kernel without scales; None for shapes and strides that kernels do not take.
 
-        The reference takes them all, so that they are no error here.
+        The reference takes all shapes and strides, so that none is an error here.
         """
         try:
             return _Call(self._spread, numel, tensors, {}, frames=sources)
@@ -355,7 +361,7 @@ class Kernels(Operations):
             return None
 
     def sums_of_bits(self, values: Tensor) -> Tensor:
-        """Returns sums of the bits of ``values``, by one launch; see :meth:`Operations.sums_of_bits`."""
+        """Returns checksums of ``values``, by one launch; see :meth:`Operations.sums_of_bits`."""
         blocks = -(-values.numel() // (OCTET * THREADS * SUMMED))
         sums = torch.empty(blocks * THREADS, dtype=torch.int64, device=values.device)
         key = key_of("sums_of_bits", values, sums)

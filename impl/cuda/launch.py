@@ -145,7 +145,9 @@ def compile_kernels(
         lowered = {kernel: nvrtc.getLoweredName(program, kernel) for kernel in kernels}
         return Compiled(image, lowered, nvrtc.getProgramLog(program))
     except nvrtc.NVRTCError as problem:
-        raise RuntimeError(f"{file} for sm_{architecture}: {nvrtc.getProgramLog(program)}") from problem
+        raise RuntimeError(
+            f"{file} does not compile for sm_{architecture}: {nvrtc.getProgramLog(program)}"
+        ) from problem
     finally:
         nvrtc.destroyProgram(program)
 

@@ -143,7 +143,7 @@ def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
 
 
 class _Reading:
-    """A configuration while it is read.
+    """Reads one configuration: checks its keys and values, and builds the recipe.
 
     "Current" paths are those that DeepSpeed uses today; older spellings are translated to them.
     """
@@ -179,7 +179,7 @@ class _Reading:
             raise DeepSpeedError(f"{both} are two spellings of one key with different values: remove one")
         off = key.path in SWITCHED and isinstance(typed, Mapping) and typed.get("enabled") is False
         if key.fate == "only the default" and typed != key.default and not off:
-            raise DeepSpeedError(f"{key.path} = {shown(value)}: not supported: {key.text}")
+            raise DeepSpeedError(f"{key.path} = {shown(value)} is not supported: {key.text}")
         self.values[target] = typed
         self.spelt.setdefault(target, key.path)
 
@@ -307,7 +307,7 @@ class _Reading:
         return int(ranks) if 1 <= ranks < world else 0
 
     def _feedback(self) -> Feedback | None:
-        """Returns LoCo's error feedback, if the configuration has LoCo's table."""
+        """Returns LoCo's error feedback if the configuration has LoCo's table; None without the table."""
         if not self.loco:
             return None
         if not self.get(switch := f"{ZERO}.zero_quantized_gradients"):

@@ -91,9 +91,9 @@ def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
             text = regular_file.read_text(Path(config), "utf-8-sig", 1 << 20)
         table = _parsed(text)
     except OSError as error:
-        raise DeepSpeedError(f"{source}: cannot read: {error.strerror}") from None
+        raise DeepSpeedError(f"{source}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise DeepSpeedError(f"{source}: not JSON: {error}") from None
+        raise DeepSpeedError(f"{source}: cannot be read as JSON: {error}") from None
     if not isinstance(table, dict):
         raise DeepSpeedError(f"{source}: expected a table of keys, got {shown(table)}")
     return table
@@ -137,7 +137,7 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         elif path in KEYS or (path in SECTIONS and (value is None or isinstance(value, Mapping))):
             yield path, value
         elif path in SECTIONS:
-            raise DeepSpeedError(f"{path} = {shown(value)}: expected a table")
+            raise DeepSpeedError(f"{path} = {shown(value)}: expected a table of keys")
         else:
             raise DeepSpeedError(f"unknown key {path!r}{_nearest(path)}")
 

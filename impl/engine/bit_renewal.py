@@ -40,7 +40,7 @@ class Renewal(Observer):
     """Measures candidate codecs, and chooses the codecs of one engine's units on one rank.
 
     Raises:
-        PolicyError: if the policy's own codecs exceed its budget.
+        PolicyError: if the policy's own codecs exceed the policy's budget.
     """
 
     def __init__(self, budget: BitBudget, units: Sequence[Unit], context: UnitContext) -> None:
@@ -58,7 +58,7 @@ class Renewal(Observer):
         self._observe()
 
     def _observe(self) -> None:
-        """Observe gradients from here on if a choice follows this step; otherwise stop observing them."""
+        """From now on, observe gradients if a choice of codecs follows this step; otherwise do not observe them."""
         due = self._clock.step % self._every == 0
         if due or self._measuring:
             self.forget()
@@ -80,7 +80,7 @@ class Renewal(Observer):
         self._squares.zero_()
 
     def stepped(self) -> None:
-        """After an optimizer's step, choose anew if that step was measured; all ranks must call it."""
+        """After an optimizer's step, choose codecs anew if that step measured errors; all ranks must call it."""
         if self._measuring:
             self._choose()
         self._observe()
@@ -110,7 +110,7 @@ class Renewal(Observer):
                 )
 
     def _adopt(self, choice: _Choice, chosen: list[int]) -> None:
-        """Have the share's units send with the ``chosen`` codecs from here on."""
+        """Have the share's units send with the ``chosen`` codecs from now on."""
         share = choice.share
         for name, before, index in zip(share.units, choice.chosen, chosen, strict=True):
             if index != before:
@@ -124,7 +124,7 @@ class Renewal(Observer):
         return torch.cat([torch.tensor(indices, dtype=torch.float64), self._squares.cpu()])
 
     def load(self, state: Tensor) -> None:
-        """Take over the :meth:`state` of the same rank; before, set the clock to the step at which it was taken."""
+        """Take over the :meth:`state` of the same rank; the clock must have the step at which that state was taken."""
         sizes = [*(len(choice.chosen) for choice in self._choices), self._squares.numel()]
         *indices, squares = torch.split(state, sizes)
         for choice, chosen in zip(self._choices, indices, strict=True):

@@ -63,8 +63,8 @@ def elementwise(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
 def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
     """Return why an optimizer must not step shards; None if it may.
 
-    The returned text continues a sentence that begins with the name of the optimizer's class.  The optimizer,
-    all random number generators and the attributes of its class are unchanged afterwards.
+    The returned text continues a sentence that begins with the name of the optimizer's class.  The optimizer, the
+    attributes of its class and all random number generators are unchanged afterwards.
 
     Args:
         optimizer: the optimizer, with the states that it has.
@@ -74,7 +74,7 @@ def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
 
 
 def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
-    """Do the work of :func:`why_not`; with ``every``, all tensors of a group are stepped, otherwise the first ones."""
+    """Do the work of :func:`why_not`; with ``every``, all tensors of a group are stepped, else only the first."""
     wrong = "so on shards it would be another algorithm; use an elementwise optimizer, such as AdamW"
     task = _Task.draw()
     with _restored(optimizer) as drew:
@@ -158,8 +158,8 @@ def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
 class _Task(NamedTuple):
     """The problem on which optimizers are tried: first weights (N,), and gradients for ``STEPS`` steps.
 
-    The gradient of a step is its row of ``slopes``.  If a step is called with a closure, ``bowl`` times the weights
-    is added.
+    The gradient of a step is the step's row of ``slopes``.  If the step is called with a closure, its gradient is
+    this row plus ``bowl`` times the weights.
     """
 
     start: Tensor  # (N,) first weights of many sizes; every eighth is 0, where the smallest change shows
@@ -229,7 +229,7 @@ class _Twin:
 
 
 def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> tuple[Any, list[nn.Parameter]]:
-    """Copy an optimizer so that it steps probes with the values ``start`` in place of its tensors.
+    """Copy an optimizer; the copy steps probes with the values ``start`` in place of the optimizer's tensors.
 
     The copy has the same options, attributes and states.  A state with the shape of one of the tensors is repeated
     to ``NUMEL`` elements, and the copy gets the elements ``part`` of these.

@@ -101,7 +101,7 @@ class Zero:
         if on and self.policy.reduces_each_micro_batch:
             raise ZeroError(
                 f"accumulating() has no effect at stage {self.policy.stage}, where the policy reduces the gradients "
-                "of each micro-batch into shards: set its reduce_every to 'step', which needs memory for a whole "
+                "of each micro-batch into shards: set policy.reduce_every to 'step', which needs memory for a whole "
                 "local gradient"
             )
         self._passes.accumulating = on
@@ -155,7 +155,8 @@ class Zero:
         """Forget local gradients that have not been reduced, from a failed pass or from :meth:`accumulating`.
 
         The gradient codecs' carried errors are forgotten too, and the next gather sends weights instead of
-        differences.  If a pass was interrupted, for example by KeyboardInterrupt, the engine leaves it.
+        differences.  A forward pass that was interrupted, for example by KeyboardInterrupt, no longer counts as
+        running.
         """
         for unit in self.units:
             unit.weight_gather.distrust()
@@ -170,8 +171,8 @@ class Zero:
 
         With a loss scale, call ``backward()`` on what ``scaler.scaled(loss)`` returns.  If the optimizers hold
         masters of several models, these models step together: their mean gradients have one joint norm, and
-        their loss scales must be equal.  A loss to which several of them contribute may be scaled by the scaler of
-        any of them.
+        their loss scales must be equal.  A loss to which several of these models contribute may be scaled by the
+        scaler of any of them.
 
         Args:
             optimizers: the optimizers to step.  With a loss scale, pass all that hold masters with gradients.
@@ -215,10 +216,10 @@ class Zero:
     def _together(
         self, call: str, optimizers: Sequence[torch.optim.Optimizer], *, max_norm: float | None
     ) -> list[Zero]:
-        """Return the engines whose masters the optimizers hold; ``call`` treats their models as one model.
+        """Return the engines whose masters the optimizers hold, and whose models ``call`` treats as one model.
 
         Raises:
-            ZeroError: if this engine is not one of them, or if they cannot be treated as one model.
+            ZeroError: if this engine is not among them, or if their models cannot be treated as one model.
         """
         together = engines_of(optimizers) or [self]
         if self not in together:
@@ -230,8 +231,8 @@ class Zero:
             mine, other = self.wire.mesh.global_ranks, engine.wire.mesh.global_ranks
             if mine != other:
                 raise ZeroError(
-                    f"{call} got optimizers that hold masters of models on different ranks, global "
-                    f"{ranks_in_words(mine)} and global {ranks_in_words(other)}: give each model an optimizer of "
+                    f"{call} got optimizers that hold masters of models on different ranks (global "
+                    f"{ranks_in_words(mine)}; global {ranks_in_words(other)}): give each model an optimizer of "
                     "its own"
                 )
             if (self.policy.loss_scale, self.scaler.scale) != (engine.policy.loss_scale, engine.scaler.scale):
@@ -322,7 +323,7 @@ class Zero:
         self._forget_measured()
 
     def _forget_measured(self) -> None:
-        """Drop the codec errors that were measured for the bit budget, since their gradients are not used."""
+        """Drop the codec errors measured for the bit budget, since the gradients that were measured are not used."""
         if self.renewal is not None:
             self.renewal.forget()
 

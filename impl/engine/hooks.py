@@ -150,7 +150,7 @@ class Hooks:
         if training and passes.in_backward:
             raise ZeroError(
                 "a forward pass follows a backward pass that failed and was not ended: call finish_backward() on "
-                "this rank, so that the other ranks get its messages, and drop the gradients with "
+                "this rank, so that the other ranks get this rank's messages, and drop the gradients with "
                 "optimizer.zero_grad()"
             )
         for unit in self._units:

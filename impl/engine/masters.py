@@ -43,7 +43,7 @@ class Masters:
         tables: Any = {} if options is None else options
         if not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) for t in tables.values()):
             raise ZeroError(
-                "param_groups(options=...): expected a table with the options of each group by its number, such as "
+                "param_groups(options=...): expected a table that maps a group's number to its options, such as "
                 '{0: {"lr": 1e-3}}'
             )
         numbers = sorted({slot.spec.group for unit in self._units for slot in unit.geometry.slots})
@@ -104,7 +104,7 @@ class Masters:
         if missing := sum(number not in held for number in expected):
             raise ZeroError(
                 f"the optimizers of step() do not hold {missing} of the {len(expected)} masters that have gradients: "
-                "with a loss scale, give all optimizers to one step()"
+                "with a loss scale, pass all optimizers to one call of step()"
             )
 
     @property
@@ -244,7 +244,7 @@ class LossScaler:
             self.skipped += skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run continues from."""
+        """Return the scale, the number of skipped steps, and the steps since the scale last changed."""
         return {"scale": self.scale, "skipped": self.skipped, "since": self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -155,7 +155,7 @@ class ModuleBuffers:
         check(buffers)
 
     def _replace(self, buffer: Tensor, values: Tensor) -> None:
-        """Put a new buffer with ``values`` in place of ``buffer``, which a pass computed and cannot be written to."""
+        """Put a new buffer with ``values`` in place of ``buffer``, which is a pass's result and cannot be written."""
         with torch.inference_mode(mode=False), torch.no_grad():
             new = torch.empty_like(buffer, requires_grad=False).copy_(values)
         for part in self._model.modules():
@@ -230,7 +230,8 @@ def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
 def write(buffer: Tensor, values: Tensor) -> None:
     """Write ``values`` to ``buffer`` in place.
 
-    A buffer made by ``expand()`` has a single value in memory along each expanded dimension; it is written once.
+    A buffer made by ``expand()`` has a single value in memory along each expanded dimension; this value is written
+    once.
     """
     with torch.inference_mode(buffer.is_inference()), torch.no_grad():
         if buffer.layout is torch.strided:

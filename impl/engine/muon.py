@@ -126,26 +126,26 @@ class _Sent(NamedTuple):
     """A part of a matrix on the rank that holds it."""
 
     part: Part
-    owner: int
-    momentum: slice  # of the messages to owners
-    update: slice  # of the message from the owner
+    owner: int  # index of the owner among the ranks that share one copy of the states
+    momentum: slice  # the part's bytes in this rank's messages to owners
+    update: slice  # the part's bytes in the message from the owner
 
 
 class _Held(NamedTuple):
     """The matrices of one unit on the rank that holds a shard of it."""
 
     master: nn.Parameter  # (n,) the masters of the unit's matrices in this rank's shard
-    start: int  # first element in the shard
+    start: int  # place of the first element of ``master`` in the shard
     parts: list[_Sent]
 
 
 class _Piece(NamedTuple):
     """A part of a matrix on its owner."""
 
-    holder: int
-    place: slice  # elements of the matrix
-    momentum: slice  # of the message from the holder
-    update: slice  # of the messages to holders
+    holder: int  # index of the rank that holds the part, counted as owners are
+    place: slice  # the part's elements in the matrix
+    momentum: slice  # the part's bytes in the message from the holder
+    update: slice  # the part's bytes in the owner's messages to holders
 
 
 @elementwise  # Muon is not elementwise, but it gets the whole of each matrix from the other ranks' shards
@@ -269,7 +269,7 @@ class Muon(WithAdamW):
             back.close()
 
     def _send_momentum(self, held: _Held, options: Mapping[str, Any], messages: Tensor) -> None:
-        """Update the momentum of one unit's masters, and write the direction to the messages for the owners.
+        """Update the momentum of one unit's masters, and encode the step's direction in the messages to owners.
 
         Masters without a gradient keep their momentum, and zeros are sent for them, as the owner expects a message.
         """

@@ -20,17 +20,17 @@ _OTHERS: Final = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the type that ``dtype`` is, or names; raises a ZeroError if weights cannot be cast to it."""
+    """Return torch's type for ``dtype``, a type or its name; raises a ZeroError if weights cannot be cast to it."""
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found not in (*DTYPES.values(), *_OTHERS):
         others = ", ".join(map(str, (*DTYPES.values(), *_OTHERS)))
-        raise ZeroError(f"dtype={dtype!r}: expected {', '.join(map(repr, DTYPES))}, {others}")
+        raise ZeroError(f"dtype={dtype!r}: expected one of {', '.join(map(repr, DTYPES))}, {others}")
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """Counts of the values of one tensor that the type cannot hold."""
+    """Counts of the values of one tensor that were lost in a cast to a narrower type."""
 
     name: str
     numel: int

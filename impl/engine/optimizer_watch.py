@@ -247,7 +247,7 @@ def _held(optimizer: Optimizer) -> tuple[set[int], list[Any]]:
             if isinstance(parameter, Placeholder):
                 raise ZeroError(
                     f"{type(optimizer).__name__} holds parameters of a sharded model, which an optimizer cannot "
-                    "change: construct it with Zero.param_groups()"
+                    "change: construct the optimizer with Zero.param_groups()"
                 )
     return held, [engine for engine in engines() if not held.isdisjoint(engine.masters.numbers)]
 

@@ -185,7 +185,7 @@ class SavedTensors:
                 return
             raise ZeroError(
                 f"saved-tensor hooks are disabled ({disabled}), but a sharded model needs them to gather weights "
-                "again in backward: call it outside of disable_saved_tensors_hooks(), or under torch.no_grad()"
+                "again in backward: call the model outside of disable_saved_tensors_hooks(), or under torch.no_grad()"
             )
         self._hooks.__enter__()
         self.calls[-1], self._users = self._users, top
@@ -203,7 +203,7 @@ class SavedTensors:
         return False
 
     def leave(self) -> None:
-        """End the innermost call, and remove the hooks if it had put them on the stack."""
+        """End the innermost call, and remove the hooks if that call had put them on the stack."""
         if self.calls and (users := self.calls.pop()) is not NOTHING:
             self._hooks.__exit__()
             self._users = users
@@ -259,7 +259,7 @@ class SavedTensors:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return the address of the memory of ``tensor``; 0 for sparse tensors and wrappers, which have no one memory."""
+    """Return the address of the memory of ``tensor``; 0 for a sparse tensor or a wrapper without memory of its own."""
     if tensor.layout is not torch.strided or (tensor.numel() and not tensor.data_ptr()):
         return 0
     return tensor.untyped_storage().data_ptr()

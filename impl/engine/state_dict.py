@@ -37,7 +37,7 @@ def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
 
 
 def is_extra(name: str) -> bool:
-    """Return whether an entry of a state dict is a module's ``get_extra_state()``."""
+    """Return whether the entry ``name`` of a state dict comes from a module's ``get_extra_state()``."""
     return name.rpartition(".")[2] == EXTRA
 
 
@@ -95,7 +95,9 @@ def check_value(name: str, held: Tensor, value: object) -> None:
     codes = isinstance(held, nn.Parameter) and value.itemsize == 1
     if codes or not (dtype.is_complex or _same(value.to(dtype).to(value.dtype), value)):
         kind, wanted = (str(kind).removeprefix("torch.") for kind in (value.dtype, dtype))
-        raise ZeroError(f"state {name!r} is {kind}, expected {wanted}: convert it first")
+        raise ZeroError(
+            f"state {name!r} is {kind}, expected {wanted}: convert it first, since loading would change values"
+        )
 
 
 def _same(value: Tensor, other: Tensor) -> bool:
@@ -189,7 +191,8 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     given = _under_all_names(held, state)
     if odd := sorted(held.keys() ^ given.keys()):
         raise ZeroError(
-            f"state does not match the model: {len(odd)} names are in only one of them, the first is {odd[0]!r}"
+            f"state does not match the model: {len(odd)} names are in only one of them, the first is {odd[0]!r}: "
+            "load a state dict with the names of model.state_dict()"
         )
     _load(model, units, held, given)
 
@@ -197,10 +200,10 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
 def take(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix: str) -> set[str]:
     """Load the entries of ``state`` that the model has, and remove them from ``state``.
 
-    Arguments are those of :func:`fill`; entries may be missing, and others may be there.
+    Arguments are those of :func:`fill`.  ``state`` may lack entries of the model, and may have entries of others.
 
     Returns:
-        The full names of all entries that the model now has as the state dict gives them.
+        The names, with ``prefix``, of the loaded entries; a tied parameter is among them under all its names.
 
     Raises:
         ZeroError: as :func:`load_full_state_dict`, before anything is changed.

@@ -28,11 +28,11 @@ class Draft(NamedTuple):
     """A unit before it is laid out: a module and the parameters that are gathered for it, in slot order."""
 
     name: str
-    module: nn.Module
+    module: nn.Module  # the module for whose passes the unit is gathered
     trainable: bool
-    specs: Sequence[ParameterSpec]
+    specs: Sequence[ParameterSpec]  # name, shape and optimizer group of each parameter
     parameters: Sequence[nn.Parameter]
-    holders: Sequence[Sequence[Holder]]
+    holders: Sequence[Sequence[Holder]]  # for each parameter, the modules that hold it
 
 
 def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
@@ -132,7 +132,7 @@ def drafts_of(
             )
         if names[block] in (ROOT, PERSISTENT):
             raise ZeroError(
-                f"a block is called {names[block]!r}, which is the name of another unit of the engine: rename it"
+                f"a block is called {names[block]!r}, which is the name of another unit of the engine: rename the block"
             )
         for module in block.modules():
             if module in owner:

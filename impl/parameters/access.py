@@ -33,7 +33,7 @@ Which = str | nn.Parameter
 
 
 class _Values(ABC):
-    """Reads and writes the values of one parameter; subclasses say where this rank's part is."""
+    """Reads and writes the values of one parameter; subclasses read and write the part in this rank's shard."""
 
     # whether the values are an optimizer's state with a single number instead of one for each element
     _is_number = False
@@ -148,12 +148,15 @@ class OptimizerState(_Values):
         masters = zip(spans, self._unit.master_shard.masters, strict=False)
         spans_of_group = ((first, master) for (span, first, _), (_, master) in masters if span == group)
         if (pair := next(spans_of_group, None)) is None:
-            raise ZeroError(f"parameter {name!r} is frozen: no optimizer holds it")
+            raise ZeroError(f"parameter {name!r} is frozen: no optimizer holds it, so it has no state")
         first, master = pair
         state = optimizer.state.get(master, {})
         if not isinstance(held := state.get(key), Tensor):
             keys, kind = ", ".join(sorted(state)) or "none", type(optimizer).__name__
-            raise ZeroError(f"{kind} has no state {key!r} of {name!r}; it has: {keys}")
+            raise ZeroError(
+                f"{kind} has no state {key!r} of parameter {name!r}, only these: {keys}; pass one of them, or take a "
+                "step first"
+            )
         self._is_number = held.dim() == 0
         self._state = held if self._is_number else held[self._local.start - first :][: self._length]
 

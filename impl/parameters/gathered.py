@@ -342,13 +342,13 @@ def _checked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     listed: dict[int, nn.Parameter] = {}
     if isinstance(parameters, str | dict | nn.Module) or not isinstance(parameters, Iterable):
         raise ZeroError(
-            f"GatheredParameters of a {type(parameters).__name__}: expected parameters, such as "
+            f"GatheredParameters got a {type(parameters).__name__}: expected parameters, such as "
             "model.parameters()"
         )
     for parameter in parameters:
         if not isinstance(parameter, Tensor):
             raise ZeroError(
-                f"GatheredParameters of a list with a {type(parameter).__name__}: expected parameters, such as "
+                f"GatheredParameters got a list with a {type(parameter).__name__}: expected parameters, such as "
                 "model.parameters()"
             )
         listed[id(parameter)] = parameter

@@ -41,10 +41,10 @@ class Init:
     Args:
         mesh: the ranks, as :meth:`Mesh.of` reads them; by default all ranks.  They must draw the same random numbers.
         data_parallel_group: a process group or torch's ``DeviceMesh`` in place of ``mesh``, as DeepSpeed's ``Init``
-            calls it.  Pass it, or ``init.mesh``, to ``shard()`` as ``mesh=``.
+            calls it.  Pass this group, or ``init.mesh``, to ``shard()`` as ``mesh=``.
         policy: the policy that the model will be sharded with.  With another policy, ``shard()`` has to send
             the slices anew.
-        blocks: the classes of the model's blocks, or a function that returns whether a class is one.  Each
+        blocks: the classes of the model's blocks, or a function that returns whether a class is a block's.  Each
             block is cut as a whole; a module outside of blocks is cut when its own constructor returns.
         wire: the wire that sends messages; a new one by default.
         remote_device: the device of new values and of slices.  None, and "none" as in Megatron's
@@ -96,7 +96,8 @@ class Init:
             return self
         if active() is not None:
             raise ZeroError(
-                "Init inside Init is refused: only one Init can lay the model out, so leave one of them out"
+                "Init inside Init is refused, because only one Init can lay the model out: leave the inner or the "
+                "outer Init out"
             )
         with contextlib.ExitStack() as stack:
             if self._seed is not None:
@@ -158,7 +159,7 @@ class Init:
                 Cut(kind, parameters, self._policy, mesh=self.mesh, wire=self.wire, on_use=self._use)
 
     def gather(self, cuts: Sequence[Cut]) -> None:
-        """Gather ``cuts`` on all ranks; other gathered cuts are cut again, unless somebody holds views of them."""
+        """Gather the values of ``cuts``; other gathered values are cut again, unless somebody holds views of them."""
         self._settle(cuts)
         for cut in cuts:
             cut.gather()
@@ -179,9 +180,9 @@ class Init:
         self.gather(together)
 
     def _settle(self, kept: Sequence[Cut] = (), *, viewed: bool = False) -> None:
-        """Cut the gathered cuts again, except for ``kept`` and those that GatheredParameters shows.
+        """Cut gathered values to slices again, except for those of ``kept`` and those that GatheredParameters shows.
 
-        Cuts of which somebody holds views are cut again only if ``viewed`` is True.
+        Values of which somebody holds views are cut again only if ``viewed`` is True.
         """
         for cut in list(self._gathered):
             if cut not in kept and not cut.pinned and (viewed or not cut.viewed):
@@ -192,7 +193,9 @@ class Init:
 def _device_of(remote_device: torch.device | str | None) -> torch.device | None:
     """Return the device that ``remote_device`` names; None for the mesh's device."""
     if remote_device == "nvme":
-        raise ZeroError("remote_device='nvme' is not supported, values are kept in memory only: use 'cpu'")
+        raise ZeroError(
+            "remote_device='nvme' is not supported, because values are kept in memory only: use 'cpu'"
+        )
     return None if remote_device in (None, "none") else torch.device(remote_device)
 
 

@@ -1,8 +1,8 @@
 """Checks, when a model is sharded, that all ranks start from the same weights.
 
-Ranks compare a sum of the bits of each parameter, and the shapes and types of buffers.  For a parameter that
-:class:`~impl.parameters.init.Init` has cut, they compare sums of the values before each cut.  The comparison goes
-through the store of the ranks' rendezvous, so no ledger counts it.
+Ranks compare a checksum of each parameter (:func:`sums`), and the shapes and types of buffers.  For a parameter that
+:class:`~impl.parameters.init.Init` has cut, they compare checksums of the values before each cut.  The comparison
+goes through the store of the ranks' rendezvous, so no ledger counts it.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Cut:
             values.append(torch.zeros(()).expand(slot.spec.shape) if parameter is None else parameter)
             if tuple(values[-1].shape) != slot.spec.shape:
                 raise ZeroError(
-                    f"parameter {slot.spec.name!r} was {slot.spec.shape} when Init cut it and is now "
+                    f"parameter {slot.spec.name!r} had shape {slot.spec.shape} when Init cut it, and now has "
                     f"{tuple(values[-1].shape)}: to resize it, put a new parameter in its module instead of "
                     "assigning its data"
                 )
@@ -142,7 +142,7 @@ class Cut:
         return any(map(operator.gt, self._counts(), self._uses))
 
     def _counts(self) -> list[int]:
-        """Return, for each parameter, the number of handles of its memory."""
+        """Return, for each parameter, how many tensors and other objects hold its memory."""
         return [0 if parameter is None else handles(parameter) for parameter in self.parameters]
 
 
@@ -164,7 +164,7 @@ _whole: MutableMapping[Tensor, weakref.ref[Cut]] = WeakTensorKeyDictionary()
 
 
 def cut_of(parameter: Tensor) -> Cut | None:
-    """Return the cut that ``parameter`` belongs to, even if the cut is whole now; None if it belongs to no cut."""
+    """Return the cut that ``parameter`` belongs to, also while the cut's values are gathered; None for no cut."""
     if (keeper := keeper_of(parameter)) is not None:
         return keeper.cut if isinstance(keeper, _InCut) else None
     reference = _whole.get(parameter)
@@ -178,7 +178,7 @@ def drawn_numbers(parameters: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _keeping(parameter: Tensor) -> Cut | None:
-    """Return the cut that ``parameter`` belongs to; None if it belongs to no cut, or if the cut is whole."""
+    """Return the cut that ``parameter`` belongs to; None for no cut, and while the cut's values are gathered."""
     cut = cut_of(parameter)
     return None if cut is None or cut.whole else cut
 

@@ -46,7 +46,8 @@ def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
     spent = total(parts, chosen).bytes
     if spent > budget:
         raise ValueError(
-            f"a budget of {budget} bytes is too small: the smallest codecs take {spent} bytes; allow at least these"
+            f"a budget of {budget} bytes is too small: the smallest codecs take {spent} bytes; allow at least "
+            f"{spent} bytes"
         )
     while steps := [
         (saved / extra if extra > 0 else math.inf, index, name, extra)

@@ -98,12 +98,12 @@ class Hop:
 
     @property
     def elements(self) -> int:
-        """Number of elements that the message to each other rank stands for."""
+        """Number of elements that are encoded in the message to each other rank."""
         return self.frames * self.numel
 
     @functools.cached_property
     def frame_bytes(self) -> tuple[int, ...]:
-        """For each chunk, the bytes in which this part of one shard or piece is sent, with all its planes."""
+        """For each chunk, the bytes of this part of one shard or piece as it is sent, in all planes together."""
         return tuple(len(self.planes) * self.codec.frame_bytes(end - start) for start, end in self.chunks)
 
     @functools.cached_property
@@ -130,8 +130,8 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
     weights whatever ``sends`` says.
 
     Axes of one rank are left out, since a rank need not send itself a message.  But if all axes before hpZ's copy, or
-    all axes after hpZ's copy, have one rank, one of them stays, and the rank copies this hop's message to itself.  A
-    user's own gather has no hops.
+    all axes after hpZ's copy, have one rank, one of these axes stays, and the rank copies the message of this hop to
+    itself.  A user's own gather has no hops.
     """
     axes, outside = policy.gather_axes(topology)
     hops, frames = list[Hop](), 1
@@ -305,9 +305,9 @@ def _reduction(
 def in_turns(hops: int, chunks: int) -> list[list[tuple[int, int]]]:
     """Returns, for each event of a reduction of ``hops`` hops and ``chunks`` chunks, the messages posted at this event.
 
-    A message is given as (hop, chunk).  The first event is the reduction's start.  A chunk is posted on its next hop as
-    soon as the following chunk has been posted on the present hop.  Thus all links are in use while most of the
-    gradient is still to be encoded.
+    A message is given as (hop, chunk).  The first event is the reduction's start, and each later event a call of
+    ``post_next_hop()``.  A chunk is posted on its next hop as soon as the following chunk has been posted on the
+    present hop.  Thus all links are in use while most of the gradient is still to be encoded.
     """
     turns = [
         [(hop, turn - hop) for hop in range(hops) if 0 <= turn - hop < chunks]

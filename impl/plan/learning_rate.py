@@ -28,7 +28,7 @@ class Schedule:
     shape: Literal["linear", "log"] = (
         "linear"  # of the warm-up; ``log`` has an effect only with ``as_deepspeed``
     )
-    decay: Decay = "none"
+    decay: Decay = "none"  # shape of the decay after the warm-up
     floor: float = 0.0  # factor at the end of the decay
     # Whether steps are counted as in DeepSpeed, which applies a schedule only after the first step: that step has
     # the factor ``start``, or 0 with a cosine.  Steps of the schedule are counted from the second step, and a
@@ -37,9 +37,11 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not self.warmup >= 0 or (self.decay != "none" and self.warmup > self.steps):
-            raise ValueError(f"a warm-up of {self.warmup} steps: expected 0 to {self.steps}")
+            raise ValueError(f"the warm-up has {self.warmup} steps: expected 0 to {self.steps}")
         if not (0 <= self.start <= 1 and 0 <= self.floor <= 1):
-            raise ValueError(f"start = {self.start:g} and floor = {self.floor:g}: expected 0 to 1")
+            raise ValueError(
+                f"start = {self.start:g} and floor = {self.floor:g}: expected numbers from 0 to 1"
+            )
 
     def factor(self, step: int) -> float:
         """Returns the factor of step ``step`` (from 0); suits ``torch.optim.lr_scheduler.LambdaLR``."""

@@ -32,7 +32,7 @@ PARTS: Final = (
 
 
 def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
-    """Returns ``parts``, which :func:`memory` has returned for Adam, as they are with another optimizer.
+    """Returns the bytes by part with another optimizer, from the ``parts`` that :func:`memory` returned for Adam.
 
     ``size`` is the other optimizer's number of bytes of state for each element; Adam has 8.
     """
@@ -42,7 +42,7 @@ def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
 def with_muon(
     parts: dict[str, int], units: Sequence[UnitGeometry], owners: Owners, rank: int
 ) -> dict[str, int]:
-    """Returns ``parts``, which :func:`memory` has returned for Adam, as they are if Muon steps the matrices.
+    """Returns the bytes by part if Muon steps the matrices, from the ``parts`` that :func:`memory` returned for Adam.
 
     - ``optimizer``: 4 bytes for each element of a matrix (the momentum), 8 for each other element
     - ``owned``: two buffers in fp32.  One is as large as the largest matrix that the rank owns; the other is as large

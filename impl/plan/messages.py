@@ -39,7 +39,7 @@ _FINENESS: Final = 4  # significant bits of a class: there are eight classes fro
 
 
 def size_class(nbytes: int) -> int:
-    """Returns the bytes of the buffer for a message of ``nbytes``: at least 512, else at most an eighth more."""
+    """Returns the bytes of a buffer for a message of ``nbytes``: 512, or at most an eighth more than the message."""
     step = 1 << max(0, nbytes.bit_length() - _FINENESS)
     return max(_SMALLEST, -(-nbytes // step) * step)
 

@@ -52,7 +52,7 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(rows, columns)."""
+        """The shape of the matrix, (rows, columns)."""
         return self.slot.spec.shape
 
 

@@ -57,13 +57,13 @@ class Schedule:
 
     @cached_property
     def reduction_order(self) -> tuple[int, ...]:
-        """The trained units, in the order in which all ranks start gradient reductions."""
+        """The indices of the trained units, in the order in which all ranks start gradient reductions."""
         order = sorted(self.order) if self.in_model_order else self.order
         return tuple(unit for unit in (*reversed(order), *self.outer) if unit not in self.frozen)
 
     @cached_property
     def runs(self) -> tuple[tuple[int, ...], ...]:
-        """The units grouped by block, in forward order; the units of a block run together."""
+        """The units' indices, grouped by block, in forward order; the units of a block run together."""
         groups = itertools.groupby(self.order, lambda unit: self.blocks[unit] if self.blocks else unit)
         return tuple(tuple(units) for _, units in groups)
 
@@ -73,16 +73,16 @@ class Schedule:
 
     @cached_property
     def ahead_in_forward(self) -> Sequence[Sequence[int]]:
-        """For each unit, the units to gather ahead when it is about to run in forward, in order."""
+        """For each unit, the indices of the units to gather ahead when it is about to run in forward, in order."""
         return [self._ahead(unit, self.order) for unit in range(len(self.sizes))]
 
     @cached_property
     def ahead_in_backward(self) -> Sequence[Sequence[int]]:
-        """For each unit, the units to gather ahead when its output's gradient arrives, in order."""
+        """For each unit, the indices of the units to gather ahead when its output's gradient arrives, in order."""
         return [self._ahead(unit, self.order[::-1]) for unit in range(len(self.sizes))]
 
     def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
-        """Returns the units after ``unit`` in ``order`` that fit into the limits, in order.
+        """Returns the indices of the units after ``unit`` in ``order`` that fit into the limits, in order.
 
         The first of them may be larger than ``prefetch`` (see :class:`~impl.policy.policy.MemoryLimits`).
         """

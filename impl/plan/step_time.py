@@ -98,7 +98,7 @@ class Machine:
             )
         if self.fixed + self.per_token == 0:
             raise ValueError(
-                f"machine {self.name}: fixed and per_token are both 0, so no step would take time"
+                f"machine {self.name}: fixed and per_token are both 0, so no step would take time: set one of them"
             )
 
     def compute(self, parameters: float, tokens: float, units: int = 0) -> float:
@@ -281,7 +281,7 @@ class _Outer:
 
 
 def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
-    """Predicts the mean of the steps of a policy with a schedule."""
+    """Predicts the mean step over ``step.steps``, for a policy with a schedule."""
     numbers = step.policy.phase_counts(*step.steps)
     phases, total = step.policy.phases, sum(numbers.values())
     parts = [
@@ -411,7 +411,7 @@ class _Seconds:
         return self._reduced(reduction_hops(policy, self._topology, unit.piece, policy.grain))
 
     def outer(self, policy: Policy, unit: UnitGeometry) -> Collective:
-        """Returns the exchange between groups of how far their masters of a unit have moved."""
+        """Returns the exchange in which groups average how far their masters of a unit have moved."""
         return self._reduced(outer_hops(policy, self._topology, unit.piece, policy.grain))
 
     def _reduced(self, hops: Sequence[Hop]) -> Collective:
@@ -441,7 +441,7 @@ class _Seconds:
     def _timed(self, hop: Hop, size: int, before: float) -> TimedHop:
         """Returns the seconds of an exchange in which a rank sends ``size`` bytes to every other rank along the axis.
 
-        In a ring all these messages go to the next rank.  A step of a ring that reduces is one of these messages.
+        In a ring all these messages go to the next rank.  In a ring that reduces, each of these messages is one step.
         ``before`` are the seconds of encoding and decoding before the exchange.
         """
         if hop.axis.size == 1:

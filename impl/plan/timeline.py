@@ -158,7 +158,7 @@ class Stretch(NamedTuple):
     """A stretch of time in which the processor worked; times are in seconds since the pass began."""
 
     work: str  # such as ``forward`` or ``decode``
-    units: tuple[int, ...]
+    units: tuple[int, ...]  # indices of the units for which the processor worked
     begin: Seconds
     end: Seconds
 
@@ -167,18 +167,18 @@ class Message(NamedTuple):
     """The messages of one hop, from their posting to their arrival; times are in seconds since the pass began."""
 
     purpose: Literal["weights", "gradients"]
-    unit: int
+    unit: int  # index of the unit
     hop: TimedHop
-    posted: Seconds
-    begin: Seconds  # when the first of its links began to send them
-    arrival: Seconds
+    posted: Seconds  # when the rank posted the messages
+    begin: Seconds  # when the first of the links began to send the messages
+    arrival: Seconds  # when the last message has arrived
 
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A collective under way."""
+    """A simulated collective that was started and may have hops left to post."""
 
-    unit: int
+    unit: int  # index of the unit
     purpose: Literal["weights", "gradients"]
     collective: Collective
     arrivals: list[Seconds]  # when each hop posted so far arrives, in seconds since the pass began

@@ -46,7 +46,7 @@ class Tag(NamedTuple):
 
     phase: Phase
     purpose: Purpose
-    unit: str = ""
+    unit: str = ""  # name of the unit; empty for messages that concern no single unit
 
 
 MOMENTUM: Final = Tag("step", "momentum")  # to the owners of matrices
@@ -58,9 +58,9 @@ class LedgerKey(NamedTuple):
 
     phase: Phase
     purpose: Purpose
-    unit: str
+    unit: str  # name of the unit; empty for messages that concern no single unit
     hop: str  # name of the axis
-    link: Link
+    link: Link  # whether the message leaves the node
 
 
 class Sent(NamedTuple):
@@ -163,7 +163,7 @@ class Book:
             self.trained[link] += count * message.nbytes if tag.phase != "evaluate" else 0
 
     def fits(self, rank: int) -> bool:
-        """Returns whether ``rank`` would have sent the same numbers of bytes over each kind of link."""
+        """Returns whether ``rank`` sends as many bytes over each kind of link in the exchanges counted here."""
         both = (
             [destinations(self.topology, axis, each, ring=ring) for each in (self.rank, rank)]
             for axis, ring in self.routes
@@ -182,7 +182,7 @@ class Book:
             size *= axis.size
 
     def uneven(self, tag: Tag, axis: Axis, sizes: Sequence[int]) -> None:
-        """Count a message of ``sizes[i]`` bytes to the i-th rank along ``axis``, except to this rank or of 0 bytes."""
+        """Count a message of ``sizes[i]`` bytes to each i-th rank along ``axis``; none to this rank or of 0 bytes."""
         for link, (nbytes, messages) in uneven(self.topology, axis, self.rank, sizes).items():
             key = LedgerKey(*tag, axis.name, link)
             before = self.sent.get(key, (0, 0))
@@ -224,14 +224,14 @@ def predict(
     begun: int = 0,
     owners: Owners | None = None,
 ) -> Book:
-    """Predicts everything that ``rank`` sends in ``events``, and its copies between host and device.
+    """Predicts the bytes and messages that ``rank`` sends in ``events``, and its copies between host and device.
 
     Some events change what later events send:
 
-    - ``step`` changes the trained weights; with local steps, groups exchange the fragment that is due after it;
-    - ``changed`` (``Zero.weights_changed``) changes all weights;
-    - ``forgotten`` (``Zero.forget_gathered``): all weights are gathered anew;
-    - ``dropped`` (``Zero.drop_gradients``): the next gather sends weights, not differences.
+    - ``step`` changes the trained weights; with local steps, groups exchange the fragment that is due after the step;
+    - ``changed`` (``Zero.weights_changed``) changes all weights; - ``forgotten`` (``Zero.forget_gathered``): all
+    weights are gathered anew; - ``dropped`` (``Zero.drop_gradients``): the next gather sends weights, not
+    differences.
 
     With offload, each reduction copies the mean gradient of an offloaded master (4 bytes an element of the
     shard) to the host.  The encoded master is copied to the device once a step or, if frames are offloaded
@@ -345,7 +345,7 @@ ON_DEVICE = Placement()
 
 
 def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Placement]:
-    """Returns the placement of each unit; ``units`` are in model order, and shares are of padded elements."""
+    """Returns the placement of each unit; ``units`` are in model order, and a share counts padded elements."""
     stepped = _chosen([unit.padded if unit.trainable else 0 for unit in units], offload.optimizer)
     framed = _chosen([unit.padded for unit in units], offload.weights)
     rows = zip(units, stepped, framed, strict=True)
@@ -353,7 +353,7 @@ def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Place
 
 
 def _chosen(sizes: Sequence[int], share: float) -> list[bool]:
-    """Returns, for each size, whether it is chosen: the first sizes are, until they reach ``share`` of the whole sum.
+    """Returns for each size whether it is chosen: the first sizes, until their sum reaches ``share`` of the whole sum.
 
     A size of 0 is never chosen.
     """
@@ -392,7 +392,7 @@ class _Sender:
             self.change = "stepped" if self.change == "unchanged" else self.change
 
     def follow(self, policy: Policy) -> None:
-        """Send by ``policy`` from here on; if it gathers weights differently, they are gathered anew."""
+        """Send as ``policy`` says from now on; weights are gathered anew if ``policy`` gathers them in another way."""
         if policy.gathering != self.policy.gathering:
             self.gathered = self.current = False
             self.steps = None
@@ -440,7 +440,7 @@ class _Sender:
         return "weights"
 
     def meet(self) -> None:
-        """Count the exchange between groups of how far their masters of the unit have moved."""
+        """Count the exchange in which groups average how far their masters of the unit have moved."""
         hops = self.hops.of(outer_hops, self.policy, self.unit.piece, self.policy.grain)
         self.book.send(Tag("step", "gradients", self.unit.name), hops)
 

@@ -25,7 +25,7 @@ class Placed(NamedTuple):
 
 
 class Contents(Protocol):
-    """What the layout of a unit depends on."""
+    """The properties of a unit on which its layout depends."""
 
     @property
     def name(self) -> str:

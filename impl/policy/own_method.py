@@ -56,7 +56,7 @@ class MethodError(ValueError):
 
 
 class MethodLaw(enum.Enum):
-    """A property that a method can promise; ``zeropp check method`` tests exactly the promised ones."""
+    """A property that a method can promise; ``zeropp check method`` tests exactly the promised laws."""
 
     SAME_ON_ALL_RANKS = "every rank finds the same mean, bit by bit, however the mean is sharded"
     ZERO = "a new method turns gradients of zeros into a mean of zeros"
@@ -202,7 +202,7 @@ class OwnMethod:
         return self.definition(unit, wire, **dict(self.arguments))
 
     def error_bound(self, unit: MethodUnit) -> float:
-        """Returns the largest error of an element that the class promises; infinity if it promises none.
+        """Returns the largest error that the class promises for an element; infinity if the class promises none.
 
         For a gather, the error is a multiple of the largest magnitude of the weights in the shard.  For a reduction,
         every rank's gradient has a largest magnitude in the shard, and the error is a multiple of the ranks' mean.
@@ -235,7 +235,7 @@ def method(source: type[Any] | str, **arguments: Any) -> OwnMethod:
             )
     if isinstance(source, str):
         if not is_name(source):
-            raise MethodError(f"{source!r}: expected 'module:Class'")
+            raise MethodError(f"{source!r} does not name a class: expected 'module:Class'")
         return OwnMethod(source, values)
     name = f"{source.__module__}:{source.__qualname__}"
     return OwnMethod(name, values, checked(name, source))
@@ -255,15 +255,15 @@ def checked(name: str, kind: Any) -> type[Any]:
     Raises MethodError: naming what is missing or wrong.
     """
     if not isinstance(kind, type):
-        raise MethodError(f"{name}: is a {type(kind).__name__}, expected a class")
+        raise MethodError(f"{name}: is a {type(kind).__name__}, expected a class: name the class")
     for member in ("start", "finish"):
         if not callable(getattr(kind, member, None)):
-            raise MethodError(f"{name}: has no method {member!r}")
+            raise MethodError(f"{name}: has no method {member!r}: define it in the class")
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
-        raise MethodError(f"{name}: has no method {missing[0]!r}")
+        raise MethodError(f"{name}: has no method {missing[0]!r}: define it in the class")
     if callable(getattr(kind, "state", None)) != callable(getattr(kind, "load", None)):
         raise MethodError(
-            f"{name}: has only one of the methods 'state' and 'load'; a method with a state needs both"
+            f"{name}: has only one of the functions 'state' and 'load': define both, or neither"
         )
     laws = getattr(kind, "laws", ())
     if isinstance(laws, str) or not isinstance(laws, Iterable):
@@ -272,7 +272,9 @@ def checked(name: str, kind: Any) -> type[Any]:
         if law not in LAWS:
             raise MethodError(f"{name}: unknown law {law!r}: expected some of {', '.join(LAWS)}")
         if (needed := _NEEDS.get(LAWS[law])) is not None and not callable(getattr(kind, needed, None)):
-            raise MethodError(f"{name}: has no method {needed!r}, which the law {law!r} needs")
+            raise MethodError(
+                f"{name}: has no method {needed!r}, which the law {law!r} needs: define it, or remove the law"
+            )
         if LAWS[law] is MethodLaw.SETTLES and role_of(kind) == "reduce":
             raise MethodError(
                 f"{name}: only a class that gathers weights can promise the law {law!r}, and this class reduces "
@@ -402,7 +404,7 @@ def planned_gathers(own: OwnMethod, topology: Topology, units: Iterable[UnitGeom
 
 
 def declares(own: OwnMethod) -> bool:
-    """Returns whether the class declares its messages."""
+    """Returns whether the class declares its messages, which it does by a method ``bytes()``."""
     return callable(getattr(own.definition, "bytes", None))
 
 
@@ -422,6 +424,6 @@ def _planned(
                     instance = own.make(unit, PlannedWire(topology))
                 except Exception as error:
                     raise MethodError(
-                        f"{own}, unit {geometry.name!r}: {type(error).__name__}: {error}"
+                        f"{own}, unit {geometry.name!r}: its constructor raised {type(error).__name__}: {error}"
                     ) from error
             yield geometry.name, unit, instance

@@ -241,7 +241,7 @@ class Policy:
             if not isinstance(codec, Codec):
                 kind = type(codec).__name__
                 raise PolicyError(
-                    f"codec {codec!r} is a {kind}: expected a codec, such as codec.parse() returns"
+                    f"codec {codec!r} is a {kind}: expected a codec, such as zeropp.codec('int8:2048') returns"
                 )
         check_literals(self)
         self._read_method("reduce", get_args(Reduce))
@@ -539,8 +539,8 @@ class Policy:
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec whose messages cannot be cut into chunks.
 
-        With ``user_codecs``, only codecs from named modules are checked, which are imported for it; otherwise only all
-        other codecs.
+        With ``user_codecs``, the codecs from named modules are checked, which are imported for this; without, all
+        others.
         """
         for codec in (*self.gradients, *self.candidates.get("gradients", ())) if self.chunks > 1 else ():
             if isinstance(codec, OwnCodec) == user_codecs and codec.block == "shard":
@@ -667,7 +667,7 @@ class Policy:
         return replace(self, align=self.grain, **{purpose: sent})
 
     def choices(self, purpose: Budgeted) -> list[Policy]:
-        """Returns the policies that a budget may choose for weights or gradients; this one if it chooses nothing."""
+        """Returns this policy with each codec that a budget may choose for ``purpose``; itself without a budget."""
         return [self.with_choice(purpose, codec) for codec in self.candidates.get(purpose, ())] or [self]
 
     @property
@@ -706,7 +706,7 @@ class Policy:
         if self.schedule:
             raise PolicyError(
                 "a policy with a schedule gives its units other policies from step to step: call for_kind() on one of "
-                "its phases"
+                "the policies in its phases"
             )
         changes: dict[str, Any] = {}
         if persistent:
@@ -772,12 +772,14 @@ class Policy:
         """
         if self.schedule:
             if any(span.until is not None and span.end is None for span in self.schedule[:-1]):
-                way_out = "give its number of steps, policy.for_steps(steps)"
-                raise PolicyError(f"schedule ({self.schedule_in_words}) has shares of a run: {way_out}")
+                way_out = "use policy.for_steps(steps), with the number of steps"
+                raise PolicyError(
+                    f"schedule ({self.schedule_in_words}) has shares of a run of unknown length: {way_out}"
+                )
             if (end := self.schedule[-1].end) is not None:
                 raise PolicyError(
-                    f"the last span of schedule ends at step {end}, and the steps after it have no span: remove its "
-                    "until"
+                    f"the last span of schedule ends at step {end}, and the steps after it have no span: remove "
+                    "until from the last span"
                 )
             for phase in self.phases:
                 phase.check(topology)
@@ -788,7 +790,7 @@ class Policy:
             if self.local_steps is not None and self.group_ranks(topology) == topology.world:
                 groups = f"group={self.group!r} on {topology} makes one group of all ranks"
                 raise PolicyError(
-                    f"local_steps={self.local_steps} needs two groups or more, and {groups}: choose smaller groups, or "
+                    f"local_steps={self.local_steps} needs two groups or more, but {groups}: choose smaller groups, or "
                     "remove local_steps"
                 )
             for reason in self._user_codec_errors() if self.readable else ():
@@ -798,7 +800,8 @@ class Policy:
         if "gradients" in self.candidates and topology.nodes == 1:
             chooses = "chooses the codec of gradients between nodes"
             raise PolicyError(
-                f"budget '{self.budget}' {chooses}, and {topology} has one node: use two or more"
+                f"budget '{self.budget}' {chooses}, and {topology} has one node: use two or more nodes, or remove "
+                "gradients from the budget"
             )
 
     def _user_codec_errors(self) -> Iterator[str]:

@@ -165,7 +165,7 @@ class LossScale:
     Raises PolicyError: for a negative window, or unless ``0 < least <= initial <= LARGEST_SCALE``.
     """
 
-    initial: float = 65536.0
+    initial: float = 65536.0  # scale at the beginning, or the fixed scale
     window: int = 1000  # optimizer steps; 0 for a fixed scale
     least: float = 1.0  # smallest dynamic scale; an overflow at this scale is an error
 

@@ -72,9 +72,9 @@ class Slot:
 class UnitGeometry:
     """The layout of one unit for one number of ranks.
 
-    A *shard* is what one rank holds of a unit: ``padded / group`` elements.  A *piece* is what one rank
-    receives of the mean gradient: ``padded / world`` elements.  They are the same unless there are several
-    groups, each of which holds the whole unit.
+    A *shard* is what one rank holds of a unit: ``padded / shards`` elements.  A *piece* is what one rank receives of
+    the mean gradient: ``padded / world`` elements.  They are the same unless there are several groups, each of which
+    holds the whole unit.
     """
 
     name: str  # of the block, with the suffix :data:`FROZEN` if not trainable
@@ -108,7 +108,7 @@ class UnitGeometry:
 
     @property
     def shards(self) -> int:
-        """Number of shards of one copy: the ranks of a group."""
+        """Number of shards in one copy of the unit, one for each rank of a group."""
         return self.group or self.world
 
     @property

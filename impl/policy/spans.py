@@ -144,8 +144,8 @@ def check_order(spans: Sequence[Span]) -> Iterator[str]:
     last = spans[-1].until if spans else None
     if isinstance(last, str) and _share(last) < 1:
         yield (
-            f"the last span of schedule ends at {last} of the run, and the steps after it have no span: remove its "
-            "until"
+            f"the last span of schedule ends at {last} of the run, and the steps after it have no span: remove "
+            "until from the last span"
         )
 
 
@@ -169,7 +169,7 @@ def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
     """
     number_of_steps: object = steps
     if isinstance(steps, bool) or not isinstance(number_of_steps, int) or steps < 1:
-        raise SpanError(f"a schedule for {steps!r} steps: expected a whole number, 1 or more")
+        raise SpanError(f"a schedule cannot be fitted to {steps!r} steps: expected a whole number, 1 or more")
     ends, before = list[int](), 0
     for number, span in enumerate(spans, 1):
         share = Fraction(1) if span.until is None else None
@@ -187,7 +187,7 @@ def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
     if before != steps:
         raise SpanError(
             f"the last span of schedule ends at step {before} of {steps}, and the steps after it have no span: remove "
-            "its until"
+            "until from the last span"
         )
     return tuple(span.ending(end if end < steps else None) for span, end in zip(spans, ends, strict=True))
 

@@ -56,7 +56,7 @@ class Topology:
 
     @property
     def world_axis(self) -> Axis:
-        """The axis whose only group is all ranks."""
+        """The axis along which all ranks form one group."""
         return Axis("world", self.world, 1)
 
     @property

@@ -20,7 +20,7 @@ def no_group() -> None:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The group along one axis to which this rank belongs."""
+    """The group of ranks along one axis to which this rank belongs."""
 
     axis: Axis
     ranks: tuple[int, ...]  # the ranks of the group as the mesh counts them, ascending

@@ -20,7 +20,7 @@ class Arrival:
     joined: bool = False  # whether the stream of the computation waits for the end already
 
     def join(self) -> None:
-        """Make later work of the current stream wait for the end of the work."""
+        """Make later work of the current stream wait until this work on the side stream has ended."""
         if self.event is not None:
             self.event.wait()
 

@@ -52,7 +52,7 @@ class ThreadRankError(RuntimeError):
 
 
 class TurnError(ThreadRankError):
-    """A rank has its turn for longer than it may; ``where`` is what it runs, the innermost function first."""
+    """A rank has kept its turn for too long; ``where`` names the functions that it runs, the innermost first."""
 
     def __init__(self, rank: int, seconds: float, where: str) -> None:
         self.rank, self.seconds, self.where = rank, seconds, where
@@ -135,7 +135,7 @@ class ThreadRank:
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """What ranks have given to one call of :meth:`ThreadRank.share`."""
+    """The values that ranks have given to one call of :meth:`ThreadRank.share`."""
 
     values: dict[int, Any] = field(default_factory=dict)
     event: Event = field(default_factory=Event)
@@ -359,7 +359,7 @@ class ThreadStore:
 
 @dataclass(slots=True, eq=False)
 class _Awaited:
-    """The keys for which a rank waits, without those that are there."""
+    """The keys for which a rank waits, without those that are set already."""
 
     missing: set[str]
     event: Event = field(default_factory=Event)

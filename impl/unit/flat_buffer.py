@@ -48,7 +48,7 @@ View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of a
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A parameter of a unit: the leaf that computes, and the placeholder that stands in for it."""
+    """A parameter of a unit: the tensor to compute with, and the placeholder that modules hold while it is sharded."""
 
     # the leaf whose data is a view of the flat buffer; while the unit is sharded, it has no values
     parameter: nn.Parameter
@@ -136,7 +136,7 @@ class FlatBuffer:
                     member.parameter.data = flat.as_strided(*member.view)
 
     def expose(self) -> None:
-        """Have modules hold the parameters; :meth:`written` reports writes to them from here on."""
+        """Have modules hold the parameters; :meth:`written` reports writes to them from now on."""
         self._marks = marks = []
         for member in self.members:
             parameter = member.parameter

@@ -89,7 +89,7 @@ class GradientReduction:
         self.follow(context.policy)
 
     def follow(self, policy: Policy) -> None:
-        """Reduce according to ``policy`` from here on; carried errors are kept."""
+        """Reduce according to ``policy`` from now on; carried errors are kept."""
         self._take_up(self._way(policy))
 
     def prepare(self, policies: Sequence[Policy]) -> None:
@@ -397,8 +397,8 @@ class GradientReduction:
 class _Way(NamedTuple):
     """How a unit's gradient is reduced according to one policy."""
 
-    collective: Reduction | OwnReduction
-    feedback: Feedback | None
+    collective: Reduction | OwnReduction  # the object that reduces
+    feedback: Feedback | None  # None: no errors are carried
     collects: bool  # whether gradients may be collected in the message of hop 1
     draws: bool  # whether a codec rounds stochastically
     pads: Sequence[tuple[int, int]]  # the parts of the mean to set to zero

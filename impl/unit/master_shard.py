@@ -13,8 +13,8 @@ The masters that an optimizer holds are views of the shard, and users treat them
   the old memory belongs to the user, so the shard moves to other memory before it takes the new values.
 * ``p.data.copy_(values)`` writes to the shard, but torch does not count the write.  The next gather that
   encodes the master sends the new values.  Copies that a later pass reuses would be stale, however: hpZ's
-  secondary shard, weights that stay gathered, and frames of offloaded masters.  Therefore sums of the shard's
-  bits are taken when such a copy is made, and compared before a forward pass reuses the copy.
+  secondary shard, weights that stay gathered, and frames of offloaded masters.  Therefore checksums of the shard are
+  taken when such a copy is made, and compared before a forward pass reuses the copy.
 * ``g = p.grad; optimizer.zero_grad()`` keeps a gradient.  The next gradient is then written to other memory.
 """
 
@@ -103,7 +103,7 @@ class MasterShard:
         # For each master, its part of the shard.  The master is a view of this part, unless a user assigned other data.
         self._own = [self.held[start:end] for _, start, end in self._spans]
         self._foreign = False  # whether a master has memory that a user holds too
-        self._sums: tuple[Version, Tensor] | None = None  # sums of the shard's bits, from mark()
+        self._sums: tuple[Version, Tensor] | None = None  # checksums of the shard, from mark()
         self._mean: Tensor | None = None  # (S,) fp32, the memory of the masters' gradients
         self._landing: tuple[Arrival, Tensor] | None = None  # (S,) a mean that is being copied to the host
         self._landed: Tensor | None = None  # (S,) where a mean arrives if it is then added to an earlier mean
@@ -215,7 +215,7 @@ class MasterShard:
                 self._foreign = True
 
     def _move(self) -> None:
-        """Move the shard to other memory, because its present memory belongs to a user from here on."""
+        """Move the shard to other memory, because its present memory belongs to a user from now on."""
         with torch.inference_mode(mode=False):  # the memory will outlive a pass in inference mode
             self.held.data = self.held.detach().clone()
             self._own = [self.held[start:end] for _, start, end in self._spans]
@@ -225,8 +225,8 @@ class MasterShard:
         for master, _, _ in self._spans:
             if not master.requires_grad:
                 raise ZeroError(
-                    f"a master of unit {self._geometry.name!r} was frozen, but the model's parameters in it are "
-                    "trained: set requires_grad of the model's parameters before shard()"
+                    f"a master of unit {self._geometry.name!r} was frozen, but the model's parameters in this unit "
+                    "are trained: set requires_grad of the model's parameters before shard()"
                 )
             if hooks := master._backward_hooks or master._post_accumulate_grad_hooks:  # noqa: SLF001
                 hook = list(hooks.values())[-1]
@@ -237,7 +237,7 @@ class MasterShard:
                 )
 
     def mark(self) -> None:
-        """Take sums of the shard's bits, for :meth:`check_unwritten`, when a copy of the shard is made."""
+        """Take checksums of the shard when a copy of it is made; :meth:`check_unwritten` compares them later."""
         version = self.version
         if self._sums is None or self._sums[0] != version:
             self._sums = version, ops.sums_of_bits(self.held)
@@ -259,7 +259,7 @@ class MasterShard:
     # Frames
 
     def encode_as(self, codec: Codec) -> None:
-        """Encode frames with ``codec`` from here on."""
+        """Encode frames with ``codec`` from now on."""
         self._codec, self._frame_bytes = codec, codec.frame_bytes(self._geometry.shard)
 
     def write_frame(self, frame: Tensor) -> None:

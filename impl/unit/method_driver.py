@@ -61,7 +61,7 @@ class Method(abc.ABC):
         """Return everything on which later results depend, such as carried errors; here ``self.kept``.
 
         The engine saves this state in checkpoints, and restores it after rehearsals.  Names, shapes and types must be
-        the same from the constructor on.  The engine does not call this between ``start()`` and ``finish()``.
+        those of a newly constructed object.  The engine does not call this between ``start()`` and ``finish()``.
         """
         return self.kept
 
@@ -105,7 +105,7 @@ class MethodDriver:
         for name, value in state.items():
             if not isinstance(name, str) or "/" in name or not isinstance(value, Tensor):
                 raise self._error(
-                    f"state() has {name!r} of type {type(value).__name__}: expected tensors by names without '/'"
+                    f"state() has {name!r} of type {type(value).__name__}: expected tensors, under names without '/'"
                 )
             copies[self.prefix + name] = value.detach().clone()
         return copies
@@ -127,7 +127,7 @@ class MethodDriver:
         self._instance = self._new()
 
     def drain(self) -> None:
-        """Wait for messages that the method has sent and not received."""
+        """Wait for the messages that the method has posted and not waited for."""
         self.wire.drain()
 
     def messages(self, topology: Topology, *gather: GatherInfo) -> tuple[MethodMessage, ...] | None:
@@ -186,7 +186,7 @@ class MethodDriver:
         if not isinstance(result, Tensor):
             short = "fp32" if dtype is torch.float32 else name
             raise self._error(
-                f"finish() returned {type(result).__name__}, expected a tensor ({numel},) {short}"
+                f"finish() returned {type(result).__name__}, expected a tensor of shape ({numel},) and type {short}"
             )
         if (tuple(result.shape), result.dtype) != ((numel,), dtype):
             raise self._error(

@@ -155,7 +155,7 @@ class OwnWeightGather:
         return "stepped" if written else self._change
 
     def end(self, change: Change) -> None:
-        """Note that the weights have changed."""
+        """Note how the weights have changed, for the next gather."""
         if change != "unchanged" and self._change != "loaded":
             self._change = change
 

@@ -78,7 +78,7 @@ class OwnReduction(MethodDriver):
 
     def open_message(self) -> Exchange:
         """Raise an error, since :meth:`collects` is False."""
-        raise self._error("gradients cannot be collected in a message")
+        raise self._error("gradients cannot be collected in a message: pass the whole gradient to start()")
 
     def start(
         self,

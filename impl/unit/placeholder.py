@@ -21,7 +21,7 @@ from impl.errors import ZeroError
 class Keeper(Protocol):
     """Provides the values of a parameter that has become a placeholder, or refuses to."""
 
-    name: str
+    name: str  # of the parameter
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         """Return the tensor to compute with in place of ``parameter``, or raise an error.
@@ -87,8 +87,8 @@ class Placeholder(nn.Parameter):
                 return func(*args, **kwargs)
         if func in _OF_GRADIENTS:
             raise ZeroError(
-                f"{func.__name__}() on parameter {_keepers[args[0]].name!r}, whose gradient is sharded: change the "
-                "gradients of the masters (Zero.param_groups()) after the backward pass instead"
+                f"{func.__name__}() was called on parameter {_keepers[args[0]].name!r}, whose gradient is sharded: "
+                "change the gradients of the masters (Zero.param_groups()) after the backward pass instead"
             )
         if func in _OF_LAYOUT:
             return func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs)
@@ -141,13 +141,13 @@ def values_of(parameter: Placeholder) -> Tensor:
 
 
 def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Make ``parameter`` a placeholder without changing its data: from here on, uses ask ``keeper``."""
+    """Make ``parameter`` a placeholder without changing its data: from now on, uses ask ``keeper``."""
     _keepers[parameter] = keeper
     parameter.__class__ = Placeholder
 
 
 def release(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Take the values of ``parameter`` away and make it a placeholder: from here on, uses ask ``keeper``."""
+    """Take the values of ``parameter`` away and make it a placeholder: from now on, uses ask ``keeper``."""
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         # One NaN, expanded to the shape: code that does not ask the keeper reads NaN, and torch refuses writes.

@@ -163,13 +163,13 @@ class SecondaryShard:
     def settled(self, version: Version) -> bool:
         """Return whether the copies already have the master's values, so that the difference is zero.
 
-        They have them if torch has counted no write to the master since the copies were last updated, whatever else
-        ``version`` counts.
+        They have these values if torch has counted no write to the master since the copies were last updated,
+        whatever else ``version`` counts.
         """
         return self._settled == version[1]
 
     def _values(self) -> Tensor:
-        """Return the kept weights (copies, S), a view of the frames in the type of the copy."""
+        """Return the kept weights (copies, S): the frames, viewed as elements of the copy's type."""
         assert isinstance(self.codec, Raw)  # noqa: S101  # a policy adds differences to nothing else
         return self._memory().view(DTYPES[self.codec.dtype]).view(self.copies, -1)[:, : self._numel]
 

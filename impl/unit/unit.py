@@ -321,7 +321,7 @@ class Unit:
         self.state = State.SHARDED
 
     def follow(self, policy: Policy) -> None:
-        """Send with the codecs of another ``policy`` from here on; no reduction may be under way."""
+        """Send with the codecs of another ``policy`` from now on; no reduction may be under way."""
         if policy.weights != self.policy.weights and isinstance(self.weight_gather, WeightGather):
             self.weights_changed("unchanged")
             self.weight_gather.secondary.let_go()
@@ -353,7 +353,7 @@ class Unit:
         self.reduction.prepare(self._phases)
 
     def take_up(self, number: int) -> None:
-        """Send according to the schedule's policy with this ``number`` from here on; no pass may be running.
+        """Send according to the schedule's policy with this ``number`` from now on; no pass may be running.
 
         If this policy gathers weights in another way, the next use of the unit gathers the weights themselves anew.
         """

@@ -107,7 +107,7 @@ class WeightGather:
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
 
     def start(self, phase: Phase) -> None:
-        """Encode this rank's frame, or take frames from the secondary shard, and post the first hop.
+        """Encode this rank's shard, or take frames from the secondary shard, and post the first hop.
 
         These are steps 1, 2 and 7 of the list above.  On a GPU, all later hops are enqueued on a side stream.
         """

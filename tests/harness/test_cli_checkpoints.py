@@ -58,9 +58,7 @@ def test_what_was_checked_is_said(tmp_path: Path, zeropp: Zeropp) -> None:
     assert all(line.endswith("; sizes checked, contents not (--verify)") for line in lines)
     process = zeropp("checkpoints", tmp_path, "--verify", status=2)
     first, second = process.stdout.splitlines()
-    message = (
-        "rank-00001.safetensors: altered since it was written: its digest differs; load another checkpoint"
-    )
+    message = "rank-00001.safetensors: was altered since it was written: its digest differs; load another checkpoint"
     assert re.search(rf"checkpoint-000001: step 0, .*; BROKEN: .*{message}$", first)
     assert second.endswith("; sizes and digests checked")
     assert process.stderr.endswith(f"{message}\n")

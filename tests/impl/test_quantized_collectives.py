@@ -269,7 +269,7 @@ class Mine(torch.Tensor):
         (quantized_all_gather, (ZEROS.long(), "bf16"), {}, ValueError, "fp32, bf16, fp16, got torch.int64"),
         (quantized_all_gather, (ZEROS, "int9:8"), {}, CodecError, "2 to 8 bits"),
         (quantized_all_gather, (ZEROS, "bf16"), {"out": torch.zeros(8, 2).t()}, ValueError,
-         r"out must be a contiguous \(2, 8\) torch.float32, got \(2, 8\)"),
+         r"out must be a contiguous tensor of shape \(2, 8\) and torch.float32, got \(2, 8\)"),
         (quantized_all_gather, (ZEROS, "int8:8:stochastic"), {}, ValueError,
          "int8:8:stochastic rounds stochastically and needs random bits: pass key="),
         (quantized_reduce_scatter, (ZEROS, "bf16"), {"reduce": "twohop"}, PolicyError, "reduce = 'twohop'"),

@@ -108,7 +108,7 @@ def test_a_mean_that_depends_on_its_shards_is_told_from_one_that_depends_on_rank
     ("arguments", "message"),
     [
         (("nowhere:Class",), "nowhere:Class: cannot import 'nowhere'"),
-        (("no name",), "'no name': expected 'module:Class'"),
+        (("no name",), "'no name' does not name a class: expected 'module:Class'"),
         (("examples.top_k:math",), "examples.top_k:math: is a module, expected a class"),
         (("examples.top_k:TopK", "--argument", "share"), "--argument share: expected NAME=VALUE"),
     ],

@@ -98,7 +98,7 @@ def test_a_mark_is_read_when_the_device_has_passed_it(monkeypatch: pytest.Monkey
     assert watchdog.mark_exposed()() == 0.0
     watchdog.wait(STEP, lambda: stream.queued.append(0.25))
     read = watchdog.mark_exposed()
-    with pytest.raises(RuntimeError, match="synchronise it first"):
+    with pytest.raises(RuntimeError, match="exposed seconds are not known yet"):
         read()
     stream.run()
     assert read() == 0.25

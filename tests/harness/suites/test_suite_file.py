@@ -394,7 +394,7 @@ def test_a_deepspeed_configuration_is_a_strategy(tmp_path: Path, read: Read) -> 
     ("strategy", "fields", "message"),
     [
         ("recipe", "", "strategy = 'recipe': needs deepspeed_config"),
-        ("recipe", 'deepspeed_config = "none.json"', "none.json: cannot read"),
+        ("recipe", 'deepspeed_config = "none.json"', "none.json: cannot be read"),
         (
             "recipe",
             'deepspeed_config = "ds.json"\nclip = 0.5',

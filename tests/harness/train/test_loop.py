@@ -325,7 +325,7 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
         (None, ["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2: only 1"),
         (None, ["--fp16", "--bf16"], "fp16.enabled = true: contradicts bf16.enabled = true"),
         (None, ["--hidden-size", "65"], "a width of 65 is not divisible by 4 heads"),
-        (None, ["--deepspeed_config", "none.json"], "none.json: cannot read"),
+        (None, ["--deepspeed_config", "none.json"], "none.json: cannot be read"),
         (None, ["--zero-stage", "7"], "zero-stage"),
         (None, ["--steps", "1" + "0" * 30], "--steps"),
         (None, ["--hidden-size", "1000000000", "--plan"], "--hidden-size"),

@@ -290,7 +290,7 @@ def test_a_model_that_is_not_sharded_is_refused() -> None:
 def test_a_topology_of_other_ranks_is_refused(mesh: Mesh) -> None:
     """The error has both numbers of ranks."""
     model = sharded(mesh.topology.world, Setup())
-    with pytest.raises(MeshError, match="needs 4 ranks, the process group has 2"):
+    with pytest.raises(MeshError, match="needs 4 ranks, but the process group has 2"):
         fsdp2(model, mesh=Topology(2, 2))
 
 

@@ -59,7 +59,9 @@ def test_a_disk_that_is_full_at_the_manifest_is_an_error_that_names_it(
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))  # as write() says it, without a name
 
     def fails(mesh: Mesh) -> None:
-        with pytest.raises(CheckpointError, match=r"^rank 0: .*manifest.json: No space left on device$"):
+        with pytest.raises(
+            CheckpointError, match=r"^rank 0: .*manifest.json: cannot be written: No space left on device$"
+        ):
             numbered(mesh, tmp_path, 1)
 
     with monkeypatch.context() as patched:

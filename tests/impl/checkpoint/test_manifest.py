@@ -27,7 +27,7 @@ FIELDS = json.loads(EMPTY.text())
         (EMPTY.text()[:-9], "is cut short, or is not JSON"),
         ('{"format": "pt"}', "is not a manifest of a zeropp checkpoint"),
         ("[]", "is not a manifest of a zeropp checkpoint"),
-        (json.dumps({**FIELDS, "version": 1}), "version 1 of the format; this program reads version 2"),
+        (json.dumps({**FIELDS, "version": 1}), "version 1 of the format, but this program reads version 2"),
         (json.dumps({**FIELDS, "step": 7}), "altered since it was written"),
         (json.dumps({**FIELDS, "extra": float("nan")}), "altered since it was written"),
     ],

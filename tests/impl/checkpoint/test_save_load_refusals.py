@@ -38,11 +38,11 @@ def _refused(mesh: Mesh, folder: Path, net: nn.Module, optimizer: Any, count: in
 
 
 SPOILT: dict[str, Callable[[Path], object]] = {  # by its error
-    r"rank-00002.safetensors: No such file": lambda file: file.unlink(),
+    r"rank-00002.safetensors: cannot be read: No such file": lambda file: file.unlink(),
     r"rank-00002.safetensors: has \d+ bytes, but \d+ according to the manifest": lambda file: (
         file.write_bytes(file.read_bytes()[:-1])
     ),
-    "rank-00002.safetensors: altered since it was written": lambda file: file.write_bytes(
+    "rank-00002.safetensors: was altered since it was written": lambda file: file.write_bytes(
         file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])
     ),
     "is not a checkpoint: manifest.json: No such file": lambda file: (file.parent / MANIFEST).unlink(),
@@ -133,7 +133,7 @@ def _nothing(_: Run) -> None:
         (_nothing, lambda rank: {"extra": rank // 2},
          "rank 2 has another extra, or other options of optimizers, than rank 0"),
         (_another_rate, None, "rank 1 has another extra, or other options of optimizers"),
-        (_passed, None, "save\\(\\) with gradients of \\d+ masters that no optimizer has used"),
+        (_passed, None, "save\\(\\) was called with gradients of \\d+ masters that no optimizer has used"),
         (_of_others, None, "optimizer 0 holds a tensor that is not a master of this engine"),
         (_factored, None, "state 'factor' has 3 elements for a master of"),
         (_attached, None, "rank 1: parameter 'adapter.weight' was added to the model after it was sharded"),

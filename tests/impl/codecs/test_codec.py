@@ -54,8 +54,8 @@ def test_bytes_equal_the_published_ratio(text: str, bits_per_element: float) -> 
     ("text", "message"),
     [
         ("int9:64", "2 to 8 bits"),
-        ("int8:0", "a block has 1 to 2147483647 elements"),
-        ("int4:99999999999999999999", "int4:99999999999999999999: a block has 1 to 2147483647 el"),
+        ("int8:0", "a block must have 1 to 2147483647 elements"),
+        ("int4:99999999999999999999", "int4:99999999999999999999: a block must have 1 to 2147483647 el"),
         ("int8", "expected fp32, bf16 or fp16; or int"),
         ("int8:64:round", "expected fp32, bf16"),
         ("", "expected"),

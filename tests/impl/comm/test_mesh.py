@@ -105,7 +105,7 @@ def test_a_failure_leaves_the_default_group_as_it_is() -> None:
 def test_a_group_that_does_not_fit_is_refused() -> None:
     """A group of another size than the topology is refused, and so is a topology of another type."""
     with default_group("gloo", rank=0, world_size=1, store=dist.HashStore()):
-        with pytest.raises(MeshError, match="topology 1x2 needs 2 ranks, the process group has 1"):
+        with pytest.raises(MeshError, match="topology 1x2 needs 2 ranks, but the process group has 1"):
             Mesh.create(Topology(1, 2))
         with pytest.raises(MeshError, match="topology '2x2' is a str: expected a Topology"):
             Mesh.create("2x2")  # type: ignore[arg-type]  # the claim
@@ -299,12 +299,12 @@ def _refusals(mesh: Mesh) -> dict[str, str]:
 
 
 REFUSED = {
-    "size": "topology 1x2 needs 2 ranks, the process group has 3",
+    "size": "topology 1x2 needs 2 ranks, but the process group has 3",
     "list": "group is a list: expected what dist.new_group",
     "text": "mesh is a str: expected zeropp.mesh(...), torch's DeviceMesh, a process group, or a Topology",
     "names": "the device mesh has dimensions 'node' and 'dp': name the dimension between nodes 'node', 'inter', "
     "'replicate' or 'dp_replicate', and the dimension inside a node 'local', 'intra', 'shard' or 'dp_shard', or pass ",
-    "numbers": "topology 3x1 needs 3 ranks, the process group has 4",
+    "numbers": "topology 3x1 needs 3 ranks, but the process group has 4",
     "no nodes": "nodes=0: expected a number of 1 or more",
     "tensor parallel": "the device mesh has a dimension 'tp', along which ranks hold different parts of a model",
     "three dimensions": "the device mesh has 3 dimensions, (1, 2, 2), expected one, or two (nodes, ranks of a ",

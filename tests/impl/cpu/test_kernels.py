@@ -119,7 +119,7 @@ REFUSED = {
     "fp64": ((2, 8), torch.float64, r"fp32, bf16 or fp16, got \(2, 8\) torch.float64"),
     "int64": ((2, 8), torch.int64, r"fp32, bf16 or fp16, got \(2, 8\) torch.int64"),
     "a scalar": ((), torch.float32, r"expected elements \(..., S\) in fp32, bf16 or fp16, got \(\)"),
-    "other rows": ((3, 8), torch.float32, r"\(3, 8\) elements need frames"),
+    "other rows": ((3, 8), torch.float32, r"elements of shape \(3, 8\) need contiguous"),
 }
 
 
@@ -150,16 +150,18 @@ def test_what_no_kernel_can_do_is_refused(backend: Backend) -> None:
     codec, x = parse("int8:8"), torch.zeros(16, 32)
     frames = torch.zeros(16, 48, dtype=torch.uint8)
     for kernels in (backend.kernels, CudaKernels(no_launch)):
-        with pytest.raises(ValueError, match=r"int8:8: \(9,\) elements need frames \(32,\) .* got \(33,\)"):
+        with pytest.raises(
+            ValueError, match=r"int8:8: elements of shape \(9,\) need .* of shape \(32,\), got \(33,\)"
+        ):
             kernels.encode(codec, torch.zeros(9), torch.zeros(33, dtype=torch.uint8))
-        with pytest.raises(ValueError, match=r"contiguous uint8, got .* strides \(1, 48\)"):
+        with pytest.raises(ValueError, match=r"contiguous uint8 frames .* strides \(1, 48\)"):
             kernels.decode(codec, torch.zeros(48, 48, dtype=torch.uint8).t(), torch.zeros(48, 32))
         with pytest.raises(ValueError, match="tensors are on cpu and meta"):
             kernels.encode(codec, x.to("meta"), frames)
     for kernels in (reference, backend.kernels, CudaKernels(no_launch)):
         for noise in (None, Noise((1, 2, 3, 4))):
             with pytest.raises(
-                ValueError, match=r"stochastically: \(16, 32\) elements need noise with a stride"
+                ValueError, match=r"stochastically: elements of shape \(16, 32\) need noise with 1 strides"
             ):
                 kernels.encode(parse("int8:8:stochastic"), x, frames, noise=noise)
     many = torch.zeros(*[2] * 10, 8).permute(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 10)

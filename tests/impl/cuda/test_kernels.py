@@ -35,7 +35,7 @@ def test_what_a_kernel_cannot_do_is_refused() -> None:
         )
     rows = torch.zeros(1).expand(2**31)
     with pytest.raises(
-        ValueError, match="a row of 2147483648 elements: the CUDA kernels take at most 2147483647"
+        ValueError, match="a row has 2147483648 elements: the CUDA kernels take at most 2147483647"
     ):
         kernels.encode(codec, rows, torch.empty(codec.frame_bytes(2**31), dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"and noise with \(8, 24, 8, 72\): the CUDA kernels take at most 3"):

@@ -154,7 +154,7 @@ MISUSE: list[tuple[str, Misuse]] = [
      lambda net, zero: _after_a_failed_pass(net, zero.grad_norm)),
     ("Adafactor is not elementwise",
      lambda net, zero: update(torch.optim.Adafactor(zero.param_groups()), net(data(0, 0)))),
-    (r"construct it with Zero.param_groups\(\)",
+    (r"construct the optimizer with Zero.param_groups\(\)",
      lambda net, _: update(torch.optim.AdamW(net.parameters()), net(data(0, 0)))),
     ("changed between its forward and its backward pass", _steps_between),
     ("asks for gradients of gradients, which a sharded model does not support", _asks_for_second_derivatives),

@@ -94,7 +94,9 @@ def test_types_by_name() -> None:
     ]
     wrong: Any
     for wrong in ("half", "torch.float16", torch.int8, torch.complex64, torch.bool, None, 16):
-        with pytest.raises(ZeroError, match=r"dtype=.*: expected 'fp32', 'bf16', 'fp16', torch.float32, "):
+        with pytest.raises(
+            ZeroError, match=r"dtype=.*: expected one of 'fp32', 'bf16', 'fp16', torch.float32, "
+        ):
             dtype_of(wrong)
 
 

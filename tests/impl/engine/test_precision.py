@@ -139,7 +139,7 @@ def test_scaled_gradients_are_unscaled_once(mesh: Mesh) -> None:
     zero = shard(model(), mesh=mesh, policy=policy, group_of=lambda name, _: int("head" in name))
     optimizers = [sgd([group]) for group in zero.param_groups()]
     zero.scaler.scaled(zero.model(batch(0, mesh.rank))).backward()
-    with pytest.raises(ZeroError, match="give all optimizers to one step"):
+    with pytest.raises(ZeroError, match="pass all optimizers to one call of step"):
         zero.step(optimizers[0])
     with pytest.raises(ZeroError, match="give max_norm to step"):
         zero.clip_grad_norm_(1.0)

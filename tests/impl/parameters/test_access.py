@@ -95,7 +95,9 @@ def test_what_is_not_there_is_a_clear_error(mesh: Mesh) -> None:
     }.items():
         with pytest.raises(ZeroError, match=f"'embed.weight' is {kind}: pass a real tensor"):
             access.Weights(zero, "embed.weight").set_full(value)
-    with pytest.raises(ZeroError, match=r"Adam has no state 'exp_avg' of 'embed.weight'; it has: none"):
+    with pytest.raises(
+        ZeroError, match=r"Adam has no state 'exp_avg' of parameter 'embed.weight', only these: none"
+    ):
         access.OptimizerState(zero, "embed.weight", optimizer, "exp_avg").full()
     with pytest.raises(ZeroError, match="not one of this sharded model"):
         access.Weights(zero, NET.get_parameter("embed.weight")).full()

@@ -413,7 +413,7 @@ def test_a_tensor_of_a_meta_model_that_nothing_wrote_is_an_error(mesh: Mesh) -> 
 @each_rank(1, 1)
 def test_a_parameter_that_is_resized_after_it_was_cut_is_an_error(mesh: Mesh) -> None:
     """An error names the old and the new shape."""
-    resized = pytest.raises(ZeroError, match=r"'Linear.weight' was \(8, 8\) .* now \(16, 8\)")
+    resized = pytest.raises(ZeroError, match=r"'Linear.weight' had shape \(8, 8\) .* now has \(16, 8\)")
     with resized, Init(mesh=mesh, policy=EXACT, whole_below=0, seed=0):
         net = nn.Linear(8, 8)
         net.weight.data = torch.cat([net.weight.data] * 2)

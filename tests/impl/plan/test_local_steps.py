@@ -165,7 +165,7 @@ def test_what_groups_cannot_do_is_refused(changes: dict[str, Any], message: str)
 def test_local_steps_need_two_groups_and_units_for_all_fragments() -> None:
     """One group of all ranks, and more fragments than trained units, are refused in one line."""
     with pytest.raises(
-        PolicyError, match="needs two groups or more, and group='node' on 1x4 makes one group"
+        PolicyError, match="needs two groups or more, but group='node' on 1x4 makes one group"
     ):
         replace(MICS, local_steps=4).check(Topology(1, 4))
     policy = replace(MICS, local_steps=8, local_fragments=4)

@@ -161,9 +161,7 @@ def test_a_schedule_and_a_run_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PolicyError, match="the last span of schedule ends at step 3 of 5"):
         scheduled(Span(until=3)).for_steps(5)
     assert scheduled(Span(until=5)).for_steps(5).policy_at(99) == Policy()
-    with pytest.raises(
-        PolicyError, match=r"has shares of a run: give its number of steps, policy\.for_steps"
-    ):
+    with pytest.raises(PolicyError, match=r"has shares of a run of unknown length: use policy\.for_steps"):
         scheduled(Span(until="5 %"), Span(**RAW)).check(FOUR)
     with pytest.raises(PolicyError, match="the last span of schedule ends at step 5, and the steps after it"):
         scheduled(Span(until=5)).check(FOUR)
@@ -232,7 +230,9 @@ def test_a_long_run_is_counted_and_not_walked_through() -> None:
 @pytest.mark.parametrize("steps", [0, -1, 1.5, "3", None, True])
 def test_a_number_of_steps_is_a_whole_number(steps: Any) -> None:
     """Anything but a whole number of 1 or more is refused in one line."""
-    with pytest.raises(PolicyError, match=r"^a schedule for .* steps: expected a whole number, 1 or more$"):
+    with pytest.raises(
+        PolicyError, match=r"^a schedule cannot be fitted to .* steps: expected a whole number, 1 or more$"
+    ):
         scheduled(Span(until="50 %", weights=INT8), Span()).for_steps(steps)
 
 

@@ -167,7 +167,7 @@ class Wrong(ReductionMethod):
         ("nothing", r"finish\(\) returned NoneType, expected a tensor"),
         ("nan", r"finish\(\) returned NaN or infinity, although this rank's gradient is finite"),
         ("state", r"state\(\) returned list, expected a dict of tensors by name"),
-        ("name", r"state\(\) has 'a/b' of type Tensor: expected tensors by names without '/'"),
+        ("name", r"state\(\) has 'a/b' of type Tensor: expected tensors, under names without '/'"),
     ],
 )
 def test_errors_name_class_rank_and_unit(how: str, message: str) -> None:
@@ -215,7 +215,7 @@ class Lacking:
     [
         (Lacking, "has no method 'finish'"),
         (ReductionMethod, "has no method 'finish'"),
-        (type("HalfState", (Mean,), {"load": None}), "has only one of the methods 'state' and 'load'"),
+        (type("HalfState", (Mean,), {"load": None}), "has only one of the functions 'state' and 'load'"),
         (
             type("Unlawful", (Mean,), {"laws": ["exactly"]}),
             "unknown law 'exactly': expected some of same_on_all_ranks",
