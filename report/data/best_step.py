@@ -89,10 +89,10 @@ def before_training(steps: pd.DataFrame, *names: str) -> pd.Series[float]:
 
 
 def processor_seconds(frames: Frames) -> pd.Series[float]:
-    """Return the CPU seconds that all ranks take for a step, divided by the number of CPUs that they share, by id.
+    """Return, by id of the trial, the CPU seconds of all ranks' computation in a step over the number of CPUs.
 
-    Each value is a median over samples or steps; it is NaN on GPUs, for ranks that may run on several machines, and
-    for records without CPU seconds.
+    The CPUs are those that all ranks share.  A value is a median over samples or steps (:func:`computations`); it is
+    NaN on GPUs, for ranks that may run on several machines, and for records without CPU seconds.
     """
     computed = computations(frames).astype({"cpu_seconds": float})
     of_steps = computed.groupby(["id", "index"])["cpu_seconds"].agg(lambda ranks: ranks.sum(skipna=False))

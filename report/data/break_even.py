@@ -50,9 +50,10 @@ class BreakEven:
 def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     """Return the rates at which each configuration breaks even, in settings that differ in rate alone.
 
-    One row per setting and configuration that ran at two or more rates: ``found``, a :class:`BreakEven`, and its
-    ``outcome``; ``break_even_mbit``, its highest crossing; the measured range of rates, with the speed-ups at
-    its ends; ``records``, the ids behind it.
+    The table has one row for each setting and configuration that ran at two or more rates.  Column ``found`` is a
+    :class:`BreakEven`, ``outcome`` and ``break_even_mbit`` are its outcome and its highest crossing.  ``low_mbit`` and
+    ``high_mbit`` are the lowest and highest measured rate, ``low_speedup`` and ``high_speedup`` the speed-ups there.
+    ``records`` has the ids of the trials behind the row, joined by spaces.
     """
     keys = ["elsewhere", "nodes", "ranks_per_node", "tokens_per_rank", "place", "configuration"]
     rows = []

@@ -73,8 +73,8 @@ FLAT_FACTOR = (
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
     """Return whether each row belongs to the baseline.
 
-    The baseline is what has the role ``baseline``.  If nothing has this role, it is plain ZeRO-3, or, without plain
-    ZeRO-3, the configuration listed first.
+    Rows with the role ``baseline`` belong to it.  If no row has this role, the baseline is plain ZeRO-3 or, without
+    plain ZeRO-3, the configuration listed first.
     """
     if table["role"].eq("baseline").any():
         return table["role"].eq("baseline")
@@ -167,7 +167,10 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 def labels_of(
     trials: Mapping[str, Trial], shared: Mapping[str, str], also: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the names of the trials' configurations, by id; ``also`` are further fields that belong to a name."""
+    """Return the names of the trials' configurations, by id of the trial.
+
+    ``also`` are fields of a trial that a name has too where the trials differ in them.
+    """
     fields = {
         name: {path: value for path, value in flatten(trial.canonical()) if path.split(".")[0] in also}
         for name, trial in trials.items()
@@ -223,7 +226,7 @@ def spelled(name: str) -> str:
 
 
 def short_names_in_words(names: Iterable[str]) -> str:
-    """Return caption text, after a space, that explains ``w`` and ``g``; empty if these names have neither."""
+    """Return caption text that explains ``w`` and ``g`` in names, with a space before it; empty without such names."""
     text = " ".join(names)
     clauses = [
         f"{_SHORT[field]} is the codec of {field}"

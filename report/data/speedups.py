@@ -76,9 +76,9 @@ def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "
 
 
 def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
-    """Return the geometric mean, over all pairs, of the ratio of two columns that nothing disturbs, such as bytes.
+    """Return the geometric mean, over all pairs, of the ratio of two columns that no other program disturbs.
 
-    Such columns depend neither on the occasion nor on other programs.
+    Such columns, for example bytes, do not depend on the occasion either.
     """
     keys = list(zip(group["seed"], group["repeat"], strict=True))
     over, under = (dict(zip(keys, group[name], strict=True)) for name in (above, below))
@@ -86,9 +86,9 @@ def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
 
 
 def expected(group: pd.DataFrame) -> Prediction:
-    """Return the speed-up that a further run is expected to find, from :func:`pairs` of one configuration.
+    """Predict the speed-up of one further run at another occasion, from :func:`pairs` of one configuration.
 
-    The prediction may depend on the seconds of computation in the baseline's step, which are its covariate.
+    The prediction uses a covariate, the seconds of computation in the baseline's step, if that predicts better.
     """
     kept = undisturbed(group)
     points = [
@@ -113,7 +113,10 @@ def _with_disturbance(interval: Interval, kept: pd.DataFrame) -> Interval:
 
 
 def over_itself(paired: pd.DataFrame) -> Interval | float:
-    """Return the speed-up of pairs; without an interval if a baseline is paired with itself; NaN without pairs."""
+    """Return the speed-up of pairs of one configuration; NaN if there are no pairs.
+
+    If the configuration is its own baseline, the speed-up has no interval.
+    """
     if paired.empty:
         return math.nan
     estimate = speedup(paired)
@@ -122,7 +125,7 @@ def over_itself(paired: pd.DataFrame) -> Interval | float:
 
 
 def geometric(values: pd.Series[float]) -> float:
-    """Return the geometric mean."""
+    """Return the geometric mean of positive values."""
     return float(np.exp(np.log(values).mean()))
 
 
