@@ -48,7 +48,7 @@ _g3, _ratio = number(3), "{:.2f}".format
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """A column of the table."""
+    """A quantity that has a column in the table of verdicts, with the function that compares it."""
 
     key: str  # the column's name in the CSV; the verdicts are in the column KEY_verdict
     title: str
@@ -76,7 +76,7 @@ _QUANTITIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """The head of a page."""
+    """The head of a page: its sentence, its table of verdicts, and the figure that shows what the sentence says."""
 
     quantity: Quantity  # that the suite asks for
     sentence: str  # on the largest difference
@@ -226,9 +226,10 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
 def _places(
     derived: Derived, sizes: Mapping[Key, Effect]
 ) -> Iterator[tuple[dict[str, Any], str, list[str], Sequence[str]]]:
-    """Yield (first cells of its rows, its key, its configurations, its baselines) of each place of the table.
+    """Yield (first cells of the rows, key, configurations, baselines) for each place of the table of verdicts.
 
-    A place is a setting that has a contrast, or, with ``sizes``, a memory limit.
+    A place is a setting that has a contrast, or, with ``sizes``, a memory limit; its key is the setting's hash or the
+    limit as text.
     """
     contrast, overall = derived.compared.contrast, effects.all_baselines(derived)
     if sizes:

@@ -72,7 +72,7 @@ def _definitions(measures: Sequence[Measure]) -> str:
 
 
 def _dots(measures: Sequence[Measure]) -> str:
-    """Return what one dot stands for, such as ``one trial``; if this differs by measure, the text names the measures."""
+    """Return what one dot stands for, such as ``one trial``; if measures differ, the text names the measures."""
     labels: dict[str, list[str]] = {}
     for measure in measures:
         labels.setdefault(measure.dot, []).append(measure.label)
@@ -233,7 +233,7 @@ class Lines:
             if self.band
             else f"each small dot is {_dots(shown)}"
         )
-        return f"{_definitions(shown)} Markers are estimates, {raw}{_strokes(shown, 'dashes')}."
+        return f"{_definitions(shown)} Markers are estimates, and {raw}{_strokes(shown, 'dashes')}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,9 +352,9 @@ class Front:
         """Return the caption's sentences on the measures and the front."""
         measures = _definitions(_measured(self.measures, data))
         return (
-            f"{measures} Markers are estimates at median bytes, dots are trials. The grey line is the Pareto front. "
-            "A configuration lies on this line if no other one is lower in one of the two quantities and at most equal "
-            "in the other."
+            f"{measures} Each marker is a configuration's estimate at its median bytes, and each dot is one trial. The "
+            "grey line is the Pareto front: a configuration lies on it if no other configuration is lower in one of "
+            "the two quantities and at most equal in the other."
         )
 
 

@@ -109,7 +109,7 @@ def _two_sentences(data: pd.DataFrame) -> str:
 NET_SPEED: Final = Figure(
     name="net_speed",
     title="Loss against seconds and bytes",
-    question="How soon, and with how many bytes between nodes, does each configuration have a loss?",
+    question="After how many seconds and how many bytes between nodes does each configuration reach a given loss?",
     table=_against,
     mark=_CURVES,
     whole_caption=_two_sentences,
@@ -118,8 +118,8 @@ NET_SPEED: Final = Figure(
 
 def _steps_in_words(data: pd.DataFrame) -> str:
     return (
-        f"After {span(data['validation_step'], 'step')}, including warm-up. {_seeds_in_words(data)} The axis does not "
-        "start at 0. The table Losses has the differences, their intervals and the verdicts."
+        f"Losses are those after {span(data['validation_step'], 'step')}, including warm-up. {_seeds_in_words(data)} "
+        "The axis does not start at 0. The table Losses has the differences, their intervals and the verdicts."
     )
 
 
@@ -130,7 +130,8 @@ FINAL_LOSS: Final = Figure(
     table=lambda derived: derived.trials[_ENDS].dropna(subset=["validation_loss"]),
     mark=Rows((
         Measure(
-            "validation_loss", "validation loss, nats", "mean over seeds, with a line from the lowest to the highest",
+            "validation_loss", "validation loss, nats",
+            "mean over seeds, with a line from the lowest to the highest seed",
             loss_verdicts.over_seeds, "{:.4f}".format, bar=False,
         ),
     )),
@@ -197,7 +198,7 @@ SENT_ERROR: Final = Figure(
                 form=number(2), bar=False, log=True,
             ),
             Measure(
-                "each_hop", "vNMSE of each hop", "the same for the decoded values and the values that were encoded",
+                "each_hop", "vNMSE of each hop", "sum((decoded - encoded)^2) / sum(encoded^2) in that hop",
                 form=number(2), bar=False, log=True, dot="hop of a trial",
             ),
         )

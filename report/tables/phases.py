@@ -20,7 +20,7 @@ _PUBLISHED: Final = {"generation": "generate", "training": "train"}
 
 
 def phases(derived: Derived) -> Table:
-    """Return the table of the seconds and bytes of each phase of an RLHF step."""
+    """Return the table of the seconds and bytes of each phase of an RLHF step, with published rates in rows below."""
     ran = bool(derived.frames.steps["generate"].notna().any())
     table = by_phase(derived) if ran else derived.trials.iloc[:0].assign(phase="")
     rows: list[dict[str, Any]] = [
@@ -70,7 +70,7 @@ def phases(derived: Derived) -> Table:
 
 
 def over_baseline(paired: pd.DataFrame) -> Interval:
-    """Return the speed-up of rows of :func:`by_phase`, of one configuration and phase, that have a baseline."""
+    """Return the speed-up of one configuration in one phase, from those rows of :func:`by_phase` with a baseline."""
     either = paired["disturbed"].astype(bool) | paired["baseline_disturbed"].astype(bool)
     return speedup(paired.assign(disturbed=either), below="seconds")
 
