@@ -89,7 +89,7 @@ class Estimate:
 
     @property
     def cell(self) -> str:
-        """``2.36 (2.29 to 2.42)``, for tables whose head says ``within this start`` if intervals are."""
+        """The estimate with its interval, ``2.36 (2.29 to 2.42)``, for tables whose head says what intervals cover."""
         return (
             self._with([self.range, *self._caveats], self.form(self.interval.estimate))
             if self._spreads
@@ -241,7 +241,7 @@ _DERIVED: Final[dict[str, Derived]] = {}  # by suite
 
 
 def derived(suite: str) -> Derived:
-    """Return what is derived from the committed records of a suite.  They are read only once.
+    """Return the tables that are derived from the committed records of a suite, which are read only once.
 
     Raises:
         DocumentError: If there is no archive of that name.
@@ -255,7 +255,7 @@ def derived(suite: str) -> Derived:
 
 
 def read(suite: str, folder: Path = REFERENCE) -> Derived:
-    """Return what is derived from a suite's archive in a folder below the root.
+    """Return the tables that are derived from a suite's archive in a folder below the root.
 
     Seconds of steps also come from the archive that the suite file names in its key ``seconds``.
 
@@ -293,11 +293,13 @@ def _trials(suite: str, name: str, at: str, table: pd.DataFrame | None = None) -
     here = table[table["where"].map(matches).astype(bool)]
     if name not in set(here["configuration"]):
         present = "; ".join(map(str, table["configuration"].unique()))
-        raise DocumentError(f"{suite}: no {name!r} at {at!r}: expected one of {present}")
+        raise DocumentError(f"{suite}: no configuration {name!r} at {at!r}: expected one of {present}")
     rows = here[here["configuration"] == name]
     if len(set(rows["setting"])) > 1:
         settings = "; ".join(map(str, rows["where"].unique()))
-        raise DocumentError(f"{suite}: {name!r} at {at!r} matches several settings: {settings}")
+        raise DocumentError(
+            f"{suite}: {name!r} at {at!r} matches several settings: add to `at` what only one has of {settings}"
+        )
     return rows
 
 
@@ -398,7 +400,7 @@ def loss_margin(suite: str, name: str, at: str = "") -> Estimate:
 
 
 def loss_in_steps(suite: str, name: str, at: str = "") -> Estimate:
-    """Return how many steps earlier than ``name`` the baseline has the higher of the two final losses."""
+    """Return how many steps earlier than ``name`` the baseline reaches the higher of the two final losses."""
     equal = _net_speed(suite, name, at).equal
     return Estimate(_alone(equal.steps - equal.base_steps), _form(".0f"), f"{name}'s loss in steps, {suite}")
 
@@ -725,7 +727,9 @@ def beside_libraries(suite: str, *ours: str, at: str = "") -> list[Beside]:
     """
     found, rows = _types(suite, at), []
     if not found.keys() & {*ours}:
-        raise DocumentError(f"{suite}: no {' or '.join(ours)} at {at!r}: expected one of {'; '.join(found)}")
+        raise DocumentError(
+            f"{suite}: no configuration {' or '.join(ours)} at {at!r}: expected one of {'; '.join(found)}"
+        )
     for name in (name for name in ours if name in found):
         types = found[name][1]
         sent = peers.sent_types(derived(suite).frames.trial_of[_trials(suite, name, at)["id"].iloc[0]])
@@ -748,7 +752,7 @@ def beside_libraries(suite: str, *ours: str, at: str = "") -> list[Beside]:
 
 
 def outcomes(rows: Sequence[Beside]) -> str:
-    """Return in how many comparisons ours is faster, and in how many slower.
+    """Return as text in how many comparisons our configuration is faster than the library's, and in how many slower.
 
     For example, ``faster in 4 of 6 comparisons and slower in 2``.
     """
@@ -765,7 +769,7 @@ def outcomes(rows: Sequence[Beside]) -> str:
 
 
 def not_beside(suite: str, at: str = "") -> str:
-    """Return which records are missing, by library and type; empty if none is.
+    """Return as text which libraries, or our configurations, have no records in fp32 or in bf16; empty if all have.
 
     For example, ``FSDP2 in bf16, ours in bf16``.
     """

@@ -56,7 +56,7 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a fit needs to know of a rung."""
+    """The place and the mean difference of a rung, to which a form is fitted."""
 
     at: int  # parameters or ranks
     seeds: int

@@ -247,7 +247,7 @@ class Predicted:
 
 
 def predict(rows: pd.DataFrame) -> Predicted:
-    """Predict a table from its fitted rows or, if there are none, each row from all others.
+    """Predict each row of a table from the fitted rows or, if there are none, from all other rows.
 
     For comparison, two simpler predictions are made from the rows to which the machine was fitted.  ``naive_error`` is
     the error if perfect overlap at their best throughput is assumed, ``constant_error`` if their median throughput is.
@@ -372,7 +372,7 @@ def page(table: Predicted) -> str:
 
 
 def _identified(rows: pd.DataFrame) -> str:
-    """Return which speed-ups of ZeRO++ the equally good fits predict, or that the rows do not identify them."""
+    """Return sentences on the speed-ups of ZeRO++ that the equally good fits predict, and on how far they are apart."""
     known = rows[rows["fitted"]] if rows["fitted"].any() else rows
     machines = equal_fits(known)
     shares = published.volume().set_index("method")["total_m"]
@@ -393,7 +393,7 @@ def _identified(rows: pd.DataFrame) -> str:
 
 
 def _untested(rows: pd.DataFrame) -> str:
-    """Return how many rows test nothing, because their computation decides."""
+    """Return a sentence on the rows whose sending is so short that they do not test it; empty if there are none."""
     works = rows["work"]
     pairs = zip(works, rows["seconds"], strict=True)
     shares = [work.egress_bytes / work.rate / seconds for work, seconds in pairs]

@@ -297,7 +297,9 @@ def test_ours_is_compared_with_each_librarys_fastest_setting_of_equal_types(
     assert numbers.settings_tried(suite) == 6
     with pytest.raises(DocumentError, match=r"^made: no records of DeepSpeed in bf16 at ''$"):
         numbers.fastest_setting(suite, "DeepSpeed", "bf16")
-    with pytest.raises(DocumentError, match=r"^made: no not there at '': expected one of DDP; "):
+    with pytest.raises(
+        DocumentError, match=r"^made: no configuration not there at '': expected one of DDP; "
+    ):
         numbers.beside_libraries(suite, "not there")
 
 
