@@ -39,8 +39,8 @@ for the pipeline they are what rank 0 sends, because these programs call send an
 The closed form of this project's engine is made of the hops of its units.
 *Between nodes* is what leaves a node in a step, by the formulas of [wire.py](../harness/audit/wire.py).
 The nodes are network namespaces.  *Counted* compares this with what a node's interface sent in several steps, without
-headers, on the node that differs more.  The ranks of a node end a step at different times, so that the counted
-bytes are known to within the second number.
+headers, on the node that differs more.  The ranks of a node end a step at different times, so the counted bytes are
+uncertain by the second number.
 
 | program | scheme found | measured | closed form | difference | between nodes | counted |
 | :--- | :--- | ---: | ---: | ---: | ---: | ---: |
