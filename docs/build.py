@@ -245,7 +245,7 @@ def _svg(suite: str, name: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         drawn = drawing.draw(derived, Path(folder), style_of(derived), ("svg",))
     if drawn is None:
-        raise DocumentError(f"{suite}: the figure {name!r} has no rows: name another figure")
+        raise DocumentError(f"{suite}: figure {name!r} has no data in this suite: name another figure")
     return drawn.svg
 
 

@@ -120,7 +120,7 @@ class Estimate:
         """
         if not self._spreads or self.interval.within_start:
             raise DocumentError(
-                f"{self.what} has no interval over occasions, and so no prediction of a further run"
+                f"{self.what} has no interval over occasions, and so no prediction of a further run: leave out .again"
             )
         expected: Interval | Prediction = of_another_run(self.interval, ratio=self.equal == 1)
         if self.expected is not None:
@@ -173,7 +173,7 @@ class Estimate:
         """
         if not self._spreads or self.occasions > 1:
             raise DocumentError(
-                f"{self.what}: a detectable change needs an interval of pairs of one occasion"
+                f"{self.what}: a detectable change needs an interval of pairs of one occasion: leave out .detectable"
             )
         students = [float(stats.t.ppf(share, self.n - 1)) for share in (0.975, 0.8)]
         error = math.log(self.interval.high / self.interval.low) / (2 * students[0])
@@ -314,7 +314,9 @@ def _paired(suite: str, name: str, over: str, at: str) -> tuple[pd.DataFrame, st
         pairs = derived(suite).pairs
     pairs = pairs[pairs["setting"].eq(setting) & pairs["configuration"].eq(name)]
     if pairs.empty:
-        raise DocumentError(f"{suite}: no pairs of {name!r} with {over or 'the baseline'!r} at {at!r}")
+        raise DocumentError(
+            f"{suite}: no trial of {name!r} has a pair of {over or 'the baseline'!r} at {at!r}: name another setting"
+        )
     return pairs, str(pairs["baseline_configuration"].iloc[0])
 
 
@@ -360,7 +362,9 @@ def error(suite: str, name: str, at: str = "") -> Estimate:
     trials = _trials(suite, name, at)
     errors = trials["id"].map(rows.groupby("id")["vnmse"].median())
     if errors.isna().all():
-        raise DocumentError(f"{suite}: no error was measured of {name!r} at {at!r}")
+        raise DocumentError(
+            f"{suite}: the error of {name!r} at {at!r} was not measured: name a suite with measure_quantisation"
+        )
     known = errors.notna()
     mean = geometric_interval(list(errors[known]))
     return Estimate(mean, number(3), f"the error (vNMSE) of {name} in {suite}")
@@ -494,7 +498,9 @@ def _net_speed(suite: str, name: str, at: str) -> NetSpeed:
     for each in net_speeds(derived(suite)):
         if (each.row["setting"], each.row["configuration"]) == (setting, name):
             return each
-    raise DocumentError(f"{suite}: the loss of {name!r} is not compared with a baseline's")
+    raise DocumentError(
+        f"{suite}: the loss of {name!r} is not compared with a baseline's: name a configuration of the contrast"
+    )
 
 
 def memory(suite: str, name: str, at: str = "") -> Estimate:
@@ -575,7 +581,9 @@ def table(suite: str, name: str) -> str:
     """Return a table of a suite's page as Markdown, without its caption."""
     shown = all_tables.all_tables(derived(suite), (name,))
     if not shown:
-        raise DocumentError(f"{suite}: table {name!r} has no rows")
+        raise DocumentError(
+            f"{suite}: table {name!r} has no rows, so the suite's page lacks it: name another table"
+        )
     return shown[0].markdown_rows()
 
 
@@ -636,7 +644,8 @@ def validated_at(suite: str) -> str:
     steps = {int(row["steps"]) for row in loss_verdicts.losses(derived(suite))}
     if len(steps) != 1:
         raise DocumentError(
-            f"{suite}: losses were measured after {len(steps)} different numbers of steps: expected one"
+            f"{suite}: losses were measured after {len(steps)} different numbers of steps: expected one, so write the "
+            "number into the text"
         )
     return f"{steps.pop():,}"
 
@@ -714,7 +723,9 @@ def fastest_setting(suite: str, library: str, types: str, at: str = "") -> str:
     """Return the configuration with the shortest step among those of a library in ``types``, such as ``bf16``."""
     names = [name for name, of in _types(suite, at).items() if of == (library, types)]
     if not names:
-        raise DocumentError(f"{suite}: no records of {library} in {types} at {at!r}")
+        raise DocumentError(
+            f"{suite}: no records of {library} in {types} at {at!r}: name another type or setting"
+        )
     return min(names, key=lambda name: seconds(suite, name, at).interval.estimate)
 
 
@@ -865,7 +876,8 @@ def budgeted(suite: str, codec: str) -> Estimate:
     chosen = [name for name in names if ", budget" in name and f"/{codec}:" in name.partition(", budget")[0]]
     if len(chosen) != 1:
         raise DocumentError(
-            f"{suite}: {len(chosen)} budgets of {codec!r}: expected one of {'; '.join(names)}"
+            f"{suite}: {len(chosen)} configurations have a budget beside the codec {codec!r}: expected exactly one "
+            f"among {'; '.join(names)}"
         )
     return loss(suite, chosen[0], over=f"{chosen[0].partition(', budget')[0]})")
 
@@ -909,7 +921,8 @@ def planned(suite: str, column: str, machine: str = "", **row: object) -> float:
     rows = [each for each in _plan(suite, machine) if all(each.get(key) == row[key] for key in row)]
     if len(rows) != 1 or not isinstance(rows[0].get(column), int | float):
         raise DocumentError(
-            f"{suite}: {len(rows)} planned trials with {row}, column {column!r}: expected one number"
+            f"{suite}: {len(rows)} planned trials with {row}, column {column!r}: expected one trial, with a number in "
+            "this column"
         )
     return float(rows[0][column])
 

@@ -245,7 +245,7 @@ def in_folders(folders: Sequence[Path]) -> dict[str, dict[str, Kept]]:
             before = found[kept.record.suite].setdefault(kept.record.id, kept)
             if before.content != kept.content:
                 raise Refusal(
-                    f"{folder}: its record {kept.record.id} differs from that of another folder: name only one of them"
+                    f"{folder}: another folder has another record {kept.record.id}: name only one of the two folders"
                 )
     return found
 
@@ -684,7 +684,7 @@ def register_all(folders: Sequence[Path], predictions: Path, moment: datetime) -
     if not added:
         raise Refusal(
             f"{', '.join(map(str, folders))}: no records of suite {' or '.join(axis.suite for axis in AXES)}: name a "
-            "folder that has some"
+            "folder that has records of one of these suites"
         )
     return "\n".join(added)
 

@@ -96,7 +96,9 @@ class Fit:
 
     def __post_init__(self) -> None:
         if len({point.at for point in self.points}) < FEWEST:
-            raise ValueError(f"a fit needs {FEWEST} different sizes, got {len(self.points)} points")
+            raise ValueError(
+                f"a fit needs {FEWEST} different sizes, got {len(self.points)} points: add records of other sizes"
+            )
 
     @property
     def seeds(self) -> int:
@@ -244,7 +246,7 @@ def _mean_loss(records: Sequence[Record], trials: Mapping[str, Trial]) -> float:
         losses = [each.loss for each in record.validations if each.step == end]
         if not losses or not math.isfinite(losses[-1]):
             raise Refusal(
-                f"record {record.id} of suite {record.suite}: expected a finite loss of a validation at its end: "
-                "let validate_every divide the steps, or leave its configuration out of the suite"
+                f"record {record.id} of suite {record.suite}: expected a finite loss of a validation at its end, and "
+                "the record has none: let validate_every divide the steps, or leave out the record's configuration"
             )
     return float(np.mean([record.validations[-1].loss for record in records]))

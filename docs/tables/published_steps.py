@@ -72,7 +72,7 @@ def read(path: Path) -> pd.DataFrame:
     """
     table = pd.read_csv(path)
     if missing := [name for name in NEEDED if name not in table]:
-        raise PublishedError(f"{path}: column {missing[0]} is missing")
+        raise PublishedError(f"{path}: column {missing[0]} is missing: add it (needed: {', '.join(NEEDED)})")
     usual: dict[str, Any] = {**dict.fromkeys(_MEASURED, np.nan), "overlap": "none", "fitted": "no"}
     usual |= dict.fromkeys(_PARALLEL, 1)
     table = table.assign(**{name: value for name, value in usual.items() if name not in table})
@@ -165,12 +165,12 @@ def fit(rows: pd.DataFrame, efficiency: float | None = None) -> Machine:
     """
     if len(set(rows["overlap"])) != 1:
         raise PublishedError(
-            f"a machine can be fitted only to rows with equal overlap, but these are {len(rows)} rows with "
-            f"{len(set(rows['overlap']))} values of overlap: keep the rows of one"
+            f"a machine can be fitted only to rows with one value of column overlap, but these {len(rows)} rows have "
+            f"{len(set(rows['overlap']))} values: keep the rows with one of them"
         )
     tokens, overlap = rows["tokens_per_gpu"], rows["overlap"].iloc[0]
     if overlap not in ("none", "full"):
-        raise PublishedError(f'overlap is "{overlap}"; expected none or full')
+        raise PublishedError(f'column overlap is "{overlap}": expected none or full')
     several = len(set(tokens)) > 1  # a single batch size does not separate `fixed` from `per_token`
 
     def machine(values: np.ndarray) -> Machine:

@@ -175,7 +175,11 @@ class Table:
         )
 
     def csv(self) -> str:
-        """Return the raw values as CSV; an interval fills three columns: the estimate, its low and its high end."""
+        """Return the raw values as CSV.
+
+        An interval ``KEY`` fills three columns: its estimate ``KEY``, and its ends ``KEY_low`` and ``KEY_high``.  Where
+        intervals have them, ``KEY_over``, ``KEY_left_out`` and ``KEY_disturbed`` follow.
+        """
         columns: dict[str, Any] = {}
         for key in (str(key) for key in self.data if not str(key).startswith(_PRINTED)):
             values = columns[key] = self.data[key]
