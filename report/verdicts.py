@@ -336,7 +336,7 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
     marks = ", ".join(
         f"{mark} {verdict}" for verdict, mark in MARKS.items() if has_margin or verdict != "within the margin"
     )
-    first = "Intervals are of 95 %."
+    first = "Intervals are 95 % confidence intervals."
     if again:
         first += ' "Expected in a new run" is the prediction interval of one further run, for the quantity that the '
         first += "suite asks for."

@@ -265,7 +265,7 @@ def table_of(
     footnotes = [notes]
     if any(getattr(value, "known", False) for column in shown if column.ends for value in data[column.key]):
         footnotes.append(
-            f"Parentheses: {CONFIDENCE:.0%} confidence intervals, given where {FEWEST} pairs or values, or more, were "
+            f"Parentheses: {CONFIDENCE:.0%} confidence intervals, given where at least {FEWEST} pairs or values were "
             "measured."
         )
     footnotes += interval_notes(data, shown)
