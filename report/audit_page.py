@@ -18,7 +18,7 @@ _STEPS_SHOWN: Final = 4  # kinds of steps with a table of their own
 
 
 def write(report: Report, folder: Path, command: Sequence[str]) -> Path:
-    """Write the page of an audit into ``folder`` and return the page's path; ``command`` is what was audited."""
+    """Write the page of an audit into ``folder`` and return the page's path; ``command`` is the audited command."""
     path = folder / PAGE
     path.write_text(page(report, command), encoding="utf-8")
     return path

@@ -126,7 +126,7 @@ def explanation(folder: Path, table: str, row: str, column: str, steps: StepsFro
 def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str]) -> Path:
     """Write tables, the page and the page's other files into a results folder, and return the page's path.
 
-    ``page_of`` gets a folder, writes the page's other files into it, and returns the page.
+    ``page_of`` gets a folder, writes the page's other files into it, and returns the page as HTML.
     Raises a ReportError if the results folder cannot be written; the previous report is then still there.
     """
     try:

@@ -125,7 +125,7 @@ def verdicts(derived: Derived) -> Verdicts:
 
 
 def _mostly_peers(derived: Derived) -> bool:
-    """Whether most configurations are those of libraries, and some of ours can be compared with them in the same types.
+    """Return whether most configurations are those of libraries, and some of ours can be compared in the same types.
 
     The question of such a suite is about the libraries, not about the baseline of its other tables.
     """
@@ -362,10 +362,11 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
 
 
 def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None) -> tuple[int, ...]:
-    """Return the numbers of the open rows, which are all rows if there are at most :data:`MOST_OPEN`.
+    """Return the numbers of the open rows, which a page shows without being asked for more.
 
-    Otherwise they are the row of effect ``first``, then the rows of the largest significant effects, then those of the
-    largest other effects, as far as there is room; the row of the setting's baseline is open with each.
+    If there are at most :data:`MOST_OPEN` rows, all are open.  Otherwise, as far as there is room, these are open: the
+    row of effect ``first``, the rows of the largest significant effects, and the rows of the largest other effects,
+    each together with the row of its setting's baseline.
     """
     rows = table.data.to_dict("records")
     if len(rows) <= MOST_OPEN:
@@ -384,7 +385,7 @@ def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None)
 
 
 def _has_front(derived: Derived) -> bool:
-    """Return whether enough strategies ran in one setting for a front of bytes and losses."""
+    """Return whether one setting has a front of bytes and losses, with enough different strategies to draw it."""
     front = loss_verdicts.front(derived)
     trials = derived.trials[derived.trials["configuration"].isin(front["configuration"])]
     return len(set(front["setting"])) == 1 and len(set(trials["strategy"])) >= loss_verdicts.FEWEST_OF_FRONT

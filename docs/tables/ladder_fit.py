@@ -155,7 +155,10 @@ class Fit:
         return slope, self._around(residuals) / (self.seeds - 2)
 
     def _around(self, residuals: np.ndarray) -> float:
-        """Return the sum of the squared distances of all differences from a form, from those of the points' means."""
+        """Return the sum over all seeds of the squared distance of a seed's difference from a form.
+
+        ``residuals`` are the distances of the points' means from the form.
+        """
         within = sum((point.seeds - 1) * point.deviation**2 for point in self.points)
         return float(
             within + sum(point.seeds * off**2 for point, off in zip(self.points, residuals, strict=True))

@@ -43,7 +43,7 @@ class BreakEven:
 
     @property
     def highest(self) -> Interval:
-        """The highest crossing; NaN without one."""
+        """The highest rate at which the speed-up crosses 1, with its interval; NaN if it crosses 1 at no rate."""
         return self.crossings[-1] if self.crossings else Interval(math.nan, math.nan, math.nan, 0)
 
 
@@ -73,7 +73,7 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
-    """Return the break-even of one configuration; ``points`` has the pairs at each rate, in ascending order."""
+    """Return the break-even of one configuration from ``points``: (rate, pairs of trials), by ascending rate."""
     kept = [undisturbed(pairs) for _, pairs in points]
     ratios, logs = [speedup(pairs) for _, pairs in points], [_logs(pairs) for pairs in kept]
     occasions = [_by_pair(pairs, pairs["occasion"]) for pairs in kept]

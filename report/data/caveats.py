@@ -48,7 +48,7 @@ _SHAPED: Final = "Throttled: nodes are hosts, and the kernel limited the outgoin
 
 
 def share(value: float) -> str:
-    """Format the ratio of a lower bound to a measured time, to hundredths; a ratio above 1 is marked."""
+    """Format the ratio of a lower bound to a measured time with two decimals; a mark follows a ratio above 1."""
     if pd.isna(value):
         return NOTHING
     return f"{value:.2f}" + (f" {ABOVE}" if round(value, 2) > 1 else "")

@@ -33,7 +33,7 @@ PROPOSED: Final = "zeropp"
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a strategy is printed and drawn."""
+    """The printed name of a strategy, and the colour and marker with which it is drawn."""
 
     name: str
     colour: str
@@ -153,7 +153,7 @@ def _changed_text(field: str, value: str) -> str:
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
-    """Return the changes from the presets that concern only the execution and that all policies of a folder share."""
+    """Return the changes from presets that only concern execution (types, prefetch, ...), if all policies share them."""
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     return {
         name: value
@@ -169,7 +169,7 @@ def labels_of(
 ) -> dict[str, str]:
     """Return the names of the trials' configurations, by id of the trial.
 
-    ``also`` are fields of a trial that a name has too where the trials differ in them.
+    Names also contain those of the trial's fields ``also`` in which the trials differ.
     """
     fields = {
         name: {path: value for path, value in flatten(trial.canonical()) if path.split(".")[0] in also}

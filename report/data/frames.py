@@ -174,7 +174,7 @@ frames_of = Frames
 
 
 def occasions(records: Sequence[Record]) -> dict[int, int]:
-    """Number the occasions at which sweeps ran, by sweep; an occasion is one start of one machine.
+    """Return the number of the occasion at which each sweep ran, by sweep; an occasion is one start of one machine.
 
     A sweep belongs to the occasion of the sweep before it if both ran on one start of one machine (``machine.boot``)
     and at most :data:`OCCASION_APART` lies between them: such sweeps share the state of the machine and its

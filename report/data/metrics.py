@@ -215,7 +215,7 @@ class StepSource:
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that functions of it can be cached
 class Derived:
-    """Raw tables with the derived tables that figures share, computed once."""
+    """The tables of raw values, and the tables derived from them that figures share; each is computed once."""
 
     frames: Frames
     sources: tuple[StepSource, ...] = ()  # of seconds, before the suite's own

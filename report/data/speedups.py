@@ -30,7 +30,8 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
     (:func:`report.data.metrics.trials`) and these:
 
     * ``baseline``: the id of the baseline's trial;
-    * ``speedup``: the baseline's step time over the trial's; ``allowed``: the same over the trial's best possible step;
+    * ``speedup``: the baseline's step time over the trial's step time;
+    * ``allowed``: the baseline's step time over the trial's best possible step;
     * ``bytes_ratio``, ``interface_ratio``: bytes over the baseline's, by the ledger and at the interfaces;
     * ``disturbed``: whether either trial of the pair was disturbed; ``own_disturbed``: whether the trial itself was.
     """
@@ -160,7 +161,7 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
 def parity(table: pd.DataFrame) -> pd.DataFrame:
     """Pair each trial of the contrast at a quarter of a rate with the baseline's trial at the full rate.
 
-    The two have the same sweep, seed and repeat, and settings that differ in the rate alone.
+    The two trials have the same sweep, seed and repeat, and settings that differ in the rate alone.
 
     The columns are those of ``table``, ``baseline`` (the id of the baseline's trial), ``full_rate``, and ``parity``,
     the ratio of tokens per second.
@@ -179,5 +180,5 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def parity_interval(group: pd.DataFrame) -> Interval:
-    """Return the geometric mean over rows of :func:`parity` of one place and rate, with its interval."""
+    """Return the geometric mean of ``parity`` over rows of :func:`parity` with one topology, batch and rate."""
     return speedup(group, "tokens_per_second", "tokens_per_second_baseline")

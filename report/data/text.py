@@ -117,7 +117,10 @@ def with_interval(interval: Interval, format_number: Callable[[float], str]) -> 
 
 
 def plus_or_minus(interval: Interval, format_number: Callable[[float], str]) -> str:
-    """Format as ``2.36 ± 0.07`` if the interval is symmetric to the printed digits, else as ``2.36 (2.29 to 2.44)``."""
+    """Format an estimate as ``2.36 ± 0.07`` or, if its printed interval is not symmetric, as ``2.36 (2.29 to 2.44)``.
+
+    If the interval is not known, or both its ends are equal, the estimate alone is returned.
+    """
     estimate = format_number(interval.estimate)
     if not interval.known or interval.low == interval.high:
         return estimate

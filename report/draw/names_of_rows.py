@@ -42,8 +42,8 @@ def common_to(data: pd.DataFrame) -> str:
 def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
     """Return the names by which a sentence calls the peers ``some``, so that long lists stay short.
 
-    If ``some`` has several strategies of a library, and all of that library's that are ``shown``, the library's name
-    replaces theirs.  A strategy's name that has a comma is put in quotation marks.
+    If ``some`` has several strategies of a library, and ``shown`` has no other strategy of this library, the library's
+    name stands for all of them.  A strategy's name that has a comma is put in quotation marks.
     """
     of_library: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(some):

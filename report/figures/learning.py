@@ -29,7 +29,10 @@ _EXCESS_OVER_SEEDS: Final = Measure(
 
 
 def _curves(derived: Derived) -> pd.DataFrame:
-    """Return the validations of trials that have at least three, once each against steps, seconds and bytes."""
+    """Return the validations of trials with at least three validations.
+
+    Each validation has three rows, in which the column ``against`` holds its steps, its seconds and its bytes.
+    """
     long = derived.trials[derived.trials["validation_loss"].notna()]
     rows = long[OF_TRIAL].merge(derived.frames.validations, on="id")
     rows = rows[rows.groupby("id")["step"].transform("nunique") >= 3]
@@ -70,8 +73,8 @@ LOSS: Final = Figure(
 def _against(derived: Derived) -> pd.DataFrame:
     """Return the validations of configurations with a net speed-up, and of their baselines.
 
-    They are there once against the seconds of each source, which are steps times the seconds of a step, and once
-    against bytes.
+    A validation has a row for each source of seconds, and one for bytes: the column ``against`` holds the validation's
+    steps times the source's seconds of a step, or its bytes.
     """
     seconds = dict[tuple[str, str], dict[str, float]]()  # seconds of a step by setting, source and trial
     for each in net_speeds(derived):

@@ -35,7 +35,7 @@ _SPEEDUP: Final = Measure(
 
 
 def _share(group: pd.DataFrame) -> Interval:
-    """Return the median share over undisturbed trials, as tables print it."""
+    """Return the median of best possible step / step over undisturbed trials, as tables print it."""
     shares = speedups.undisturbed(group.assign(disturbed=group["own_disturbed"]))["share"]
     return Interval(float(shares.median()), math.nan, math.nan, len(shares))
 

@@ -119,7 +119,9 @@ def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _over(trials: pd.DataFrame, peer_rows: pd.DataFrame, family: str) -> dict[str, Any]:
-    """Return, as cells of a row, our trials' smallest speed-up over any configuration of a library, and its name.
+    """Return the smallest speed-up of our trials over a configuration of a library, with this configuration's name.
+
+    Both are cells of the table's row.
 
     There is no speed-up if the ``trials`` are a peer's own, or if they have no pairs with the library's.
     """

@@ -76,7 +76,7 @@ def over_baseline(paired: pd.DataFrame) -> Interval:
 
 
 def by_phase(derived: Derived) -> pd.DataFrame:
-    """Return one row per trial and phase; ``train`` is what is left of a step.
+    """Return one row per trial and phase; ``train`` is the part of a step that neither generates nor scores.
 
     ``seconds`` are the slowest rank's, as the median over steps, and ``exposed`` is the share of these seconds in which
     that rank waits for messages.  ``inter_bytes`` and ``intra_bytes`` are the bytes that all ranks send between and

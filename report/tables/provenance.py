@@ -123,7 +123,7 @@ def environment(derived: Derived) -> Table:
 
 
 def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return (key, value) of all settings that do not belong to a configuration, then of measured facts.
+    """Return pairs (key, value): first the settings that do not belong to a configuration, then measured facts.
 
     Keys without a value in any trial are left out.
     """
