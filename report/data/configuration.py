@@ -153,7 +153,7 @@ def _changed_text(field: str, value: str) -> str:
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
-    """Return the changes from presets that only concern execution (types, prefetch, ...), if all policies share them."""
+    """Return the changes from presets that only concern execution (types, prefetch) and that all policies share."""
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     return {
         name: value
