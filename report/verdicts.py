@@ -214,7 +214,7 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
         )
     if "net" in shown:
         notes.append(
-            f"Net speed-up: to the baseline's final loss, with seconds of steps from {sources(derived)}."
+            f"The net speed-up compares times to the baseline's final loss; their seconds of a step are from {sources(derived)}."
         )
     if one_value:
         notes.append(
