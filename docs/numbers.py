@@ -163,13 +163,13 @@ class Estimate:
 
     @property
     def detectable(self) -> str:
-        """The least change of a ratio that four of five such runs would find significant: ``14 %``.
+        """The least change of a ratio that four of five runs like this would find significant: ``14 %``.
 
         With the standard error of the ratio's logarithm, from its interval, this is
         ``exp((t(0.975) + t(0.8)) * error) - 1``, by Student's t with n - 1 degrees of freedom.
 
         Raises:
-            DocumentError: If there is no interval, or one over several occasions, whose degrees of freedom are others.
+            DocumentError: If there is no interval, or one over several occasions, which has other degrees of freedom.
         """
         if not self._spreads or self.occasions > 1:
             raise DocumentError(

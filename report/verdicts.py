@@ -214,7 +214,8 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
         )
     if "net" in shown:
         notes.append(
-            f"The net speed-up compares times to the baseline's final loss; their seconds of a step are from {sources(derived)}."
+            "The net speed-up compares times to the baseline's final loss; their seconds of a step are from "
+            f"{sources(derived)}."
         )
     if one_value:
         notes.append(
