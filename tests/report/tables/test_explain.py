@@ -79,9 +79,9 @@ def test_a_column_is_found_by_its_beginning_or_its_words(asked: str, title: str)
         ),
         (
             "Speed-up over DDP",
-            r"no column 'Speed-up over DDP' in summary: expected one of Configuration; n; Step",
+            r"no column 'Speed-up over DDP' in table summary: expected one of Configuration; n; Step",
         ),
-        ("", "no column '' in summary: expected one of Configuration"),
+        ("", "no column '' in table summary: expected one of Configuration"),
         ("S", r"[2-9] columns of table summary match 'S': expected one of Step, s; Speed-up"),
     ],
 )
@@ -103,7 +103,7 @@ def test_a_column_that_is_not_one_is_refused_with_those_there_are(asked: str, me
         (("summary", "Z", "n"), r"[3-9] rows of table summary hold 'Z'"),
         (
             ("summary", "ZeRO++", "speed"),
-            "no column 'speed' in summary: expected one of Configuration; n; Step",
+            "no column 'speed' in table summary: expected one of Configuration; n; Step",
         ),
     ],
 )
