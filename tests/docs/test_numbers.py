@@ -125,7 +125,7 @@ def test_a_magnitude_has_the_interval_of_the_sizes(value: float, half: float) ->
         (lambda: numbers.speedup("nope", "ZeRO++"), r"no suite 'nope' in .*: expected one of ablation, "),
         (
             lambda: numbers.speedup("slow_node", "qwZ", at="equal nodes"),
-            r"no 'qwZ' at 'equal nodes': .* ZeRO\+\+",
+            r"no configuration 'qwZ' at 'equal nodes': .* ZeRO\+\+",
         ),
         (lambda: numbers.seconds("slow_node", "ZeRO++"), r"matches several settings: .*equal nodes"),
         (
@@ -192,7 +192,7 @@ def test_a_reader_computes_the_net_speed_up_with_pandas_alone() -> None:
     (net,) = re.findall(
         r"^\| gpt-tiny, .*\| \*\*(.*?)(?: within this start)?\)\*\* \|$", readme, re.MULTILINE
     )
-    (loss,) = re.findall(r"steps are counted to (\S+), the loss with which it ends", readme)
+    (loss,) = re.findall(r"steps are counted to (\S+) nats, ZeRO\+\+'s final loss", readme)
     assert done.stdout == f"at {loss} nats: {net})\n"
 
 
