@@ -193,7 +193,7 @@ def differences(root: Path = ROOT, made: Build | None = None) -> list[str]:
 
 
 def _moved(committed: str, expected: str) -> list[str]:
-    """Return a line for each line that differs, with its number and what differs in it.
+    """Return a message for each line of a document that differs: the line's number, and what differs in the line.
 
     For example, ``12: 2.39 should be 2.36 by the records, in '…ZeRO++ is 2.39x faster…'``.
     """
@@ -209,7 +209,7 @@ def _moved(committed: str, expected: str) -> list[str]:
 
 
 def _change(line: str, other: str) -> str:
-    """Say how two lines differ: by the first number that differs, or else by the text around the difference."""
+    """Return as text how two lines differ: the first number that differs, or else what stands around the difference."""
     same = next(
         (n for n, (a, b) in enumerate(zip(line, other, strict=False)) if a != b), min(len(line), len(other))
     )
@@ -239,13 +239,13 @@ def _shows(derived: Derived, wanted: str) -> str:
 
 
 def _svg(suite: str, name: str) -> bytes:
-    """Draw a figure of a suite as SVG."""
+    """Draw a figure of a suite, and return the content of its SVG file."""
     derived = numbers.derived(suite)
     drawing = next(figure for figure in FIGURES if figure.name == name)
     with tempfile.TemporaryDirectory() as folder:
         drawn = drawing.draw(derived, Path(folder), style_of(derived), ("svg",))
     if drawn is None:
-        raise DocumentError(f"{suite}: the figure {name!r} has no rows: name another figure")
+        raise DocumentError(f"{suite}: figure {name!r} has no data in this suite: name another figure")
     return drawn.svg
 
 

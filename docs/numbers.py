@@ -89,7 +89,7 @@ class Estimate:
 
     @property
     def cell(self) -> str:
-        """``2.36 (2.29 to 2.42)``, for tables whose head says ``within this start`` if intervals are."""
+        """The estimate with its interval, ``2.36 (2.29 to 2.42)``, for tables whose head says what intervals cover."""
         return (
             self._with([self.range, *self._caveats], self.form(self.interval.estimate))
             if self._spreads
@@ -120,7 +120,7 @@ class Estimate:
         """
         if not self._spreads or self.interval.within_start:
             raise DocumentError(
-                f"{self.what} has no interval over occasions, and so no prediction of a further run"
+                f"{self.what} has no interval over occasions, and so no prediction of a further run: leave out .again"
             )
         expected: Interval | Prediction = of_another_run(self.interval, ratio=self.equal == 1)
         if self.expected is not None:
@@ -163,17 +163,17 @@ class Estimate:
 
     @property
     def detectable(self) -> str:
-        """The least change of a ratio that four of five such runs would find significant: ``14 %``.
+        """The least change of a ratio that four of five runs like this would find significant: ``14 %``.
 
         With the standard error of the ratio's logarithm, from its interval, this is
         ``exp((t(0.975) + t(0.8)) * error) - 1``, by Student's t with n - 1 degrees of freedom.
 
         Raises:
-            DocumentError: If there is no interval, or one over several occasions, whose degrees of freedom are others.
+            DocumentError: If there is no interval, or one over several occasions, which has other degrees of freedom.
         """
         if not self._spreads or self.occasions > 1:
             raise DocumentError(
-                f"{self.what}: a detectable change needs an interval of pairs of one occasion"
+                f"{self.what}: a detectable change needs an interval of pairs of one occasion: leave out .detectable"
             )
         students = [float(stats.t.ppf(share, self.n - 1)) for share in (0.975, 0.8)]
         error = math.log(self.interval.high / self.interval.low) / (2 * students[0])
@@ -241,7 +241,7 @@ _DERIVED: Final[dict[str, Derived]] = {}  # by suite
 
 
 def derived(suite: str) -> Derived:
-    """Return what is derived from the committed records of a suite.  They are read only once.
+    """Return the tables that are derived from the committed records of a suite, which are read only once.
 
     Raises:
         DocumentError: If there is no archive of that name.
@@ -255,7 +255,7 @@ def derived(suite: str) -> Derived:
 
 
 def read(suite: str, folder: Path = REFERENCE) -> Derived:
-    """Return what is derived from a suite's archive in a folder below the root.
+    """Return the tables that are derived from a suite's archive in a folder below the root.
 
     Seconds of steps also come from the archive that the suite file names in its key ``seconds``.
 
@@ -293,11 +293,13 @@ def _trials(suite: str, name: str, at: str, table: pd.DataFrame | None = None) -
     here = table[table["where"].map(matches).astype(bool)]
     if name not in set(here["configuration"]):
         present = "; ".join(map(str, table["configuration"].unique()))
-        raise DocumentError(f"{suite}: no {name!r} at {at!r}: expected one of {present}")
+        raise DocumentError(f"{suite}: no configuration {name!r} at {at!r}: expected one of {present}")
     rows = here[here["configuration"] == name]
     if len(set(rows["setting"])) > 1:
         settings = "; ".join(map(str, rows["where"].unique()))
-        raise DocumentError(f"{suite}: {name!r} at {at!r} matches several settings: {settings}")
+        raise DocumentError(
+            f"{suite}: {name!r} at {at!r} matches several settings: add to `at` what only one has of {settings}"
+        )
     return rows
 
 
@@ -312,7 +314,9 @@ def _paired(suite: str, name: str, over: str, at: str) -> tuple[pd.DataFrame, st
         pairs = derived(suite).pairs
     pairs = pairs[pairs["setting"].eq(setting) & pairs["configuration"].eq(name)]
     if pairs.empty:
-        raise DocumentError(f"{suite}: no pairs of {name!r} with {over or 'the baseline'!r} at {at!r}")
+        raise DocumentError(
+            f"{suite}: no trial of {name!r} has a pair of {over or 'the baseline'!r} at {at!r}: name another setting"
+        )
     return pairs, str(pairs["baseline_configuration"].iloc[0])
 
 
@@ -358,7 +362,9 @@ def error(suite: str, name: str, at: str = "") -> Estimate:
     trials = _trials(suite, name, at)
     errors = trials["id"].map(rows.groupby("id")["vnmse"].median())
     if errors.isna().all():
-        raise DocumentError(f"{suite}: no error was measured of {name!r} at {at!r}")
+        raise DocumentError(
+            f"{suite}: the error of {name!r} at {at!r} was not measured: name a suite with measure_quantisation"
+        )
     known = errors.notna()
     mean = geometric_interval(list(errors[known]))
     return Estimate(mean, number(3), f"the error (vNMSE) of {name} in {suite}")
@@ -398,7 +404,7 @@ def loss_margin(suite: str, name: str, at: str = "") -> Estimate:
 
 
 def loss_in_steps(suite: str, name: str, at: str = "") -> Estimate:
-    """Return how many steps earlier than ``name`` the baseline has the higher of the two final losses."""
+    """Return how many steps earlier than ``name`` the baseline reaches the higher of the two final losses."""
     equal = _net_speed(suite, name, at).equal
     return Estimate(_alone(equal.steps - equal.base_steps), _form(".0f"), f"{name}'s loss in steps, {suite}")
 
@@ -492,7 +498,9 @@ def _net_speed(suite: str, name: str, at: str) -> NetSpeed:
     for each in net_speeds(derived(suite)):
         if (each.row["setting"], each.row["configuration"]) == (setting, name):
             return each
-    raise DocumentError(f"{suite}: the loss of {name!r} is not compared with a baseline's")
+    raise DocumentError(
+        f"{suite}: the loss of {name!r} is not compared with a baseline's: name a configuration of the contrast"
+    )
 
 
 def memory(suite: str, name: str, at: str = "") -> Estimate:
@@ -573,7 +581,9 @@ def table(suite: str, name: str) -> str:
     """Return a table of a suite's page as Markdown, without its caption."""
     shown = all_tables.all_tables(derived(suite), (name,))
     if not shown:
-        raise DocumentError(f"{suite}: table {name!r} has no rows")
+        raise DocumentError(
+            f"{suite}: table {name!r} has no rows, so the suite's page lacks it: name another table"
+        )
     return shown[0].markdown_rows()
 
 
@@ -634,7 +644,8 @@ def validated_at(suite: str) -> str:
     steps = {int(row["steps"]) for row in loss_verdicts.losses(derived(suite))}
     if len(steps) != 1:
         raise DocumentError(
-            f"{suite}: losses were measured after {len(steps)} different numbers of steps: expected one"
+            f"{suite}: losses were measured after {len(steps)} different numbers of steps: expected one, so write the "
+            "number into the text"
         )
     return f"{steps.pop():,}"
 
@@ -712,7 +723,9 @@ def fastest_setting(suite: str, library: str, types: str, at: str = "") -> str:
     """Return the configuration with the shortest step among those of a library in ``types``, such as ``bf16``."""
     names = [name for name, of in _types(suite, at).items() if of == (library, types)]
     if not names:
-        raise DocumentError(f"{suite}: no records of {library} in {types} at {at!r}")
+        raise DocumentError(
+            f"{suite}: no records of {library} in {types} at {at!r}: name another type or setting"
+        )
     return min(names, key=lambda name: seconds(suite, name, at).interval.estimate)
 
 
@@ -725,7 +738,9 @@ def beside_libraries(suite: str, *ours: str, at: str = "") -> list[Beside]:
     """
     found, rows = _types(suite, at), []
     if not found.keys() & {*ours}:
-        raise DocumentError(f"{suite}: no {' or '.join(ours)} at {at!r}: expected one of {'; '.join(found)}")
+        raise DocumentError(
+            f"{suite}: no configuration {' or '.join(ours)} at {at!r}: expected one of {'; '.join(found)}"
+        )
     for name in (name for name in ours if name in found):
         types = found[name][1]
         sent = peers.sent_types(derived(suite).frames.trial_of[_trials(suite, name, at)["id"].iloc[0]])
@@ -748,7 +763,7 @@ def beside_libraries(suite: str, *ours: str, at: str = "") -> list[Beside]:
 
 
 def outcomes(rows: Sequence[Beside]) -> str:
-    """Return in how many comparisons ours is faster, and in how many slower.
+    """Return as text in how many comparisons our configuration is faster than the library's, and in how many slower.
 
     For example, ``faster in 4 of 6 comparisons and slower in 2``.
     """
@@ -765,7 +780,7 @@ def outcomes(rows: Sequence[Beside]) -> str:
 
 
 def not_beside(suite: str, at: str = "") -> str:
-    """Return which records are missing, by library and type; empty if none is.
+    """Return as text which libraries, or our configurations, have no records in fp32 or in bf16; empty if all have.
 
     For example, ``FSDP2 in bf16, ours in bf16``.
     """
@@ -861,7 +876,8 @@ def budgeted(suite: str, codec: str) -> Estimate:
     chosen = [name for name in names if ", budget" in name and f"/{codec}:" in name.partition(", budget")[0]]
     if len(chosen) != 1:
         raise DocumentError(
-            f"{suite}: {len(chosen)} budgets of {codec!r}: expected one of {'; '.join(names)}"
+            f"{suite}: {len(chosen)} configurations have a budget beside the codec {codec!r}: expected exactly one "
+            f"among {'; '.join(names)}"
         )
     return loss(suite, chosen[0], over=f"{chosen[0].partition(', budget')[0]})")
 
@@ -905,7 +921,8 @@ def planned(suite: str, column: str, machine: str = "", **row: object) -> float:
     rows = [each for each in _plan(suite, machine) if all(each.get(key) == row[key] for key in row)]
     if len(rows) != 1 or not isinstance(rows[0].get(column), int | float):
         raise DocumentError(
-            f"{suite}: {len(rows)} planned trials with {row}, column {column!r}: expected one number"
+            f"{suite}: {len(rows)} planned trials with {row}, column {column!r}: expected one trial, with a number in "
+            "this column"
         )
     return float(rows[0][column])
 

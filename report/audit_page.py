@@ -18,14 +18,14 @@ _STEPS_SHOWN: Final = 4  # kinds of steps with a table of their own
 
 
 def write(report: Report, folder: Path, command: Sequence[str]) -> Path:
-    """Write the page into ``folder`` and return its path."""
+    """Write the page of an audit into ``folder`` and return the page's path; ``command`` is the audited command."""
     path = folder / PAGE
     path.write_text(page(report, command), encoding="utf-8")
     return path
 
 
 def page(report: Report, command: Sequence[str]) -> str:
-    """Render the page as HTML; texts of the program are escaped."""
+    """Return the page of an audit as HTML, in which all text that comes from the audited program is escaped."""
     shown = [
         _table(f"Calls of steps {spans(steps)}", tables.call_rows(report, steps[0]), tables.COLUMNS)
         for steps in report.classes[:_STEPS_SHOWN]

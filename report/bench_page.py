@@ -43,7 +43,7 @@ OPERATIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """How the samples of one kind become a table."""
+    """The table of one kind of benchmark: its name, title, notes and columns, and how a sample gives its cells."""
 
     name: str
     title: str
@@ -232,13 +232,13 @@ def tables_of(benches: Sequence[Bench]) -> list[Table]:
 
 
 def build(results: Path) -> Path:
-    """Build the page of a folder of benchmarks.
+    """Build the page of a folder with records of ``zeropp bench``, and return the page's path.
 
     Raises:
-        ReportError: If the records are of several machines, of several versions of the code, or of several benchmarks.
+        ReportError: If the records come from several machines, versions of the code, or benchmarks.
     """
     benches = read_all(results)
-    for field, name in (("pool", "machines or versions of the code"), ("subject", "subjects")):
+    for field, name in (("pool", "machines or versions of the code"), ("subject", "benchmarks")):
         if len(values := sorted({getattr(bench, field) for bench in benches})) > 1:
             kinds = f"{len(values)} {name} ({', '.join(values)}), which cannot be combined"
             raise ReportError(

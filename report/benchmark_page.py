@@ -39,7 +39,7 @@ _COLUMNS: Final = (
 
 
 def tables_of(files: Sequence[BenchmarkFile]) -> list[Table]:
-    """Return a table for each group of the last file, one row per benchmark."""
+    """Return one table for each group of benchmarks in the last of the ``files``, with one row per benchmark."""
     import pandas as pd
 
     last, before = files[-1], {}

@@ -45,11 +45,12 @@ def build(
     """Build the report of a results folder, inside this folder, and return the page's path.
 
     Equal records give equal bytes.
-    ``columns`` maps the name of a table to the columns that it prints after the configuration; a column is given by
-    its title or by its name in the CSV.  ``width`` of the figures is in mm.
+    ``columns`` maps the name of a table to the columns that this table prints after the configuration; a column is
+    given by its title or by its name in the CSV.  ``width`` is that of the figures, in mm.
     Figures are drawn as SVG, which the page shows, and in these further ``forms`` ("pdf", "png").  Each further form
     takes about as long as the page.
-    ``steps`` names where seconds of steps come from, for net speed-ups; by default they come from where the suite says.
+    ``steps`` names other records or a machine file whose seconds of a step are used for net speed-ups; by default,
+    these are the records that the suite's key ``seconds`` names.
     Raises a Refusal for an unknown table or column, and what :func:`report.effects.step_seconds.derive_folder` and
     :func:`publish` raise.
     """
@@ -82,7 +83,7 @@ def every_table(derived: Derived) -> list[Table]:
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
     """Return all tables; those that ``columns`` names have only the requested columns.
 
-    The requested columns keep their order, and follow the columns of place and configuration.
+    The requested columns keep their order, and follow the columns that name the setting and the configuration.
     """
     tables = {table.name: table for table in shown}
     for name, requested in columns.items():
@@ -98,7 +99,7 @@ def explanation(folder: Path, table: str, row: str, column: str, steps: StepsFro
 
     ``table`` is the table's name, ``row`` contains parts of the row's cells (:meth:`Table.row`), and ``column`` is the
     column's title.  ``steps`` is as for :func:`build`.
-    Raises a Refusal that lists what exists if one of the three is unknown.
+    Raises a Refusal if the table, row or column is unknown; its message lists those that exist.
     """
     derived = derive_folder(folder, steps)
     shown = find_table(every_table(derived), table)
@@ -125,7 +126,7 @@ def explanation(folder: Path, table: str, row: str, column: str, steps: StepsFro
 def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str]) -> Path:
     """Write tables, the page and the page's other files into a results folder, and return the page's path.
 
-    ``page_of`` gets a folder, writes the page's other files into it, and returns the page.
+    ``page_of`` gets a folder, writes the page's other files into it, and returns the page as HTML.
     Raises a ReportError if the results folder cannot be written; the previous report is then still there.
     """
     try:

@@ -108,8 +108,8 @@ def bundle(folder: Path, into: Path) -> Path:
         for path, content in sorted(files.items()):
             if Path(path).is_absolute() or ".." in Path(path).parts:
                 raise RecordError(
-                    f"{path}: this file lies outside of the suite's folder and cannot be packed; move it into the "
-                    "folder, and run the suite again"
+                    f"{path}: the suite names this file outside of its own folder, so it cannot be packed; move it "
+                    "into the suite's folder, name it there, and run the suite again"
                 )
             entry = tarfile.TarInfo(f"{suite}-artifact/{path}")
             entry.size = len(content)

@@ -62,7 +62,7 @@ def report(
     seconds: Annotated[
         list[str] | None,
         typer.Option(
-            help="Suite, results folder or archive whose records have the seconds of a step, for net speed-ups; "
+            help="Take the seconds of a step from this suite, results folder or archive, for net speed-ups; "
             "repeatable.",
             metavar="SUITE",
         ),
@@ -75,7 +75,7 @@ def report(
         ),
     ] = None,
     rate: Annotated[
-        str, typer.Option(help="Rate of the machine's link; by default that of each trial.", metavar="RATE")
+        str, typer.Option(help="Link rate for --machine; by default each trial's own rate.", metavar="RATE")
     ] = "",
     pdf: Annotated[
         bool, typer.Option("--pdf", help="Also draw figures as PDF, with embedded fonts.")
@@ -184,7 +184,7 @@ def _build_archives(archives: Sequence[Path], width: float, forms: Sequence[str]
 
 
 def _build_archive(packed: Path, width: float, forms: Sequence[str]) -> Path:
-    """Build the page of an archive, in a process of its own."""
+    """Unpack an archive of records, build its page in this child process, and return the page's path."""
     from report.build import build
 
     with named_object.forbidden():  # in this process, too
@@ -239,7 +239,7 @@ def report_after_run(folder: Path) -> None:
 
 
 def _columns(options: Sequence[str]) -> dict[str, list[str]]:
-    """Return the columns of each table that options of the form ``TABLE=COLUMN;COLUMN`` name."""
+    """Parse options of the form ``TABLE=COLUMN;COLUMN``; return the named columns of each table, by table."""
     columns = {}
     for text in options:
         table, _, names = map(str.strip, text.partition("="))
@@ -272,9 +272,9 @@ def _steps_from(seconds: Sequence[str], machine: Path | None, rate: str, results
 
 
 def folder_of(suite: str, results: Path) -> Path | None:
-    """Return the results folder of a suite, which is given by its name, its file or this folder.
+    """Return the results folder of a suite; ``suite`` is the suite's name, its file, or the results folder itself.
 
-    Returns None for a name without results, and raises a Refusal for a file without results.
+    Returns None if a suite of this name has no results, and raises a Refusal if the suite of this file has none.
     """
     if suite.endswith(".toml"):
         folder = results / name_of(Path(suite))
@@ -286,7 +286,7 @@ def folder_of(suite: str, results: Path) -> Path | None:
 
 
 def _existing_folder(suite: str, results: Path) -> Path:
-    """Return the results folder of a suite (:func:`folder_of`); without it, a Refusal lists the suites with results."""
+    """Return :func:`folder_of` a suite; raises a Refusal that lists the suites with results if there is no folder."""
     if (folder := folder_of(suite, results)) is None:
         unknown = f"unknown suite {suite!r}: {results} holds {suites_in(results)}"
         raise Refusal(f"{unknown}; expected one of these, or a folder (`zeropp show` prints single trials)")

@@ -56,7 +56,7 @@ def sentences_of(results: Path) -> list[str] | None:
 
 
 def remove(results: Path) -> None:
-    """Remove the stamp, because the page was replaced by one with other options."""
+    """Remove the stamp of a folder whose page was drawn with unusual options, so that `zeropp run` draws it again."""
     (results / _STAMP).unlink(missing_ok=True)
 
 

@@ -48,7 +48,7 @@ _g3, _ratio = number(3), "{:.2f}".format
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """A column of the table."""
+    """A quantity that has a column in the table of verdicts, with the function that compares it."""
 
     key: str  # the column's name in the CSV; the verdicts are in the column KEY_verdict
     title: str
@@ -76,7 +76,7 @@ _QUANTITIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """The head of a page."""
+    """The head of a page: its sentence, its table of verdicts, and the figure that shows what the sentence says."""
 
     quantity: Quantity  # that the suite asks for
     sentence: str  # on the largest difference
@@ -125,7 +125,7 @@ def verdicts(derived: Derived) -> Verdicts:
 
 
 def _mostly_peers(derived: Derived) -> bool:
-    """Whether most configurations are those of libraries, and some of ours can be compared with them in the same types.
+    """Return whether most configurations are those of libraries, and some of ours can be compared in the same types.
 
     The question of such a suite is about the libraries, not about the baseline of its other tables.
     """
@@ -214,7 +214,8 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
         )
     if "net" in shown:
         notes.append(
-            f"Net speed-up: to the baseline's final loss, with seconds of steps from {sources(derived)}."
+            "The net speed-up compares times to the baseline's final loss; their seconds of a step are from "
+            f"{sources(derived)}."
         )
     if one_value:
         notes.append(
@@ -226,9 +227,10 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
 def _places(
     derived: Derived, sizes: Mapping[Key, Effect]
 ) -> Iterator[tuple[dict[str, Any], str, list[str], Sequence[str]]]:
-    """Yield (first cells of its rows, its key, its configurations, its baselines) of each place of the table.
+    """Yield (first cells of the rows, key, configurations, baselines) for each place of the table of verdicts.
 
-    A place is a setting that has a contrast, or, with ``sizes``, a memory limit.
+    A place is a setting that has a contrast, or, with ``sizes``, a memory limit; its key is the setting's hash or the
+    limit as text.
     """
     contrast, overall = derived.compared.contrast, effects.all_baselines(derived)
     if sizes:
@@ -335,7 +337,7 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
     marks = ", ".join(
         f"{mark} {verdict}" for verdict, mark in MARKS.items() if has_margin or verdict != "within the margin"
     )
-    first = "Intervals are of 95 %."
+    first = "Intervals are 95 % confidence intervals."
     if again:
         first += ' "Expected in a new run" is the prediction interval of one further run, for the quantity that the '
         first += "suite asks for."
@@ -361,10 +363,11 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
 
 
 def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None) -> tuple[int, ...]:
-    """Return the numbers of the open rows, which are all rows if there are at most :data:`MOST_OPEN`.
+    """Return the numbers of the open rows, which a page shows without being asked for more.
 
-    Otherwise they are the row of effect ``first``, then the rows of the largest significant effects, then those of the
-    largest other effects, as far as there is room; the row of the setting's baseline is open with each.
+    If there are at most :data:`MOST_OPEN` rows, all are open.  Otherwise, as far as there is room, these are open: the
+    row of effect ``first``, the rows of the largest significant effects, and the rows of the largest other effects,
+    each together with the row of its setting's baseline.
     """
     rows = table.data.to_dict("records")
     if len(rows) <= MOST_OPEN:
@@ -383,7 +386,7 @@ def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None)
 
 
 def _has_front(derived: Derived) -> bool:
-    """Return whether enough strategies ran in one setting for a front of bytes and losses."""
+    """Return whether one setting has a front of bytes and losses, with enough different strategies to draw it."""
     front = loss_verdicts.front(derived)
     trials = derived.trials[derived.trials["configuration"].isin(front["configuration"])]
     return len(set(front["setting"])) == 1 and len(set(trials["strategy"])) >= loss_verdicts.FEWEST_OF_FRONT

@@ -39,8 +39,8 @@ for the pipeline they are what rank 0 sends, because these programs call send an
 The closed form of this project's engine is made of the hops of its units.
 *Between nodes* is what leaves a node in a step, by the formulas of [wire.py](../harness/audit/wire.py).
 The nodes are network namespaces.  *Counted* compares this with what a node's interface sent in several steps, without
-headers, on the node that differs more.  The ranks of a node end a step at different times, so that the counted
-bytes are known to within the second number.
+headers, on the node that differs more.  The ranks of a node end a step at different times, so the counted bytes are
+uncertain by the second number.
 
 | program | scheme found | measured | closed form | difference | between nodes | counted |
 | :--- | :--- | ---: | ---: | ---: | ---: | ---: |
@@ -67,7 +67,7 @@ class Row(NamedTuple):
 
 
 def audit(name: str) -> Calls:
-    """Audit one program on ranks of this machine, two to a node."""
+    """Audit one program on four ranks of this machine, which count as two nodes of two ranks."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     with tempfile.TemporaryDirectory() as folder:
         run.prepare(Path(folder), {"last_step": STEPS, "marker": ""})
@@ -120,7 +120,10 @@ def counters(calls: Calls) -> list[dict[str, Any]]:
 
 
 def counted_in_words(calls: Calls) -> str:
-    """Return by how much the counters differ from the calls on the node that differs more."""
+    """Return, for the node that differs more, by how much its counter differs from the calls: ``+0.50% ± 0.20%``.
+
+    The second number is the error of the comparison, since the ranks of a node end a step at different times.
+    """
     worst = max(counters(calls), key=lambda row: abs(float(row["difference"])))
     return f"{worst['difference']:+.2%} ± {worst['uncertain'] / worst['expected']:.2%}"
 

@@ -252,7 +252,7 @@ PROGRAMS = {
 
 
 def main(name: str, steps: int = 4) -> None:
-    """Train in a process group of its own."""
+    """Run the program ``name`` of :data:`PROGRAMS` for some steps, in a new process group over gloo."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=FutureWarning)
     dist.init_process_group("gloo")

@@ -94,7 +94,7 @@ class RegisteredPoint(BaseModel, extra="forbid", frozen=True):
 
 
 class RegisteredPrediction(BaseModel, extra="forbid", frozen=True):
-    """A prediction of the mean difference over so many seeds, in nats."""
+    """A prediction of the mean difference over ``seeds`` seeds, in nats, with the ends of its 95 % interval."""
 
     configuration: str
     at: int
@@ -106,7 +106,7 @@ class RegisteredPrediction(BaseModel, extra="forbid", frozen=True):
 
 
 class Registered(BaseModel, extra="forbid", frozen=True):
-    """Predictions that were registered at one moment, and what they rest on."""
+    """Predictions that were registered at one moment, with the records and points from which they were computed."""
 
     suite: str
     moment: AwareDatetime
@@ -135,7 +135,7 @@ Records = Mapping[str, Kept]  # by id
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """What is known of one axis."""
+    """The records, rungs and registered predictions of one axis."""
 
     axis: Axis
     records: Records
@@ -245,7 +245,7 @@ def in_folders(folders: Sequence[Path]) -> dict[str, dict[str, Kept]]:
             before = found[kept.record.suite].setdefault(kept.record.id, kept)
             if before.content != kept.content:
                 raise Refusal(
-                    f"{folder}: its record {kept.record.id} differs from that of another folder: name only one of them"
+                    f"{folder}: another folder has another record {kept.record.id}: name only one of the two folders"
                 )
     return found
 
@@ -388,9 +388,9 @@ def registered_in(path: Path) -> list[Registered]:
 
 
 def verdict(prediction: RegisteredPrediction, outcome: Rung | None, moment: datetime) -> str:
-    """Return what became of a prediction, in words.
+    """Return in words whether the measured difference lies inside the interval of a prediction, or why this is open.
 
-    It is judged once as many seeds have run as it is for, since the mean of fewer varies more.
+    A prediction is judged once as many seeds have run as it was made for, since the mean of fewer seeds varies more.
     """
     if outcome is None:
         return OPEN
@@ -684,7 +684,7 @@ def register_all(folders: Sequence[Path], predictions: Path, moment: datetime) -
     if not added:
         raise Refusal(
             f"{', '.join(map(str, folders))}: no records of suite {' or '.join(axis.suite for axis in AXES)}: name a "
-            "folder that has some"
+            "folder that has records of one of these suites"
         )
     return "\n".join(added)
 

@@ -56,7 +56,7 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a fit needs to know of a rung."""
+    """The place and the mean difference of a rung, to which a form is fitted."""
 
     at: int  # parameters or ranks
     seeds: int
@@ -96,7 +96,9 @@ class Fit:
 
     def __post_init__(self) -> None:
         if len({point.at for point in self.points}) < FEWEST:
-            raise ValueError(f"a fit needs {FEWEST} different sizes, got {len(self.points)} points")
+            raise ValueError(
+                f"a fit needs {FEWEST} different sizes, got {len(self.points)} points: add records of other sizes"
+            )
 
     @property
     def seeds(self) -> int:
@@ -153,7 +155,10 @@ class Fit:
         return slope, self._around(residuals) / (self.seeds - 2)
 
     def _around(self, residuals: np.ndarray) -> float:
-        """Return the sum of the squared distances of all differences from a form, from those of the points' means."""
+        """Return the sum over all seeds of the squared distance of a seed's difference from a form.
+
+        ``residuals`` are the distances of the points' means from the form.
+        """
         within = sum((point.seeds - 1) * point.deviation**2 for point in self.points)
         return float(
             within + sum(point.seeds * off**2 for point, off in zip(self.points, residuals, strict=True))
@@ -244,7 +249,7 @@ def _mean_loss(records: Sequence[Record], trials: Mapping[str, Trial]) -> float:
         losses = [each.loss for each in record.validations if each.step == end]
         if not losses or not math.isfinite(losses[-1]):
             raise Refusal(
-                f"record {record.id} of suite {record.suite}: expected a finite loss of a validation at its end: "
-                "let validate_every divide the steps, or leave its configuration out of the suite"
+                f"record {record.id} of suite {record.suite}: expected a finite loss of a validation at its end, and "
+                "the record has none: let validate_every divide the steps, or leave out the record's configuration"
             )
     return float(np.mean([record.validations[-1].loss for record in records]))

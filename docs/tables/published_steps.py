@@ -72,7 +72,7 @@ def read(path: Path) -> pd.DataFrame:
     """
     table = pd.read_csv(path)
     if missing := [name for name in NEEDED if name not in table]:
-        raise PublishedError(f"{path}: column {missing[0]} is missing")
+        raise PublishedError(f"{path}: column {missing[0]} is missing: add it (needed: {', '.join(NEEDED)})")
     usual: dict[str, Any] = {**dict.fromkeys(_MEASURED, np.nan), "overlap": "none", "fitted": "no"}
     usual |= dict.fromkeys(_PARALLEL, 1)
     table = table.assign(**{name: value for name, value in usual.items() if name not in table})
@@ -165,12 +165,12 @@ def fit(rows: pd.DataFrame, efficiency: float | None = None) -> Machine:
     """
     if len(set(rows["overlap"])) != 1:
         raise PublishedError(
-            f"a machine can be fitted only to rows with equal overlap, but these are {len(rows)} rows with "
-            f"{len(set(rows['overlap']))} values of overlap: keep the rows of one"
+            f"a machine can be fitted only to rows with one value of column overlap, but these {len(rows)} rows have "
+            f"{len(set(rows['overlap']))} values: keep the rows with one of them"
         )
     tokens, overlap = rows["tokens_per_gpu"], rows["overlap"].iloc[0]
     if overlap not in ("none", "full"):
-        raise PublishedError(f'overlap is "{overlap}"; expected none or full')
+        raise PublishedError(f'column overlap is "{overlap}": expected none or full')
     several = len(set(tokens)) > 1  # a single batch size does not separate `fixed` from `per_token`
 
     def machine(values: np.ndarray) -> Machine:
@@ -247,7 +247,7 @@ class Predicted:
 
 
 def predict(rows: pd.DataFrame) -> Predicted:
-    """Predict a table from its fitted rows or, if there are none, each row from all others.
+    """Predict each row of a table from the fitted rows or, if there are none, from all other rows.
 
     For comparison, two simpler predictions are made from the rows to which the machine was fitted.  ``naive_error`` is
     the error if perfect overlap at their best throughput is assumed, ``constant_error`` if their median throughput is.
@@ -372,7 +372,7 @@ def page(table: Predicted) -> str:
 
 
 def _identified(rows: pd.DataFrame) -> str:
-    """Return which speed-ups of ZeRO++ the equally good fits predict, or that the rows do not identify them."""
+    """Return sentences on the speed-ups of ZeRO++ that the equally good fits predict, and on how far they are apart."""
     known = rows[rows["fitted"]] if rows["fitted"].any() else rows
     machines = equal_fits(known)
     shares = published.volume().set_index("method")["total_m"]
@@ -393,7 +393,7 @@ def _identified(rows: pd.DataFrame) -> str:
 
 
 def _untested(rows: pd.DataFrame) -> str:
-    """Return how many rows test nothing, because their computation decides."""
+    """Return a sentence on the rows whose sending is so short that they do not test it; empty if there are none."""
     works = rows["work"]
     pairs = zip(works, rows["seconds"], strict=True)
     shares = [work.egress_bytes / work.rate / seconds for work, seconds in pairs]

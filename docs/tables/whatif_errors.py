@@ -199,8 +199,9 @@ predicted from these two traces. The predictions were committed before the setti
     )
     inside = done["measured"].between(done["low"], done["high"]).sum()
     text += (
-        f"The interval of both hypotheses on overheads holds the measured step in {inside} of\n"
-        f"{len(done)} predictions: it says what one traced rate leaves open, and is no confidence interval.\n\n"
+        "The interval spans two hypotheses on the overheads of collectives. "
+        f"It contains the measured step in {inside} of\n"
+        f"{len(done)} predictions: it shows what one traced rate leaves open, and is not a confidence interval.\n\n"
     )
     lines = [
         [

@@ -26,7 +26,7 @@ _Seconds = NDArray[np.float64]
 
 
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
-    """Return the seconds that a step takes by the simulated schedule, by id of the trial.
+    """Return, by id of the trial, how many seconds a step takes in the simulated schedule.
 
     A trial's value is the median, over samples or timed steps, of the slowest rank's seconds.  Trials whose seconds of
     computation are not known are left out.  ``steps`` is the number of timed steps of each trial, by id.
@@ -57,7 +57,8 @@ def computations(frames: Frames) -> pd.DataFrame:
     """Return the seconds of computation of a step on each rank.
 
     There is one row for each rank and sample of computation by itself (``alone`` is true), or, if a trial has no such
-    samples, for each rank and timed step.  ``index`` is the number of the sample or step.
+    samples, for each rank and timed step.  ``index`` is the number of the sample or step.  ``forward``, ``backward``
+    and ``rest`` are the seconds of the parts of a step, and ``cpu_seconds`` the CPU seconds of the whole step.
     """
     alone = frames.alone
     passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.trial_of.items()})
@@ -83,16 +84,16 @@ def computations(frames: Frames) -> pd.DataFrame:
 
 
 def before_training(steps: pd.DataFrame, *names: str) -> pd.Series[float]:
-    """Return, for each step, the sum of columns that only steps of workload ``rlhf`` have; 0 for other workloads."""
+    """Return, for each step, the sum of the columns ``names``, which only workload ``rlhf`` fills; 0 for others."""
     sums: pd.Series[float] = steps[[*names]].apply(pd.to_numeric).fillna(0.0).sum(axis=1)
     return sums
 
 
 def processor_seconds(frames: Frames) -> pd.Series[float]:
-    """Return the CPU seconds that all ranks take for a step, divided by the number of CPUs that they share, by id.
+    """Return, by id of the trial, the CPU seconds of all ranks' computation in a step over the number of CPUs.
 
-    Each value is a median over samples or steps; it is NaN on GPUs, for ranks that may run on several machines, and
-    for records without CPU seconds.
+    The CPUs are those that all ranks share.  A value is a median over samples or steps (:func:`computations`); it is
+    NaN on GPUs, for ranks that may run on several machines, and for records without CPU seconds.
     """
     computed = computations(frames).astype({"cpu_seconds": float})
     of_steps = computed.groupby(["id", "index"])["cpu_seconds"].agg(lambda ranks: ranks.sum(skipna=False))

@@ -43,16 +43,17 @@ class BreakEven:
 
     @property
     def highest(self) -> Interval:
-        """The highest crossing; NaN without one."""
+        """The highest rate at which the speed-up crosses 1, with its interval; NaN if it crosses 1 at no rate."""
         return self.crossings[-1] if self.crossings else Interval(math.nan, math.nan, math.nan, 0)
 
 
 def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     """Return the rates at which each configuration breaks even, in settings that differ in rate alone.
 
-    One row per setting and configuration that ran at two or more rates: ``found``, a :class:`BreakEven`, and its
-    ``outcome``; ``break_even_mbit``, its highest crossing; the measured range of rates, with the speed-ups at
-    its ends; ``records``, the ids behind it.
+    The table has one row for each setting and configuration that ran at two or more rates.  Column ``found`` is a
+    :class:`BreakEven`, ``outcome`` and ``break_even_mbit`` are its outcome and its highest crossing.  ``low_mbit`` and
+    ``high_mbit`` are the lowest and highest measured rate, ``low_speedup`` and ``high_speedup`` the speed-ups there.
+    ``records`` has the ids of the trials behind the row, joined by spaces.
     """
     keys = ["elsewhere", "nodes", "ranks_per_node", "tokens_per_rank", "place", "configuration"]
     rows = []
@@ -72,7 +73,7 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
-    """Return the break-even of one configuration; ``points`` has the pairs at each rate, in ascending order."""
+    """Return the break-even of one configuration from ``points``: (rate, pairs of trials), by ascending rate."""
     kept = [undisturbed(pairs) for _, pairs in points]
     ratios, logs = [speedup(pairs) for _, pairs in points], [_logs(pairs) for pairs in kept]
     occasions = [_by_pair(pairs, pairs["occasion"]) for pairs in kept]

@@ -21,7 +21,8 @@ _CONSTANT: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumul
 def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """Return the bytes that all ranks send between nodes in a step, from the ledger: one row per trial and part.
 
-    ``part`` is one of :data:`VOLUME_PARTS`; ``m`` is the bytes over M times the number of micro-batches.
+    ``part`` is one of :data:`VOLUME_PARTS` or :data:`OWNERS`.  ``m`` is ``bytes`` divided by ``m_bytes``, which is M
+    times the number of micro-batches.
     """
     ledger = frames.bytes[frames.bytes["source"] == "ledger"]
     between = ledger[ledger["link"].eq("inter") & ledger["phase"].isin(TRAINING)]
@@ -58,9 +59,10 @@ def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_nodes(derived: Derived) -> pd.DataFrame:
-    """Return groups of trials on three or more numbers of nodes, of one model, at one rate, with equal batches.
+    """Return the trials that show scaling: groups of trials on three or more numbers of nodes.
 
-    Batches are equal on each rank (``kind`` is ``weak``), or equal over all ranks together (``strong``).
+    The trials of a group (column ``title``) share the model, the rate, the ranks per node and the batch.  Column
+    ``kind`` is ``weak`` if the batch of each rank is the same, and ``strong`` if that of all ranks together is.
     """
     table = derived.trials.assign(everyone=lambda t: t["tokens_per_rank"] * t["world"])
     columns, parts = [*KEPT, "step_seconds", "tokens_per_second", "sent_bytes"], []
@@ -94,9 +96,9 @@ def under_limits(derived: Derived) -> pd.DataFrame:
 
 
 def largest(group: pd.DataFrame) -> tuple[float, float]:
-    """Return the million parameters of the largest model that trained, and of the smallest model that did not.
+    """Return two sizes in millions of parameters: of the largest model that trained, of the smallest that did not.
 
-    The first is 0 if no model trained, and the second NaN if all did.
+    The first size is 0 if no model trained; the second size is NaN if all models trained.
     """
     trained, millions = group["trained"].astype(bool), group["parameters"] / 1e6
     return millions[trained].max() if trained.any() else 0.0, millions[~trained].min()

@@ -48,7 +48,7 @@ _SHAPED: Final = "Throttled: nodes are hosts, and the kernel limited the outgoin
 
 
 def share(value: float) -> str:
-    """Format the ratio of a lower bound to a measured time, to hundredths; a ratio above 1 is marked."""
+    """Format the ratio of a lower bound to a measured time with two decimals; a mark follows a ratio above 1."""
     if pd.isna(value):
         return NOTHING
     return f"{value:.2f}" + (f" {ABOVE}" if round(value, 2) > 1 else "")
@@ -60,15 +60,15 @@ def rates(rows: pd.DataFrame) -> str:
 
 
 def footnotes(cells: Iterable[str]) -> str:
-    """Return the footnotes for the marks that occur in these cells, each after a space."""
+    """Return the footnotes for the marks that occur in these cells; each footnote begins with a space."""
     text = "".join(cells)
     return "".join(f" {footnote}" for mark, footnote in FOOTNOTES.items() if mark in text)
 
 
 def alone_in_words(derived: Derived) -> str:
-    """Return a footnote, after a space, on trials whose computation was not measured by itself; empty for none.
+    """Return a footnote about the trials whose computation was not measured by itself; empty if there are none.
 
-    Trials without seconds do not count (:func:`untimed_in_words`).
+    The footnote begins with a space.  Trials without seconds do not count (:func:`untimed_in_words`).
     """
     timed = derived.trials[~derived.trials["id"].isin(derived.frames.untimed)]
     unmeasured = int((~timed["alone"].eq(other=True)).sum())
@@ -82,7 +82,7 @@ def alone_in_words(derived: Derived) -> str:
 
 
 def modelled_in_words(derived: Derived) -> str:
-    """Return a footnote, after a space, on the trials whose link was modelled; empty for none."""
+    """Return a footnote, which begins with a space, about the trials whose link was modelled; empty for none."""
     trials = derived.finished
     paced = int(trials["modelled"].sum())
     which = "all trials" if paced == len(trials) else f"{paced} of {counted(len(trials), 'trial')}"
@@ -94,7 +94,7 @@ def modelled_in_words(derived: Derived) -> str:
 
 
 def untimed_in_words(derived: Derived) -> str:
-    """Return a warning on the trials whose ranks were threads, so that no seconds were measured; empty for none."""
+    """Return a warning that the ranks of some trials were threads, so that no seconds were measured; else empty."""
     trials = derived.finished
     untimed = int(trials["id"].isin(derived.frames.untimed).sum())
     which = "all trials" if untimed == len(trials) else f"{untimed} of {counted(len(trials), 'trial')}"
@@ -106,9 +106,9 @@ def untimed_in_words(derived: Derived) -> str:
 
 
 def taken_fact(derived: Derived) -> str | None:
-    """Return the largest share of CPU time that others took in any trial, as text; None without trials.
+    """Return as text the largest share of CPU time that others took in any trial; None if no trial has finished.
 
-    Others are other programs and the machine's host.
+    Others are other programs and the machine's host.  The text says so if records lack this share.
     """
     shares = derived.finished["taken_share"]
     if not shares.notna().any():
@@ -222,7 +222,7 @@ def warnings(derived: Derived) -> list[str]:
 
 
 def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
-    """Return text on what links of these kinds emulate, with the requested one-way latencies in ms.
+    """Return text that says how links of these ``kinds`` emulate a network, and which one-way latency (ms) they add.
 
     The text is empty for a real network.
     """
@@ -243,7 +243,7 @@ def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
 
 
 def emulated_by_trials(frames: Frames) -> str:
-    """Return the text of :func:`emulated` on the finished trials of several nodes; one node has no link."""
+    """Return the text of :func:`emulated` for the finished trials on several nodes; one node has no link."""
     trials = frames.finished[frames.finished["nodes"] > 1]
     latencies = [frames.trial_of[identity].cluster.latency for identity in trials["id"]]
     is_held = trials["rate_mbit"].notna() | trials["link_kind"].ne("namespaces")
@@ -251,7 +251,7 @@ def emulated_by_trials(frames: Frames) -> str:
 
 
 def emulated_by_benches(benches: Iterable[Bench]) -> str:
-    """Return the text of :func:`emulated` on samples of benchmarks, whose links have a rate only between namespaces."""
+    """Return the text of :func:`emulated` for benchmarks, in which only a link between namespaces has a rate."""
     places = {sample.place for bench in benches for sample in bench.samples}
     rates = [rate for nodes, _, rate in places if (nodes or 1) > 1]
     return emulated({"none" if rate is None else "namespaces" for rate in rates}, [None])

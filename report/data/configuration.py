@@ -33,7 +33,7 @@ PROPOSED: Final = "zeropp"
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How a strategy is printed and drawn."""
+    """The printed name of a strategy, and the colour and marker with which it is drawn."""
 
     name: str
     colour: str
@@ -73,8 +73,8 @@ FLAT_FACTOR = (
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
     """Return whether each row belongs to the baseline.
 
-    The baseline is what has the role ``baseline``.  If nothing has this role, it is plain ZeRO-3, or, without plain
-    ZeRO-3, the configuration listed first.
+    Rows with the role ``baseline`` belong to it.  If no row has this role, the baseline is plain ZeRO-3 or, without
+    plain ZeRO-3, the configuration listed first.
     """
     if table["role"].eq("baseline").any():
         return table["role"].eq("baseline")
@@ -153,7 +153,7 @@ def _changed_text(field: str, value: str) -> str:
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
-    """Return the changes from the presets that concern only the execution and that all policies of a folder share."""
+    """Return the changes from presets that only concern execution (types, prefetch) and that all policies share."""
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     return {
         name: value
@@ -167,7 +167,10 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 def labels_of(
     trials: Mapping[str, Trial], shared: Mapping[str, str], also: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the names of the trials' configurations, by id; ``also`` are further fields that belong to a name."""
+    """Return the names of the trials' configurations, by id of the trial.
+
+    Names also contain those of the trial's fields ``also`` in which the trials differ.
+    """
     fields = {
         name: {path: value for path, value in flatten(trial.canonical()) if path.split(".")[0] in also}
         for name, trial in trials.items()
@@ -223,7 +226,7 @@ def spelled(name: str) -> str:
 
 
 def short_names_in_words(names: Iterable[str]) -> str:
-    """Return caption text, after a space, that explains ``w`` and ``g``; empty if these names have neither."""
+    """Return caption text that explains ``w`` and ``g`` in names, with a space before it; empty without such names."""
     text = " ".join(names)
     clauses = [
         f"{_SHORT[field]} is the codec of {field}"

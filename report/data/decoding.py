@@ -55,7 +55,7 @@ def generations(frames: Frames) -> pd.DataFrame:
 def speedup(group: pd.DataFrame) -> Interval:
     """Return the ratio of tokens per second to the baseline's: the geometric mean over undisturbed pairs of trials.
 
-    A trial counts with the geometric mean of its generations.  NaN without a baseline.
+    A trial counts with the geometric mean of its generations.  The ratio is NaN if no row has a baseline.
     """
     paired = group.dropna(subset=["baseline"])
     if paired.empty:

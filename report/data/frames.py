@@ -174,7 +174,7 @@ frames_of = Frames
 
 
 def occasions(records: Sequence[Record]) -> dict[int, int]:
-    """Number the occasions at which sweeps ran, by sweep; an occasion is one start of one machine.
+    """Return the number of the occasion at which each sweep ran, by sweep; an occasion is one start of one machine.
 
     A sweep belongs to the occasion of the sweep before it if both ran on one start of one machine (``machine.boot``)
     and at most :data:`OCCASION_APART` lies between them: such sweeps share the state of the machine and its
@@ -455,7 +455,11 @@ def _method(record: Record) -> dict[str, Any]:
 
 
 def _gpus(record: Record, trial: Trial) -> dict[str, float]:
-    """Return the energy per token of all ranks' GPUs, their number, and means over them; NaN on a CPU."""
+    """Return the number of GPUs, the energy per token of all of them, and their mean power, utilisation and clock.
+
+    ``throttled`` is the largest share of time in which any GPU was throttled, and ``gpu_others`` the largest number of
+    other processes that computed on any GPU at once.  Without GPUs, ``gpus`` and ``gpu_others`` are 0, the rest NaN.
+    """
     gpus = [gpu for node in record.machine_use for gpu in node.gpus]
     tokens = trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
     energy = joules(record.machine_use)
@@ -588,7 +592,7 @@ def _check_measured(record: Record, trial: Trial) -> None:
 
 
 def _check_pools(records: list[Record]) -> None:
-    """Refuse records that differ in code or kernels, or in the machine within one sweep; names the differences."""
+    """Refuse records that differ in code or kernels, or in the machine within one sweep; the error names how."""
     measured = [record for record in records if record.measured]
     origins = {(record.code.get("source"), record.sweep, record.pool) for record in measured}
     mixed = len({sweep for _, sweep, _ in origins}) < len(origins)
@@ -616,6 +620,6 @@ def _check_pools(records: list[Record]) -> None:
 
 
 def _sizes(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return text with the number of ids, and the first id, of each name."""
+    """Return text that gives, for each name in the (name, id) pairs, the number of its ids and the first id."""
     ids = pd.DataFrame(list(pairs), columns=["name", "id"]).groupby("name")["id"].agg(["size", "first"])
     return "; ".join(f"{name}: {size} records, such as {first}" for name, size, first in ids.itertuples())

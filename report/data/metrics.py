@@ -215,7 +215,7 @@ class StepSource:
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that functions of it can be cached
 class Derived:
-    """Raw tables with the derived tables that figures share, computed once."""
+    """The tables of raw values, and the tables derived from them that figures share; each is computed once."""
 
     frames: Frames
     sources: tuple[StepSource, ...] = ()  # of seconds, before the suite's own
@@ -228,27 +228,30 @@ class Derived:
 
     @cached_property
     def differing(self) -> dict[str, float]:
-        """Settings whose links achieved different rates: :func:`report.data.speedups.rates_differ`."""
+        """Settings whose links achieved different rates, each with the rates' relative spread.
+
+        See :func:`report.data.speedups.rates_differ`.
+        """
         return speedups.rates_differ(self.finished[self.finished["workload"] != "generate"])
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
-        """:func:`report.data.speedups.pairs` with the baseline."""
+        """Each trial with the baseline's trial of the same setting and seed (:func:`report.data.speedups.pairs`)."""
         return speedups.pairs(self.trials, is_baseline(self.trials))
 
     @cached_property
     def break_evens(self) -> pd.DataFrame:
-        """:func:`report.data.break_even.break_even` of :attr:`pairs`."""
+        """The rates at which configurations break even (:func:`report.data.break_even.break_even`)."""
         return break_even.break_even(self.pairs)
 
     @cached_property
     def over_papers(self) -> pd.DataFrame:
-        """:func:`report.data.speedups.pairs` with the paper's baseline."""
+        """Each trial with the trial of the paper's baseline, ``zero3-flat`` (:func:`report.data.speedups.pairs`)."""
         return speedups.pairs(self.trials, is_preset(self.trials, configuration.PAPERS_BASELINE))
 
     @cached_property
     def generations(self) -> pd.DataFrame:
-        """:func:`report.data.decoding.generations`."""
+        """One row for each timed generation of workload ``generate`` (:func:`report.data.decoding.generations`)."""
         return generations(self.frames)
 
     @cached_property
@@ -275,7 +278,7 @@ class Derived:
 
     @cached_property
     def ids_by_place(self) -> dict[tuple[str, str], list[str]]:
-        """Sorted ids of finished trials by configuration and description of their setting."""
+        """Sorted ids of the finished trials; keys are (configuration, description of the setting)."""
         ids: dict[tuple[str, str], list[str]] = defaultdict(list)
         columns = (self.finished[name] for name in ("configuration", "where", "id"))
         for name, where, identity in sorted(zip(*columns, strict=True)):
@@ -284,7 +287,7 @@ class Derived:
 
     @property
     def finished(self) -> pd.DataFrame:
-        """One row per finished trial, trained or generated."""
+        """One row per finished trial, whether it trained or generated tokens (``Frames.finished``)."""
         return self.frames.finished
 
     @property

@@ -37,18 +37,21 @@ def parity() -> pd.DataFrame:
 
 
 def volume() -> pd.DataFrame:
-    """Return bytes between nodes per step in units of M; where ``published`` is "no", the blog's rule gives them."""
+    """Return bytes between nodes per step in units of M, one row per preset.
+
+    Where column ``published`` is "no", the numbers follow from the rule that the ZeRO++ blog gives.
+    """
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
 
 
 def total(strategy: str, configuration: str) -> float:
-    """Return a preset's bytes between nodes per step, in units of M, by the blog's rule; NaN for changed presets."""
+    """Return an unchanged preset's bytes between nodes per step, in M, by the ZeRO++ blog's rule; NaN for others."""
     totals = volume().set_index("method")["total_m"]
     return float(totals.get(strategy, math.nan)) if "(" not in configuration else math.nan
 
 
 def rlhf(*phases: str) -> pd.DataFrame:
-    """Return the rates of a GPU in the blog's RLHF figure, one row per model and phase, with ZeRO++'s speed-up.
+    """Return the throughputs per GPU in the ZeRO++ blog's RLHF figure, one row per model and phase, with the speed-up.
 
     A phase is ``generation``, or ``training``, which is that of RLHF's step 1.
     """

@@ -30,7 +30,8 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
     (:func:`report.data.metrics.trials`) and these:
 
     * ``baseline``: the id of the baseline's trial;
-    * ``speedup``: the baseline's step time over the trial's; ``allowed``: the same over the trial's best possible step;
+    * ``speedup``: the baseline's step time over the trial's step time;
+    * ``allowed``: the baseline's step time over the trial's best possible step;
     * ``bytes_ratio``, ``interface_ratio``: bytes over the baseline's, by the ledger and at the interfaces;
     * ``disturbed``: whether either trial of the pair was disturbed; ``own_disturbed``: whether the trial itself was.
     """
@@ -76,9 +77,9 @@ def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "
 
 
 def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
-    """Return the geometric mean, over all pairs, of the ratio of two columns that nothing disturbs, such as bytes.
+    """Return the geometric mean, over all pairs, of the ratio of two columns that no other program disturbs.
 
-    Such columns depend neither on the occasion nor on other programs.
+    Such columns, for example bytes, do not depend on the occasion either.
     """
     keys = list(zip(group["seed"], group["repeat"], strict=True))
     over, under = (dict(zip(keys, group[name], strict=True)) for name in (above, below))
@@ -86,9 +87,9 @@ def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
 
 
 def expected(group: pd.DataFrame) -> Prediction:
-    """Return the speed-up that a further run is expected to find, from :func:`pairs` of one configuration.
+    """Predict the speed-up of one further run at another occasion, from :func:`pairs` of one configuration.
 
-    The prediction may depend on the seconds of computation in the baseline's step, which are its covariate.
+    The prediction uses a covariate, the seconds of computation in the baseline's step, if that predicts better.
     """
     kept = undisturbed(group)
     points = [
@@ -113,7 +114,10 @@ def _with_disturbance(interval: Interval, kept: pd.DataFrame) -> Interval:
 
 
 def over_itself(paired: pd.DataFrame) -> Interval | float:
-    """Return the speed-up of pairs; without an interval if a baseline is paired with itself; NaN without pairs."""
+    """Return the speed-up of pairs of one configuration; NaN if there are no pairs.
+
+    If the configuration is its own baseline, the speed-up has no interval.
+    """
     if paired.empty:
         return math.nan
     estimate = speedup(paired)
@@ -122,7 +126,7 @@ def over_itself(paired: pd.DataFrame) -> Interval | float:
 
 
 def geometric(values: pd.Series[float]) -> float:
-    """Return the geometric mean."""
+    """Return the geometric mean of positive values."""
     return float(np.exp(np.log(values).mean()))
 
 
@@ -157,7 +161,7 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
 def parity(table: pd.DataFrame) -> pd.DataFrame:
     """Pair each trial of the contrast at a quarter of a rate with the baseline's trial at the full rate.
 
-    The two have the same sweep, seed and repeat, and settings that differ in the rate alone.
+    The two trials have the same sweep, seed and repeat, and settings that differ in the rate alone.
 
     The columns are those of ``table``, ``baseline`` (the id of the baseline's trial), ``full_rate``, and ``parity``,
     the ratio of tokens per second.
@@ -176,5 +180,5 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def parity_interval(group: pd.DataFrame) -> Interval:
-    """Return the geometric mean over rows of :func:`parity` of one place and rate, with its interval."""
+    """Return the geometric mean of ``parity`` over rows of :func:`parity` with one topology, batch and rate."""
     return speedup(group, "tokens_per_second", "tokens_per_second_baseline")

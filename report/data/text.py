@@ -17,7 +17,7 @@ _LABEL_CHARACTERS: Final = 48
 
 
 def occasions_in_words(count: int) -> str:
-    """Return caption text on intervals of seconds over ``count`` occasions; empty for none."""
+    """Return caption text that says what intervals over ``count`` occasions include; empty if ``count`` is 0."""
     if count == 0:
         return ""
     if count == 1:
@@ -32,7 +32,7 @@ def occasions_in_words(count: int) -> str:
 
 
 def left_out_in_words(intervals: Iterable[Interval]) -> str:
-    """Return a sentence on disturbed trials or pairs that were left out of these intervals; empty for none."""
+    """Return sentences on the disturbed trials or pairs that these intervals leave out; empty if there are none."""
     counts = [(each.left_out, each.n + each.left_out) for each in intervals if each.left_out]
     if not counts:
         return ""
@@ -46,7 +46,7 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
 
 
 def none_in_words(intervals: Iterable[Interval]) -> str:
-    """Return sentences on the estimates with too few values for an interval; empty for none."""
+    """Return sentences that say why estimates have no interval; empty if none of them lacks one for a known reason."""
     few = [interval for interval in intervals if not interval.known and interval.why_none]
     return " ".join(f"{why}." for why in sorted({interval.why_none for interval in few}))
 
@@ -93,7 +93,7 @@ def span(counts: Collection[float], noun: str) -> str:
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
-    """Return the decimal unit for values up to ``largest`` bytes: its size in bytes, and its name."""
+    """Return the decimal unit for values up to ``largest`` bytes: its size in bytes, and its name (``"MB"``)."""
     units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     return next((unit for unit in units if largest >= unit[0]), (1.0, "bytes"))
 
@@ -117,7 +117,10 @@ def with_interval(interval: Interval, format_number: Callable[[float], str]) -> 
 
 
 def plus_or_minus(interval: Interval, format_number: Callable[[float], str]) -> str:
-    """Format as ``2.36 ± 0.07`` if the interval is symmetric to the printed digits, else as ``2.36 (2.29 to 2.44)``."""
+    """Format an estimate as ``2.36 ± 0.07`` or, if its printed interval is not symmetric, as ``2.36 (2.29 to 2.44)``.
+
+    If the interval is not known, or both its ends are equal, the estimate alone is returned.
+    """
     estimate = format_number(interval.estimate)
     if not interval.known or interval.low == interval.high:
         return estimate

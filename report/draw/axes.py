@@ -31,7 +31,8 @@ def grid(
 ) -> tuple[Figure, list[list[Axes]]]:
     """Return a figure and its panels by row and column.
 
-    A narrow figure has all panels in one column.  ``heights`` are those of the rows in inches, with titles and axes.
+    A narrow figure has all panels in one column.  ``heights`` are the heights of the rows in inches; they include the
+    panels' titles and axes.
     """
     shape = (rows * columns, 1) if style.narrow else (rows, columns)
     ratios = [height for height in heights for _ in range(shape[0] // rows)]
@@ -61,7 +62,7 @@ def wrapped(name: str, limit: int = 26, most: int | None = None) -> str:
 
 
 def name_rows(ax: Axes, names: Sequence[str], *, first: bool = True) -> None:
-    """Write the names of rows, the first row on top; of panels that share rows, only the ``first`` shows names."""
+    """Write the names of rows on the y axis, the first row on top; panels that are not the ``first`` show no names."""
     ax.set_yticks(range(len(names)), [wrapped(name) for name in names])
     ax.set_ylim(len(names) - 0.45, -0.55)
     ax.set_ylabel("")
@@ -89,7 +90,10 @@ def beside(ax: Axes, x: float, y: float, text: str) -> None:
 
 
 def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
-    """Leave room for labels on the right; the axis begins at 0 (``zero``), or else near the least value."""
+    """Leave room for labels right of the data; the x axis begins at 0 (``zero``), or just below the least value.
+
+    The room is a ``share`` of the axis from its beginning to the greatest value.
+    """
     low, high = ax.dataLim.x0, ax.dataLim.x1
     if not (math.isfinite(low) and math.isfinite(high)):
         return
@@ -98,7 +102,7 @@ def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
 
 
 def lines(looks: Mapping[str, Look], **changes: Any) -> dict[str, Artist]:
-    """Return a legend's entries for lines; ``changes`` are set on each artist, for example to show points only."""
+    """Return a legend's entries for lines, by name; ``changes`` are properties that are set on each entry's line."""
     entries: dict[str, Artist] = {
         name: Line2D([], [], color=look.colour, marker=look.marker, dashes=look.dashes)
         for name, look in looks.items()
@@ -109,7 +113,7 @@ def lines(looks: Mapping[str, Look], **changes: Any) -> dict[str, Artist]:
 
 
 def patches(colours: Mapping[str, str]) -> dict[str, Artist]:
-    """Return a legend's entries for bars."""
+    """Return a legend's entries for bars, by name, each a patch of its colour."""
     return {name: Patch(color=colour) for name, colour in colours.items()}
 
 

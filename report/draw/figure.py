@@ -38,7 +38,7 @@ _LAYOUTS: Final = 4  # most times that a figure is laid out; labels keep their w
 
 
 def _has_seconds(data: pd.DataFrame) -> bool:
-    """Return whether a table holds seconds of trials, whose intervals depend on the occasion."""
+    """Return whether a table has seconds of trials, so that its caption must say over which occasions they ran."""
     return "occasion" in data and not {"step_seconds", "tokens_per_second"}.isdisjoint(data)
 
 
@@ -133,7 +133,7 @@ class Drawn:
 
 
 def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
-    """Return the sorted ids of the records behind a figure's data, which columns ``id`` and ``baseline`` hold."""
+    """Return the sorted ids of the records behind a figure's data, from its columns ``id`` and ``baseline``."""
     ids = data.filter(["id", "baseline"]).melt()["value"].dropna()
     return tuple(sorted({identity for cell in ids for identity in str(cell).split()}))
 
@@ -171,7 +171,7 @@ def _laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
 
 
 def _least_inches(figure: matplotlib.figure.Figure) -> float:
-    """Return the least width at which panels above one another have room next to the names of their rows."""
+    """Return the least width in inches that leaves panels above one another room next to the names of their rows."""
     boxes = [(ax, ax.get_tightbbox()) for ax in figure.axes]
     beside = [box.width - ax.bbox.width for ax, box in boxes if box is not None]
     return max(beside, default=0.0) / figure.dpi + _PANEL

@@ -53,26 +53,26 @@ class Measure:
     dot: str = "trial"  # what one dot stands for
 
     def interval(self, group: pd.DataFrame) -> Interval:
-        """Return the estimate from a configuration's rows."""
+        """Return the estimate, with its interval, from the rows of one configuration in one setting."""
         if self.estimate is not None:
             return self.estimate(group)
         return Interval(float(group[self.column].median()), math.nan, math.nan, len(group))
 
 
 def _measured(measures: Sequence[Measure], data: pd.DataFrame) -> list[Measure]:
-    """Return the measures of which ``data`` has a value, with the baseline's name in their labels."""
+    """Return the measures that have a value in ``data``, with the baseline's name filled into their labels."""
     base = listed(list(data["baseline_configuration"].unique())) if "baseline_configuration" in data else ""
     known = [measure for measure in measures if data[measure.column].notna().any()]
     return [replace(measure, label=measure.label.format(base=base)) for measure in known]
 
 
 def _definitions(measures: Sequence[Measure]) -> str:
-    """Return one sentence that defines the measures."""
+    """Return a caption's sentence that defines the measures: ``label: definition; label: definition.``"""
     return sentence("; ".join(f"{measure.label}: {measure.says}" for measure in measures if measure.says))
 
 
 def _dots(measures: Sequence[Measure]) -> str:
-    """Return what one dot stands for: ``one trial``; if measures differ in this, what it stands for in each measure."""
+    """Return what one dot stands for, such as ``one trial``; if measures differ, the text names the measures."""
     labels: dict[str, list[str]] = {}
     for measure in measures:
         labels.setdefault(measure.dot, []).append(measure.label)
@@ -82,7 +82,7 @@ def _dots(measures: Sequence[Measure]) -> str:
 
 
 def _strokes(measures: Sequence[Measure], mark: str) -> str:
-    """Return the end of a caption, which names the values that are drawn as strokes."""
+    """Return the end of a caption's sentence: what the strokes show, which the caption calls ``mark``."""
     shown = [measure for measure in measures if measure.stroke]
     return "".join(f"; {mark}: {each.stroke_label or each.stroke.replace('_', ' ')}" for each in shown)
 
@@ -146,9 +146,9 @@ def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Draws a line for each configuration, or each value of another column ``lines``, over ``x``.
+    """Draws a line over ``x`` for each configuration, or for each value of the column that ``lines`` names.
 
-    Measures stand below each other, and the panels of a measure side by side.
+    Each measure has a row of panels, one for each value of the column ``panel``; a single measure may have more rows.
     """
 
     x: str  # column of the x axis
@@ -233,7 +233,7 @@ class Lines:
             if self.band
             else f"each small dot is {_dots(shown)}"
         )
-        return f"{_definitions(shown)} Markers are estimates, {raw}{_strokes(shown, 'dashes')}."
+        return f"{_definitions(shown)} Markers are estimates, and {raw}{_strokes(shown, 'dashes')}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """Draws a point for each configuration, its estimate over its median ``x``, and the points' Pareto front."""
+    """Draws a point for each configuration, at its median ``x`` and its estimate, and the points' Pareto front."""
 
     x: str  # column of the x axis
     label: str  # of the x axis
@@ -352,9 +352,9 @@ class Front:
         """Return the caption's sentences on the measures and the front."""
         measures = _definitions(_measured(self.measures, data))
         return (
-            f"{measures} Markers are estimates at median bytes, dots are trials. The grey line is the Pareto front. "
-            "A configuration lies on this line if no other one is lower in one of the two quantities and at most equal "
-            "in the other."
+            f"{measures} Each marker is a configuration's estimate at its median bytes, and each dot is one trial. The "
+            "grey line is the Pareto front: a configuration lies on it if no other configuration is lower in one of "
+            "the two quantities and at most equal in the other."
         )
 
 

@@ -12,7 +12,10 @@ from report.data.text import listed
 
 
 def common_and_rest(wheres: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the parts that all descriptions of settings share, and the remaining parts of each description."""
+    """Return the parts that all descriptions of settings share, and a dict from each description to its other parts.
+
+    A description is a text such as ``2x2 ranks, 50 Mbit/s``; its parts are what the commas separate.
+    """
     parts = {where: where.split(", ") for where in map(str, wheres)}
     common = [
         part for part in next(iter(parts.values()), []) if all(part in setting for setting in parts.values())
@@ -24,7 +27,7 @@ def common_and_rest(wheres: Iterable[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def titles_of(data: pd.DataFrame) -> dict[str, str]:
-    """Return a short title of each setting: the fields in which it differs from the table's other settings."""
+    """Return a short title for each setting, by its hash: the fields that the table's settings do not all share."""
     where = data.drop_duplicates("setting").set_index("setting")["where"]
     titles = common_and_rest(where)[1]
     return {str(setting): titles[str(text)] for setting, text in where.items()}
@@ -37,10 +40,10 @@ def common_to(data: pd.DataFrame) -> str:
 
 
 def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
-    """Return the names by which a sentence calls peers, so that long lists stay short.
+    """Return the names by which a sentence calls the peers ``some``, so that long lists stay short.
 
-    A library's name stands for ``some`` of its strategies if they are several and ``shown`` has no further ones.
-    Other names that have a comma are in quotation marks.
+    If ``some`` has several strategies of a library, and ``shown`` has no other strategy of this library, the library's
+    name stands for all of them.  A strategy's name that has a comma is put in quotation marks.
     """
     of_library: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(some):
@@ -55,7 +58,7 @@ def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
 
 
 def peers_note(data: pd.DataFrame) -> str:
-    """Return a caption's text on what peers send, if ``data`` has trials of peers."""
+    """Return a caption's text on the types that peers send; empty if ``data`` has no trials of peers."""
     wires: dict[str, set[str]] = {}
     computed: dict[str, bool] = {}  # whether a peer sends the type in which it computes
     for strategy, configuration in zip(

@@ -81,14 +81,14 @@ def _mixed(colour: str, other: str, share: float) -> str:
 
 
 def of_parts(parts: Sequence[str]) -> dict[str, str]:
-    """Return colours for the parts of a whole, in order: each full colour is followed by a pale one."""
+    """Return a colour for each part of a whole, by part; full and pale colours alternate in the order of the parts."""
     full = sns.color_palette("colorblind", -(-len(parts) // 2))
     colours = [shade for rgb in full for shade in (to_hex(rgb), _mixed(to_hex(rgb), "white", 0.55))]
     return dict(zip(parts, colours, strict=False))
 
 
 def shades(names: Sequence[str]) -> dict[str, Look]:
-    """Return looks, legible on white, for ordered lines that are not configurations."""
+    """Return a look for each of these lines, which are not configurations, by name: colours from dark to light."""
     colours = sns.color_palette("viridis", len(names) + 1).as_hex()  # the last is too pale
     return {name: Look(colour) for name, colour in zip(names, colours, strict=False)}
 

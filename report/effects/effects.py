@@ -275,7 +275,7 @@ def all_baselines(derived: Derived) -> list[str]:
 def needed(change: Interval, equal: float) -> int:
     """Return how many pairs would make the interval exclude equality, if the change and its spread stay the same.
 
-    If there were several occasions, the number is one of occasions.  It is at most :data:`MOST_NEEDED`.
+    If there were several occasions, the returned number counts occasions.  It is at most :data:`MOST_NEEDED`.
     """
     count = change.occasions if change.occasions > 1 else change.n
     ends = (change.estimate, change.high)

@@ -77,7 +77,10 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
         return first_at(losses[curve], steps[curve], losses[curve][-1] + above)
 
     def to_equal(difference: float) -> tuple[float, float]:
-        """Return the steps of both to equal losses, if the configuration ends so many nats above the baseline."""
+        """Return the configuration's and the baseline's steps to equal losses.
+
+        ``difference`` is how many nats above the baseline the configuration ends.
+        """
         return steps_to(0, -difference), steps_to(1, difference)
 
     def ratio_at(difference: float) -> float:

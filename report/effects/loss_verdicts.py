@@ -203,7 +203,7 @@ def by_seed(trials: pd.DataFrame, column: str = "validation_loss") -> pd.Series[
 
 
 def over_seeds(group: pd.DataFrame, column: str = "validation_loss") -> Interval:
-    """Return the mean of a column of losses over seeds; its ends are the loss of the lowest and of the highest seed."""
+    """Return the mean of a column of losses over seeds; the ends are the lowest and the highest loss of a seed."""
     means = by_seed(group, column)
     return Interval(float(means.mean()), float(means.min()), float(means.max()), len(means))
 
@@ -217,8 +217,8 @@ def first_at(loss: Floats, place: Floats, target: float) -> float:
         target: The loss that is looked for.
 
     Returns:
-        The place; infinity if no loss is at most ``target``; NaN if the first loss already is, or if a NaN comes before
-        the first such loss.
+        The place; infinity if no loss is at most ``target``; NaN if already the first loss is at most ``target``, or if
+        a NaN comes before the first such loss.
     """
     # Number of validations before the first one that is low enough.
     end = int((loss > target).cumprod().sum())

@@ -50,7 +50,7 @@ class StepSpeed:
 
     @property
     def named(self) -> str:
-        """The source, with the setting of the seconds unless it is that of the losses."""
+        """The source; if this is not the suite's own records, the setting of the seconds follows in parentheses."""
         return self.source if self.source == OWN else f"{self.source} ({self.where})"
 
 

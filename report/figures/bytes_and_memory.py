@@ -66,7 +66,7 @@ VOLUME: Final = Figure(
     mark=Stacked(
         "m",
         "bytes between nodes per step, in M",
-        "Bars are the bytes of the ledger by purpose",
+        "Bars are the bytes in the ledger, split by purpose",
         bytes_and_memory.VOLUME_PARTS,
         also={
             "predicted": ("|", theme.INK, "the prediction of impl.plan.traffic"),
@@ -111,8 +111,8 @@ MEMORY: Final = Figure(
         VARIED,
         also={"formula": ("|", theme.INK, "the sum of the formulas of impl.plan.memory")},
     ),
-    note="Configurations without hpZ come first. hpZ's copy takes more memory the fewer ranks share it, and "
-    "backward gathers it from these ranks only.",
+    note="Configurations without hpZ come first. The fewer ranks share hpZ's copy of the weights, the more memory the "
+    "copy takes on each; the backward pass gathers weights from these ranks only.",
 )
 
 

@@ -29,7 +29,10 @@ _EXCESS_OVER_SEEDS: Final = Measure(
 
 
 def _curves(derived: Derived) -> pd.DataFrame:
-    """Return the validations of trials that have at least three, once each against steps, seconds and bytes."""
+    """Return the validations of trials with at least three validations.
+
+    Each validation has three rows, in which the column ``against`` holds its steps, its seconds and its bytes.
+    """
     long = derived.trials[derived.trials["validation_loss"].notna()]
     rows = long[OF_TRIAL].merge(derived.frames.validations, on="id")
     rows = rows[rows.groupby("id")["step"].transform("nunique") >= 3]
@@ -70,8 +73,8 @@ LOSS: Final = Figure(
 def _against(derived: Derived) -> pd.DataFrame:
     """Return the validations of configurations with a net speed-up, and of their baselines.
 
-    They are there once against the seconds of each source, which are steps times the seconds of a step, and once
-    against bytes.
+    A validation has a row for each source of seconds, and one for bytes: the column ``against`` holds the validation's
+    steps times the source's seconds of a step, or its bytes.
     """
     seconds = dict[tuple[str, str], dict[str, float]]()  # seconds of a step by setting, source and trial
     for each in net_speeds(derived):
@@ -109,7 +112,7 @@ def _two_sentences(data: pd.DataFrame) -> str:
 NET_SPEED: Final = Figure(
     name="net_speed",
     title="Loss against seconds and bytes",
-    question="How soon, and with how many bytes between nodes, does each configuration have a loss?",
+    question="After how many seconds and how many bytes between nodes does each configuration reach a given loss?",
     table=_against,
     mark=_CURVES,
     whole_caption=_two_sentences,
@@ -118,8 +121,8 @@ NET_SPEED: Final = Figure(
 
 def _steps_in_words(data: pd.DataFrame) -> str:
     return (
-        f"After {span(data['validation_step'], 'step')}, including warm-up. {_seeds_in_words(data)} The axis does not "
-        "start at 0. The table Losses has the differences, their intervals and the verdicts."
+        f"Losses are those after {span(data['validation_step'], 'step')}, including warm-up. {_seeds_in_words(data)} "
+        "The axis does not start at 0. The table Losses has the differences, their intervals and the verdicts."
     )
 
 
@@ -130,7 +133,8 @@ FINAL_LOSS: Final = Figure(
     table=lambda derived: derived.trials[_ENDS].dropna(subset=["validation_loss"]),
     mark=Rows((
         Measure(
-            "validation_loss", "validation loss, nats", "mean over seeds, with a line from the lowest to the highest",
+            "validation_loss", "validation loss, nats",
+            "mean over seeds, with a line from the lowest to the highest seed",
             loss_verdicts.over_seeds, "{:.4f}".format, bar=False,
         ),
     )),
@@ -197,7 +201,7 @@ SENT_ERROR: Final = Figure(
                 form=number(2), bar=False, log=True,
             ),
             Measure(
-                "each_hop", "vNMSE of each hop", "the same for the decoded values and the values that were encoded",
+                "each_hop", "vNMSE of each hop", "sum((decoded - encoded)^2) / sum(encoded^2) in that hop",
                 form=number(2), bar=False, log=True, dot="hop of a trial",
             ),
         )

@@ -76,7 +76,8 @@ def score_in_words(rows: pd.DataFrame) -> str:
     )
     if scores["pairs"]:
         text += (
-            " Of {pairs:.0f} pairs of configurations more than {apart:.0%} apart, {ordered:.0%} are predicted in the "
-            "right order; the configuration predicted to be fastest takes {regret:.1%} longer than the fastest."
+            " Of {pairs:.0f} pairs of configurations whose steps differ by more than {apart:.0%}, {ordered:.0%} are "
+            "predicted in the right order; the configuration predicted to be fastest takes {regret:.1%} longer than "
+            "the fastest, as the mean over settings."
         )
     return text.format(apart=APART, **scores)

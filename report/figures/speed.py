@@ -35,7 +35,7 @@ _SPEEDUP: Final = Measure(
 
 
 def _share(group: pd.DataFrame) -> Interval:
-    """Return the median share over undisturbed trials, as tables print it."""
+    """Return the median of best possible step / step over undisturbed trials, as tables print it."""
     shares = speedups.undisturbed(group.assign(disturbed=group["own_disturbed"]))["share"]
     return Interval(float(shares.median()), math.nan, math.nan, len(shares))
 
@@ -181,7 +181,7 @@ _BESIDE: Final = Measure(
 BESIDE_PUBLISHED: Final = Figure(
     name="beside_published",
     title="Speed-up compared with the published one",
-    question="Does the speed-up fall with the link's rate as the published one does?",
+    question="Does the speed-up fall as the link gets faster, as the published speed-up does?",
     table=_beside_published,
     mark=Lines("rate", "", (_BESIDE,), lines="line", points="setting", log=True),
     note="Rates and hardware differ by orders of magnitude, so only the shapes of the curves can be compared.",
@@ -202,13 +202,13 @@ GENERATION: Final = Figure(
         (
             Measure(
                 "tokens_per_second", "tokens/s per rank",
-                f"including the prompt, geometric mean over trials, {FEWEST_IN_WORDS}", decoding.speed,
+                f"the time of the prompt included, geometric mean over trials, {FEWEST_IN_WORDS}", decoding.speed,
             ),
             Measure(
                 "speedup", "over {base}'s", "paired by repeat, geometric mean over trials",
                 decoding.speedup, "{:.2f}".format, line=1, dot="pair of trials",
             ),
-            Measure("first_mb", "MB, first token", "what all ranks send between nodes for it, by the ledger"),
+            Measure("first_mb", "MB, first token", "what all ranks send between nodes for this token, by the ledger"),
             Measure("later_mb", "MB, later token", "the same for each later token"),
         )
     ),
@@ -230,10 +230,14 @@ PREDICTED: Final = Figure(
                 (
                     "over_predicted",
                     "measured over predicted",
-                    "predicted by the step-time model of the calibrated machine",
+                    "the prediction is that of the step-time model for the calibrated machine",
                 ),
-                ("over_naive", "over computation + wire", "predicted as if nothing overlapped"),
-                ("over_constant", "over one number", "predicted to be the median step of all trials"),
+                (
+                    "over_naive",
+                    "over computation + wire",
+                    "the prediction is their sum, as if nothing overlapped",
+                ),
+                ("over_constant", "over one number", "the prediction is the median step of all trials"),
             )
         )
     ),
@@ -245,8 +249,8 @@ SCALING: Final = Figure(
     question="How does the throughput of all ranks change with the number of nodes?",
     table=lambda derived: bytes_and_memory.by_nodes(derived).rename(columns={"title": "panel"}),
     mark=Lines("nodes", "nodes", (_TOKENS,)),
-    note="Weak scaling keeps the tokens of a rank; strong scaling keeps the tokens of all ranks. On one machine all "
-    "nodes share its processors: a further node adds a link and ranks, but no processors.",
+    note="In weak scaling, the tokens of each rank stay the same; in strong scaling, the tokens of all ranks together "
+    "do. On one machine all nodes share its processors: a further node adds a link and ranks, but no processors.",
 )
 
 
@@ -283,8 +287,9 @@ STEP_SPLIT: Final = Figure(
     mark=Stacked(
         "seconds",
         "seconds per step",
-        "Each bar is as long as the step in the Summary, and is divided in the ratio of its parts' mean seconds over "
-        "all timed steps and trials; pale parts are exposed communication, in which the rank only waited for messages",
+        "Each bar is as long as the step in the table Summary, and is divided in the ratio of the mean seconds of the "
+        "step's parts over all timed steps and trials; pale parts are exposed communication, in which the rank only "
+        "waited for messages",
         (*_PASSES, "optimizer", "other"),
         middle="mean",
     ),

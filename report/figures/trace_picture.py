@@ -32,7 +32,8 @@ def _traced(derived: Derived) -> pd.DataFrame:
             total, apart = overlap([Span(*row) for row in rows[["lane", "name", "begin", "end"]].to_numpy()])
             share, first = apart / total if total else 0.0, rows.iloc[0]
             sentence = (
-                f"{name} ({identity}): messages were under way for {total:.3g} s, {share:.0%} of it hidden, in a step "
+                f"{name} ({identity}): messages between nodes were under way for {total:.3g} s, {share:.0%} of this "
+                "time hidden, in a step "
                 f"of {first['seconds']:.3g} s (the step before it, untraced, took {first['before']:.3g} s)"
             )
             parts.append(rows.assign(panel=f"{name} ({identity})", summary=sentence))
@@ -45,8 +46,8 @@ TRACE: Final = Figure(
     question="What did the first rank compute, encode, send and wait for in one step, and when?",
     table=_traced,
     mark=_LANES,
-    note="Recorded by `zeropp trace`, separately from the trials. A message is under way from when it is posted until "
-    "a rank waits for it; time is hidden while the rank waits for no message between nodes.",
+    note="`zeropp trace` recorded the step, separately from the trials. A message is under way from when it is posted "
+    "to the end of the rank's wait for it; this time is hidden while the rank waits for no message between nodes.",
 )
 
 

@@ -84,7 +84,10 @@ def verdict(parity: Interval) -> str:
 
 
 def _behind(derived: Derived, ids: list[str]) -> dict[str, Any]:
-    """Return the number of trials with these ids, their marks, and the largest share of processors that others took."""
+    """Return cells about the trials with these ids: their number, their marks, and the largest ``taken_share``.
+
+    ``taken_share`` is the share of the processors' time that other programs and the machine's host took.
+    """
     rows = derived.trials[derived.trials["id"].isin(ids)]
     return {**trial_count(rows), "_rates": caveats.rates(rows), "taken_share": rows["taken_share"].max()}
 

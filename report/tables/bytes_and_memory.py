@@ -96,8 +96,8 @@ def checks(derived: Derived) -> Table:
         Column("interface_over_stated", "Interface/(ledger + headers)", number(4), stated_over),
         Column("first_loss_deviation", "First loss, relative deviation", number(2), deviation),
         Column("gradient_share", "Gradient, difference/allowed", number(2), formula("gradient / allowed")),
-        caption="Checks of every trial: bytes compared with their prediction, losses and gradients with "
-        "those of one process.",
+        caption="Checks of every trial: bytes compared with their prediction, and first losses and gradients compared "
+        "with those of one process.",
     )
 
 

@@ -60,9 +60,10 @@ def sent_error(derived: Derived) -> Table:
 
 
 def hops_text(hops: pd.DataFrame) -> str:
-    """Return the error of each hop, ``local int4:128 0.012; node int4:128 0.011``.
+    """Return the error of each hop as text: ``local int4:128 0.012; node int4:128 0.011``.
 
-    A ring has one entry, with the range of the errors and the number of its steps.
+    An entry has the hop's axis, its codec, and the median vNMSE.  A ring has one entry, with the range of the errors
+    and the number of its steps.
     """
     parts = []
     for (axis, codec), group in hops.groupby(["axis", "codec"], sort=False):
@@ -144,7 +145,7 @@ def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -
 
 
 def lossless(derived: Derived) -> Table:
-    """Table of the bytes of weights and gradients without loss, beside those of the tried codecs and their errors."""
+    """Return the table of the bytes a value takes under lossless codecs and under tried codecs, with the errors."""
     whole = derived.frames.lossless.merge(derived.trials[metrics.OF_TRIAL], on="id")
     first = whole.sort_values(["place", "first"], kind="stable").head(1)
     same = first[["configuration", "setting"]]
@@ -179,9 +180,9 @@ def lossless(derived: Derived) -> Table:
         Column("of_bf16", "of bf16's", number(3)),
         Column("vnmse", "vNMSE", number(3), "vNMSE: median over units and trials."),
         caption=f"Bytes that the weights and the reduced gradients of {where} take if nothing is lost, and with the "
-        f"integer codecs whose blocks have {_BESIDE} elements. A codec without loss that ends in bf16 encodes the "
-        "values cast to bf16, which is all that a 16-bit baseline sends. Its bytes depend on the values: they were "
-        "measured, and nothing of this was sent.",
+        f"integer codecs whose blocks have {_BESIDE} elements. A codec without loss whose name ends in bf16 encodes "
+        "the values cast to bf16, which is all that a 16-bit baseline sends. Bytes without loss depend on the values: "
+        "they were measured, and none of them were sent.",
     )
 
 

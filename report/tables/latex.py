@@ -29,19 +29,22 @@ _COMMANDS: Final = r"""% \zp{TABLE/ROW/COLUMN} is that number, as the page print
 
 
 def write(table: Table, folder: Path) -> None:
-    """Write a table as CSV, Markdown and LaTeX."""
+    """Write a table into ``folder`` as NAME.csv, NAME.md and NAME.tex, with the table's name."""
     forms = {"csv": table.csv(), "md": table.markdown(), "tex": tabular(table)}
     for suffix, written in forms.items():
         (folder / f"{table.name}.{suffix}").write_text(written, encoding="utf-8", newline="\n")
 
 
 def escaped(value: str) -> str:
-    """Escape text for LaTeX."""
+    """Return text as one line in which LaTeX's special characters are escaped."""
     return "".join(SPECIAL.get(character, character) for character in text(value))
 
 
 def tabular(table: Table) -> str:
-    """Return a bare ``tabular`` with rows below the setting that they share; titles wrap to the widest cell or word."""
+    """Return a table as a bare ``tabular``, in which a line with each setting stands above the rows of this setting.
+
+    The title of a column wraps at the width of the column's widest cell or, if that is wider, of its own longest word.
+    """
     columns, groups = table.by_place()
     sides, heads = "".join("r" if column.numeric else "l" for column in columns), []
     for number, (column, side) in enumerate(zip(columns, sides, strict=True)):

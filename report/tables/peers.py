@@ -19,7 +19,7 @@ FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
 
 def peers(derived: Derived) -> Table:
-    """Return the table of peers and policies by setting, with each policy's speed-up over the best peer of a family."""
+    """Return the table of peers and our policies by setting, with each policy's speed-up over each library's best."""
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     trials = derived.trials.assign(
         where=derived.trials["where"].str.replace(r", transport [^,]*", "", regex=True),
@@ -47,16 +47,16 @@ def peers(derived: Derived) -> Table:
         STEP,
         *(Column(f"over_{family}", f"Over best {name}", RATIO, mark=f"_{family}")
           for family, name in FAMILIES.items()),
-        caption="Steps of our policies, compared with peers that compute in and send the same types; policies that "
-        "quantise are compared with peers that send bf16. Each speed-up is a geometric mean over pairs, and is "
-        "followed by the configuration of the peer that it is over, which is the hardest to beat.",
+        caption="Steps of our policies, compared with peers that compute in the same type and send the same type; "
+        "policies that quantise are compared with peers that send bf16. Each speed-up is a geometric mean over pairs; "
+        "the peer's configuration that it was computed against, the hardest one to beat, follows it.",
     )  # fmt: skip
 
 
 def ours_over_peers(derived: Derived) -> list[Interval]:
     """Return our speed-ups over the best configuration of each library, one for each of our rows of the table.
 
-    They are those over gloo alone, as libraries send, if there are any, else those of all transports.
+    If policies of ours ran over gloo alone, as the libraries do, only the speed-ups of these are returned.
     """
     rows = peers(derived).data
     if rows.empty:
@@ -119,9 +119,11 @@ def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _over(trials: pd.DataFrame, peer_rows: pd.DataFrame, family: str) -> dict[str, Any]:
-    """Return the smallest speed-up of our trials over any configuration of a family, and this configuration's name.
+    """Return the smallest speed-up of our trials over a configuration of a library, with this configuration's name.
 
-    There is no speed-up if the trials are a peer's own, or if they have no pairs.
+    Both are cells of the table's row.
+
+    There is no speed-up if the ``trials`` are a peer's own, or if they have no pairs with the library's.
     """
     keys = ["sweep", "seed", "repeat"]
     gains = []

@@ -20,7 +20,7 @@ _PUBLISHED: Final = {"generation": "generate", "training": "train"}
 
 
 def phases(derived: Derived) -> Table:
-    """Return the table of the seconds and bytes of each phase of an RLHF step."""
+    """Return the table of the seconds and bytes of each phase of an RLHF step, with published rates in rows below."""
     ran = bool(derived.frames.steps["generate"].notna().any())
     table = by_phase(derived) if ran else derived.trials.iloc[:0].assign(phase="")
     rows: list[dict[str, Any]] = [
@@ -70,13 +70,13 @@ def phases(derived: Derived) -> Table:
 
 
 def over_baseline(paired: pd.DataFrame) -> Interval:
-    """Return the speed-up of rows of :func:`by_phase`, of one configuration and phase, that have a baseline."""
+    """Return the speed-up of one configuration in one phase, from those rows of :func:`by_phase` with a baseline."""
     either = paired["disturbed"].astype(bool) | paired["baseline_disturbed"].astype(bool)
     return speedup(paired.assign(disturbed=either), below="seconds")
 
 
 def by_phase(derived: Derived) -> pd.DataFrame:
-    """Return one row per trial and phase; ``train`` is what is left of a step.
+    """Return one row per trial and phase; ``train`` is the part of a step that neither generates nor scores.
 
     ``seconds`` are the slowest rank's, as the median over steps, and ``exposed`` is the share of these seconds in which
     that rank waits for messages.  ``inter_bytes`` and ``intra_bytes`` are the bytes that all ranks send between and

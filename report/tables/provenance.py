@@ -55,8 +55,8 @@ def energy(derived: Derived) -> Table:
         "waited. Throttled is "
         "the share of samples in which power or temperature limited a clock. "
         ""
-        f"{HELD}: trials whose GPUs were throttled in more than {_HELD_FROM:.0%} of samples, or shared with a process "
-        "of others.",
+        f"{HELD}: trials whose GPUs were throttled in more than {_HELD_FROM:.0%} of samples, or also computed for "
+        "other processes.",
     )
 
 
@@ -87,7 +87,9 @@ def failures(derived: Derived) -> Table:
     columns = (Column("id", "Record"), *(Column(head.lower(), head) for head in heads))
     caption = "Trials that left a record without a result; no figure or other table contains them."
     if rows["by"].notna().any():
-        caption += " Refused by a peer's library: the library is not installed, or cannot do what was asked."
+        caption += (
+            " Refused by a peer's library: this library is not installed, or cannot do what the trial asks."
+        )
     return Table("failures", "Failed trials", caption, rows, columns)
 
 
@@ -121,7 +123,7 @@ def environment(derived: Derived) -> Table:
 
 
 def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return (key, value) of all settings that do not belong to a configuration, then of measured facts.
+    """Return pairs (key, value): first the settings that do not belong to a configuration, then measured facts.
 
     Keys without a value in any trial are left out.
     """

@@ -51,7 +51,7 @@ def summary(derived: Derived) -> Table:
             "_pairs",
             "Pairs",
             str,
-            "Pairs: the number of pairs of trials, without those left out, and the lowest and highest of their ratios.",
+            "Pairs: the number of pairs of trials, without pairs left out, and their lowest and highest speed-up.",
         ),
         Column("share", "Best possible step/step", caveats.share, formula("best possible step/step")),
         Column("sent_mb", "Sent, MB/step", number(3), formula("sent"), "_sent"),

@@ -116,9 +116,10 @@ class Table:
         ]
 
     def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
-        """Group the rows by place: returns the columns without those of the place, and (place, rows) of each group.
+        """Group neighbouring rows by place, which is the text of the columns that name the setting.
 
-        If no two neighbouring rows share a place, there is one group, whose place is "", and all columns are returned.
+        Returns the other columns, and (place, rows) of each group.  If no two neighbouring rows share a place, there is
+        one group, whose place is "", and all columns are returned.
         """
         places, rows = self.places, self.rows()
         grouped = [
@@ -146,8 +147,10 @@ class Table:
             return found[0]
         titles = "; ".join(column.title for column in found or titled)
         if found:
-            raise Refusal(f"{len(found)} columns of {self.name} match {name!r}: expected one of {titles}")
-        raise Refusal(f"no column {name!r} in {self.name}: expected one of {titles}")
+            raise Refusal(
+                f"{len(found)} columns of table {self.name} match {name!r}: expected one of {titles}"
+            )
+        raise Refusal(f"no column {name!r} in table {self.name}: expected one of {titles}")
 
     def row(self, query: str) -> int:
         """Return the number of the one row that holds all comma-separated parts of ``query``.
@@ -167,12 +170,16 @@ class Table:
         names = list(dict.fromkeys(", ".join(cells[: self.places + 1]) for cells in rows))
         rest = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         raise Refusal(
-            f"{len(matches)} rows of {self.name} hold {', '.join(parts)!r}: expected words of one of "
-            f"{'; '.join(names[:_MOST_NAMED])}{rest}"
+            f"{len(matches)} rows of table {self.name} hold {', '.join(parts)!r}: expected words that only one of "
+            f"these rows has: {'; '.join(names[:_MOST_NAMED])}{rest}"
         )
 
     def csv(self) -> str:
-        """Return the raw values as CSV; an interval fills three columns: the estimate, its low and its high end."""
+        """Return the raw values as CSV.
+
+        An interval ``KEY`` fills three columns: its estimate ``KEY``, and its ends ``KEY_low`` and ``KEY_high``.  Where
+        intervals have them, ``KEY_over``, ``KEY_left_out`` and ``KEY_disturbed`` follow.
+        """
         columns: dict[str, Any] = {}
         for key in (str(key) for key in self.data if not str(key).startswith(_PRINTED)):
             values = columns[key] = self.data[key]
@@ -235,7 +242,7 @@ def markdown(value: str) -> str:
 
 
 def has_value(cell: Any) -> bool:
-    """Return whether a cell holds a number or text, or an estimate that is one."""
+    """Return whether a cell holds a number, text, or an :class:`Interval` whose estimate is known."""
     return not pd.isna(getattr(cell, "estimate", cell))
 
 
@@ -258,7 +265,7 @@ def table_of(
     footnotes = [notes]
     if any(getattr(value, "known", False) for column in shown if column.ends for value in data[column.key]):
         footnotes.append(
-            f"Parentheses: {CONFIDENCE:.0%} confidence intervals, given where {FEWEST} pairs or values, or more, were "
+            f"Parentheses: {CONFIDENCE:.0%} confidence intervals, given where at least {FEWEST} pairs or values were "
             "measured."
         )
     footnotes += interval_notes(data, shown)
@@ -310,6 +317,6 @@ def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], p
 
 
 def trial_count(trials: pd.DataFrame) -> dict[str, Any]:
-    """Return the number of trials, and, with a mark, the number of disturbed trials among them."""
+    """Return the cells ``trials``, the number of trials, and ``_taken``, the number of disturbed ones with a mark."""
     taken = int(trials["disturbed"].astype(bool).sum())
     return {"trials": len(trials), "_taken": f" ({taken} {caveats.TAKEN})" if taken else ""}

@@ -122,8 +122,8 @@ def test_a_claim_turns_with_the_records(built: Callable[..., Build]) -> None:
     ("asked", "message"),
     [
         ('speedup("nowhere", "ZeRO++")', "no suite 'nowhere' in results/reference: expected one of ablation"),
-        (f'speedup("{SUITE}", "ZeRO-9")', f"{SUITE}: no 'ZeRO-9' at '': expected one of "),
-        (f'speedup("{SUITE}", "ZeRO++", at="1 bit/s")', f"{SUITE}: no 'ZeRO++' at '1 bit/s'"),
+        (f'speedup("{SUITE}", "ZeRO-9")', f"{SUITE}: no configuration 'ZeRO-9' at '': expected one of "),
+        (f'speedup("{SUITE}", "ZeRO++", at="1 bit/s")', f"{SUITE}: no configuration 'ZeRO++' at '1 bit/s'"),
         (f'figure("{SUITE}", "nothing")', "no figure 'nothing': expected one of "),
         (f'cell("{SUITE}", "nothing", "ZeRO++", "n")', "no table 'nothing': expected one of "),
         ("nothing()", "'nothing' is undefined"),

@@ -488,7 +488,7 @@ def test_the_command_refuses_folders_without_records(
     assert "no records of suite convergence_long or ladder or ranks" in (line := capsys.readouterr().err)
     write(results / "again" / "ladder", record(trial_of("zero3", 32, 0), 9.0))
     assert module.main(["register", str(results), str(results / "again")]) == 2
-    assert "differs from that of another folder" in (second := capsys.readouterr().err)
+    assert "another folder has another record" in (second := capsys.readouterr().err)
     assert line.count("\n") == second.count("\n") == 1
     assert not module.PREDICTIONS.exists()
 

@@ -117,5 +117,5 @@ def test_what_is_not_put_together(tmp_path: Path) -> None:
         build(tmp_path)
     other.unlink()
     bench_record.write(tmp_path, collectives())
-    with pytest.raises(ReportError, match="2 subjects"):
+    with pytest.raises(ReportError, match="2 benchmarks"):
         build(tmp_path)

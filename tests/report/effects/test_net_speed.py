@@ -127,8 +127,8 @@ def test_a_better_configuration_is_marked_as_better_in_every_form() -> None:
     assert (raw["net_speedup"], raw["net_speedup_low"]) == pytest.approx((net.estimate, net.low))
     table = verdicts(derived).table
     assert (
-        "Net speed-up: to the baseline's final loss, with seconds of steps from this suite's own records."
-        in table.footnotes
+        "The net speed-up compares times to the baseline's final loss; their seconds of a step are from this suite's "
+        "own records." in table.footnotes
     )
     assert cell in table.markdown_rows()
     assert "Net" in tabular(table)

@@ -40,7 +40,7 @@ def test_the_figure_shows_the_first_ranks_lanes() -> None:
     (ax,) = PLOT.mark.draw(data, Style()).axes
     bars = [path.get_extents() for collection in ax.collections for path in collection.get_paths()]
     assert [(round(bar.x0), round(bar.x1)) for bar in bars] == [(0, 2000), (1000, 3000), (2000, 3000)]
-    assert "under way for 2 s, 50% of it hidden, in a step of 7 s" in PLOT.caption(data)
+    assert "under way for 2 s, 50% of this time hidden, in a step of 7 s" in PLOT.caption(data)
 
 
 @pytest.mark.parametrize("other", [traced("another pool"), traced(trial=Trial(strategy="zeropp", seed=7))])
