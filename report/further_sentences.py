@@ -16,7 +16,7 @@ from report.data.text import counted, listed, number
 from report.effects import effects, loss_verdicts
 from report.effects.effects import Effect, Key
 from report.effects.one_field import one_field
-from report.sentence import capitalised, differences_of, evidence, foremost, likewise, on_largest
+from report.sentence import differences_of, evidence, foremost, likewise, on_largest
 
 _FIELDS: Final = {"secondary": "hpZ's group"}  # fields that pages call by another name
 _MOST_NAMES: Final = 2  # a sentence names so many configurations that send equal bytes, or else their number
@@ -47,8 +47,8 @@ def further_sentences(
     sentences = [
         _on_one_field(derived, asked, kind, found, effects_of),
         _on_fewest_bytes(derived, asked, found),
+        _on_net_speed(derived, asked, found),
     ]
-    sentences.append(_on_net_speed(derived, asked, found))
     return [text for text in sentences if text]
 
 
@@ -133,10 +133,14 @@ def _on_fewest_bytes(derived: Derived, asked: Quantity, found: Found) -> str:
     bytes these are the losses that equal the baseline's in every digit.
     """
     losses, sent = found.get("loss", {}), found.get("bytes", {})
-    bases = effects.beside(derived)
-    keys = [
-        key for key in losses if key in sent and key[1] in derived.compared.contrast and bases.get(key, ())
-    ]
+    bases, trials = effects.beside(derived), derived.finished.drop_duplicates("configuration")
+    controls = {
+        name
+        for name, identity in zip(trials["configuration"], trials["id"], strict=True)
+        if derived.frames.trial_of[identity].control is not None
+    }
+    shown = {*derived.compared.contrast} - controls
+    keys = [key for key in losses if key in sent and key[1] in shown and bases.get(key, ())]
     if not keys or len({(key[0], bases[key]) for key in keys}) > 1:
         return ""
     base = spelled(bases[keys[0]][0])
@@ -177,7 +181,7 @@ def _same_losses(derived: Derived, key: Key, base: str) -> bool:
 def _on_net_speed(derived: Derived, asked: Quantity, found: Found) -> str:
     """Return the sentence on the net speed-up of configurations whose losses do not differ from the baseline's.
 
-    The text is empty if a loss differs significantly, or if no net speed-up has an interval.
+    The text is empty if a loss differs significantly, or if no net speed-up does.
     """
     losses, nets = (
         {key: effect for key, effect in found.get(kind, {}).items() if key[1] in derived.compared.contrast}
@@ -186,12 +190,8 @@ def _on_net_speed(derived: Derived, asked: Quantity, found: Found) -> str:
     if asked != "loss" or any(effect.significant for effect in losses.values()):
         return ""
     differences = differences_of(derived, "step", nets, [key for key in nets if nets[key].size >= 0])
-    if not any(each.known for each in differences):
+    if not any(each.known and each.effect.significant for each in differences):
         return ""
     without = sum(effect.verdict == "not reached" for effect in nets.values())
-    text = on_largest("net", differences)
-    return (
-        text
-        if not without
-        else f"{text} {capitalised(counted(without, 'configuration'))} did not reach that loss."
-    )
+    missed = f" {counted(without, 'configuration')} did not reach that loss." if without else ""
+    return on_largest("net", differences) + missed

@@ -1,4 +1,4 @@
-"""The head of a page: a table of verdicts, one sentence on the largest difference, and the figure that shows it.
+"""The head of a page: sentences on the largest differences, a table of verdicts, and a figure.
 
 Definitions: docs/reference/metrics.md, Verdicts.
 """
@@ -80,7 +80,7 @@ class Verdicts:
     """The head of a page."""
 
     quantity: Quantity  # that the suite asks for
-    sentence: str  # on the largest difference
+    sentence: str  # on the largest difference, and the sentences that follow it
     caveat: str  # a sentence that says why seconds are unreliable; empty if they are reliable
     figure: str  # name of the figure that shows this difference
     table: Table  # of all configurations; without rows if nothing is compared
