@@ -1,9 +1,13 @@
-"""The sentence in the head of a page: the largest significant difference in the quantity that the suite asks for.
+"""The sentences in the head of a page: the largest significant difference in the quantity that the suite asks for.
 
-The sentence is a template that the quantity fills (:mod:`harness.suites.answering_quantity`); a question is never
+The first sentence is a template that the quantity fills (:mod:`harness.suites.answering_quantity`); a question is never
 parsed.  If several configurations are compared, the sentence is about one of them: about a strategy without changes if
 such a strategy differs significantly, and, for speeds, about the largest gain if there is a gain.  The sentence then
 ends with the numbers of better and worse comparisons, so that the choice hides nothing.
+
+Further sentences from the same template follow where the records have more to say: on the same configuration in one or
+two other settings, on configurations that differ in one field alone, on the fewest bytes for an equal loss, and on net
+speed-ups.
 Definitions: docs/reference/metrics.md, Verdicts.
 """
 
@@ -28,9 +32,10 @@ from report.effects.effects import MOST_NEEDED, Effect, Key, Verdict
 _WORDS: Final = dict(enumerate(("no", "one", "two", "three", "four", "five", "six")))
 _IN_WORDS: Final = {  # what configurations are compared in
     "step": "step time", "tokens": "decoding speed", "bytes": "bytes between nodes", "error": "gradient error",
-    "loss": "validation loss", "memory": "memory", "size": "the largest model",
+    "loss": "validation loss", "memory": "memory", "size": "the largest model", "net": "net speed",
 }  # fmt: skip
-_SPEEDS: Final = ("step", "tokens")
+_SPEEDS: Final = ("step", "tokens", "net")
+_MOST_OTHERS: Final = 2  # differences that follow the largest one, in a sentence each
 _MOST_SIZES: Final = 4  # with more sizes, the sentence gives the break-even of one size alone
 _three_digits: Final = number(3)
 
@@ -84,43 +89,49 @@ def sentence(
     differences = _of_nodes(derived) if asked == "nodes" else []
     if differences:
         return Sentence(on_largest(asked, differences))
-    differences = _differences(derived, asked, found, compared)
+    differences = differences_of(derived, asked, found, compared)
     shown = "tokens" if asked == "tokens" else kind
     left_out = [found[key] for key in compared if all(found[key] is not each.effect for each in differences)]
     if not differences:
         return Sentence(_nothing_compared(derived))
     text = on_largest(shown, differences, controls=[effect.verdict for effect in left_out])
-    return Sentence(text, _foremost(shown, differences).effect)
+    top = foremost(shown, differences)
+    others = [each for each in differences if each.name == top.name and each is not top]
+    return Sentence(text + likewise(shown, top, others), top.effect)
 
 
-def on_largest(kind: str, differences: Sequence[Difference], *, controls: Sequence[Verdict] = ()) -> str:
+def on_largest(
+    kind: str, differences: Sequence[Difference], *, controls: Sequence[Verdict] = (), among: str = ""
+) -> str:
     """Return the sentence on the largest significant difference or, if none is significant, on the largest difference.
 
     ``differences`` has at least one entry.  ``controls`` has the verdicts of the compared controls that
-    ``differences`` leaves out.
+    ``differences`` leaves out.  ``among`` begins the sentence if only some configurations are compared: ``where only
+    the field schedule differs, ``.
     """
     count = len(differences)
     of_all = f", the largest of {count} differences" if count > 1 else ""
-    top, known = _foremost(kind, differences), any(each.known for each in differences)
-    claim, evidence = _claim(kind, top)
+    top = foremost(kind, differences, gains=bool(among))
+    claim, interval = _claim(kind, top)
     claim = top.place + claim
     if top.known and top.effect.significant:
-        text = claim + evidence + top.notes + _counts(kind, differences, controls)
-        own_case = text.split()[0][1:].lower() != text.split()[0][1:]  # as in qwZ
-        return (f"{text}." if own_case else f"{text[0].upper()}{text[1:]}.") + top.sequel
-    if not known:
-        return f"Inconclusive ({_why(kind, top.effect)}): {claim}{of_all}{top.notes}.{top.sequel}"
+        counts = _counts(kind, differences, controls, such=bool(among))
+        return f"{capitalised(among + claim + interval + top.notes + counts)}.{top.sequel}"
+    if not any(each.known for each in differences):
+        return f"Inconclusive ({_why(kind, top.effect)}): {among}{claim}{of_all}{top.notes}.{top.sequel}"
+    base = "its counterpart" if among else "its baseline"
+    base = top.base if len({each.base for each in differences}) == 1 else base
     if top.effect.counted:
-        return f"No configuration differs from {top.base} in {_IN_WORDS[kind]}."
-    subject = f"{top.name} does not differ" if count == 1 else "No configuration differs"
-    subject = f"{subject} significantly from {top.base} in {_IN_WORDS.get(kind, '')}"
+        return f"{capitalised(among + 'no configuration differs')} from {base} in {_IN_WORDS[kind]}."
+    subject = f"{top.name} does not differ" if count == 1 else "no configuration differs"
+    subject = f"{capitalised(among + subject)} significantly from {base} in {_IN_WORDS.get(kind, '')}"
     if kind == "nodes":
         subject = "No configuration's tokens/s differ significantly between numbers of nodes"
     change, pairs = top.effect.change, counted(top.effect.change.n, _noun(kind))
     needed = effects.needed(change, top.effect.equal)
     bound, noun = "more than " * (needed == MOST_NEEDED), "occasion" if change.occasions > 1 else _noun(kind)
-    largest = f"of the largest of {count} differences: {claim}" if count > 1 else "of this size"
-    needed_words = f"{bound}{needed} {noun}s would show a difference {largest}"
+    largest = f"the largest of {count} differences: {claim}" if count > 1 else "a difference of this size"
+    needed_words = f"{bound}{needed} {noun}s would show {largest}"
     return f"{subject} ({pairs}); {needed_words}.{top.sequel}"
 
 
@@ -148,31 +159,62 @@ def _over_peer(speedup: Interval) -> Verdict:
     return "worse" if speedup.high < 1 else "not significant"
 
 
-def _foremost(kind: str, differences: Sequence[Difference]) -> Difference:
+def capitalised(text: str) -> str:
+    """Begin a text with a capital letter, unless its first word has capitals of its own, such as ``qwZ``."""
+    first = text.split(maxsplit=1)[0]
+    return text if first[1:].lower() != first[1:] else f"{text[0].upper()}{text[1:]}"
+
+
+def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> str:
+    """Return a sentence, after a space, for each of a few differences that a reader compares with ``top``.
+
+    The text is empty if ``top`` is not significant, or if ``others`` are more than :data:`_MOST_OTHERS`.
+    """
+    if not (top.known and top.effect.significant) or len(others) > _MOST_OTHERS:
+        return ""
+    sentences = list[str]()
+    for each in others:
+        claim, interval = _claim(kind, each)
+        if each.effect.steps == top.effect.steps:
+            claim = claim.removeprefix(_after(top.effect))
+        if not each.known:
+            sentences.append(f"Inconclusive ({_why(kind, each.effect)}): {each.place}{claim}")
+            continue
+        equal = "" if each.effect.significant else ", not significant"
+        sentences.append(capitalised(each.place + claim + interval + equal + each.notes))
+    return "".join(f" {each}." for each in sentences)
+
+
+def foremost(kind: str, differences: Sequence[Difference], *, gains: bool = False) -> Difference:
     """Return the largest significant difference, else the largest that is known, else the largest.
 
     Of significant differences in speeds and losses, only those of strategies without changes are considered, and of
-    these in speeds only gains.  If there are no such strategies, or no gains, this restriction does not apply.
+    these in speeds, or with ``gains`` in any quantity, only improvements.  If there are no such strategies, or no
+    improvements, this restriction does not apply.
     """
     known = [each for each in differences if each.known]
     shown = [each for each in known if each.effect.significant]
     if shown:
         shown = [each for each in shown if each.preset and kind in (*_SPEEDS, "loss")] or shown
-        gains = [each for each in shown if each.effect.verdict == "better"] if kind in _SPEEDS else []
-        shown = gains or shown
+        better = [each for each in shown if each.effect.verdict == "better"]
+        shown = better if better and (gains or kind in _SPEEDS) else shown
     return max(shown or known or differences, key=lambda each: each.effect.size)
 
 
-def _counts(kind: str, differences: Sequence[Difference], controls: Sequence[Verdict] = ()) -> str:
+def _counts(
+    kind: str, differences: Sequence[Difference], controls: Sequence[Verdict] = (), *, such: bool = False
+) -> str:
     """Return ``; of 9 comparisons of step time, 8 are better and 1 is worse``; empty for one comparison.
 
+    ``such`` says that these are not all comparisons of the page: ``; of 4 such comparisons, ...``.
     The verdicts of controls, which are not counted among the comparisons, follow: ``; the control is worse``.
     """
     if len(differences) < 2:
         return ""
     quantity = f" of {_IN_WORDS[kind]}" if kind in _IN_WORDS else ""
     counted_verdicts = _verdicts_in_words([each.effect.verdict for each in differences])
-    text = f"; of {len(differences)} comparisons{quantity}, {counted_verdicts}"
+    comparisons = "such comparisons" if such else f"comparisons{quantity}"
+    text = f"; of {len(differences)} {comparisons}, {counted_verdicts}"
     if len(controls) == 1:
         return f"{text}; the control is {controls[0]}"
     return text + (f"; of {len(controls)} controls, {_verdicts_in_words(controls)}" if controls else "")
@@ -211,7 +253,7 @@ def _claim(kind: str, difference: Difference) -> tuple[str, str]:
             loss = (
                 f"{_whose('validation loss', name)} is {form(abs(value))} nats {side} than {_whose('', base)}"
             )
-            claim = f"after {effect.steps:,} steps {loss}"
+            claim = f"{_after(effect)}{loss}"
         case "bytes":
             form, of = _three_digits, "of" if value <= 1 else "times"
             claim = f"{name} sends {form(value)} {of} {_whose('bytes', base)} between nodes"
@@ -226,6 +268,12 @@ def _claim(kind: str, difference: Difference) -> tuple[str, str]:
         case "size":
             model = f"the largest model that {name} trained has {held} M parameters"
             claim = f"{model}, where {_whose('', base)} has {of_base} M"
+        case "net" if value < 1:
+            ends = (1 / change.high, 1 / change.low)
+            final_loss = _whose("final validation loss", base)
+            claim = f"{name} takes {form(1 / value)}x as long to {final_loss}"
+        case "net":
+            claim = f"{name} has {_whose('final validation loss', base)} {form(value)}x sooner"
         case "nodes":
             claim = f"{_whose('tokens/s of all ranks', name)} change by a factor of {form(value)}"
         case "tokens":
@@ -235,15 +283,38 @@ def _claim(kind: str, difference: Difference) -> tuple[str, str]:
             claim = f"a step of {name} takes {form(1 / value)}x as long as {_whose('', base)}"
         case _:
             claim = f"{name} is {form(value)}x faster than {base}"
+    return claim, evidence(kind, effect, form, ends)
+
+
+def _after(effect: Effect) -> str:
+    """Return the steps of training after which a loss was measured: ``after 1,400 steps ``."""
+    return f"after {effect.steps:,} steps "
+
+
+def evidence(
+    kind: str,
+    effect: Effect,
+    form: Callable[[float], str] = "{:.2f}".format,
+    ends: tuple[float, float] | None = None,
+) -> str:
+    """Return the interval of an effect with its number of values, in parentheses after a space.
+
+    ``form`` formats the ends of the interval, or ``ends`` instead of these.  A net speed-up has no number of values,
+    since it is the product of two samples.  The text is empty for a quantity that is counted.
+    """
     if effect.counted:
-        return claim, ""
+        return ""
+    change = effect.change
+    low, high = (change.low, change.high) if ends is None else ends
+    within = f" {WITHIN_START}" if change.within_start else ""
+    if kind == "net":
+        return f" (95 % CI{within} {form(low)} to {form(high)})"
     values = counted(change.n, "seed") if kind == "loss" else f"n = {change.n}"
     at = f" at {change.occasions} occasions" if change.occasions > 1 else ""
     left = (
         f", {change.left_out} disturbed left out" if change.left_out else ", all disturbed" * change.disturbed
     )
-    within = f" {WITHIN_START}" if change.within_start else ""
-    return claim, f" (95 % CI{within} {form(ends[0])} to {form(ends[1])}, {values}{at}{left})"
+    return f" (95 % CI{within} {form(low)} to {form(high)}, {values}{at}{left})"
 
 
 def _whose(thing: str, name: str) -> str:
@@ -276,7 +347,7 @@ def _in_words(number: int, noun: str) -> str:
     return f"{_WORDS.get(number, number)} {noun}{'' if number == 1 else 's'}"
 
 
-def _differences(
+def differences_of(
     derived: Derived, asked: Quantity, found: Mapping[Key, Effect], compared: Sequence[Key]
 ) -> list[Difference]:
     """Return the differences in the order of the page.
@@ -331,10 +402,12 @@ def _places(derived: Derived) -> dict[str, str]:
     if len(titles) < 2:
         return {}
     parts = {setting: title.split(", ") for setting, title in titles.items()}
-    if len({len(fields) for fields in parts.values()}) == 1:
-        distinct = [fields for fields in zip(*parts.values(), strict=True) if len(set(fields)) == len(parts)]
-        distinct.sort(key=lambda fields: not fields[0].startswith("model "))
-        titles = dict(zip(parts, distinct[0], strict=True)) if distinct else titles
+    counts = Counter(field for fields in parts.values() for field in set(fields))
+    # Settings of unlike optimizers have unlike numbers of fields; the name of the optimizer is the first of each.
+    columns = list(zip(*parts.values(), strict=False))
+    distinct = [fields for fields in columns if all(counts[field] == 1 for field in fields)]
+    distinct.sort(key=lambda fields: not fields[0].startswith("model "))
+    titles = dict(zip(parts, distinct[0], strict=True)) if distinct else titles
     return {setting: f"with {title}, " for setting, title in titles.items()}
 
 

@@ -1,4 +1,4 @@
-"""The head of a page: a table of verdicts, one sentence on the largest difference, and the figure that shows it.
+"""The head of a page: sentences on the largest differences, a table of verdicts, and a figure.
 
 Definitions: docs/reference/metrics.md, Verdicts.
 """
@@ -27,6 +27,7 @@ from report.effects import effects, loss_verdicts
 from report.effects.effects import Effect, Key, Verdict
 from report.effects.net_speed import sources
 from report.effects.step_seconds import derive_folder
+from report.further_sentences import further_sentences
 from report.sentence import caveat, on_peers, sentence, two_digits
 from report.tables.peers import FAMILIES, ours_over_peers, peers
 from report.tables.table import CONFIGURATION, Column, Table, interval_notes
@@ -79,7 +80,7 @@ class Verdicts:
     """The head of a page: its sentence, its table of verdicts, and the figure that shows what the sentence says."""
 
     quantity: Quantity  # that the suite asks for
-    sentence: str  # on the largest difference
+    sentence: str  # on the largest difference, and the sentences that follow it
     caveat: str  # a sentence that says why seconds are unreliable; empty if they are reliable
     figure: str  # name of the figure that shows this difference
     table: Table  # of all configurations; without rows if nothing is compared
@@ -120,6 +121,9 @@ def verdicts(derived: Derived) -> Verdicts:
         text, effect = on_peers(ours_over_peers(derived)), None
     else:
         text, effect = sentence(derived, asked, kind, found.get(kind, {}), compared.get(kind, ()))
+        if effect is not None:
+            of_kind = _QUANTITIES[kind].effects_of
+            text = " ".join([text, *further_sentences(derived, asked, kind, found, of_kind)])
     figure = "frontier" if asked == "loss" and _has_front(derived) else _FIGURES[asked]
     return Verdicts(asked, text, caveat(derived), figure, table, _open_rows(table, ranked, effect))
 

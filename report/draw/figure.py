@@ -34,7 +34,7 @@ FORMS: Final = tuple(_METADATA)
 _MARGIN: Final = 0.05  # inches around what is drawn
 _LETTERS: Final = 36  # most characters of a line above or below a narrow panel
 _PANEL: Final = 1.0  # inches: the least width of a panel, with the space around it
-_LAYOUTS: Final = 4  # most times that a figure is laid out; labels keep their widths, so its width converges
+_LAYOUTS: Final = 4  # most times that a figure is laid out
 
 
 def _has_seconds(data: pd.DataFrame) -> bool:
@@ -104,7 +104,7 @@ class Figure:
                 for ax in drawn.get_axes():
                     ax.set_title(textwrap.fill(ax.get_title(loc="left"), _LETTERS))
                     ax.set_xlabel(textwrap.fill(ax.get_xlabel(), _LETTERS))
-            box = _laid_out(drawn, style)
+            box = laid_out(drawn, style)
             for form in (form for form in FORMS if form in forms):
                 buffer = io.BytesIO()
                 drawn.savefig(buffer, format=form, metadata=_METADATA[form], bbox_inches=box)
@@ -149,7 +149,7 @@ def style_of(derived: Derived, width: float = WIDTH) -> Style:
     return Style(width, looks_of(zip(ran["strategy"], ran["configuration"], strict=True)))
 
 
-def _laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
+def laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
     """Lay a figure out, once for all forms, and return the box to be saved.
 
     The box is as wide as the style says, or wider if labels need more width.
@@ -158,11 +158,13 @@ def _laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
     assert layout is not None  # noqa: S101  # axes.grid sets one
     least = _least_inches(figure) if style.narrow else 1.0
     figure.set_figwidth(max(figure.get_figwidth(), least))
-    for _ in range(_LAYOUTS):
+    for attempt in range(1, _LAYOUTS + 1):
         layout.execute(figure)  # without drawing, which takes as long again
         drawn, before = figure.get_tightbbox(), figure.get_figwidth()
         width = max(least, before + inner - drawn.width)
-        if abs(width - before) < _MARGIN / 2:
+        # A wider figure may have more ticks, and so need less width: the widths then alternate.  The box must be that
+        # of the last layout, or it would cut off the last tick's label.
+        if abs(width - before) < _MARGIN / 2 or attempt == _LAYOUTS:
             break
         figure.set_figwidth(width)
     figure.set_layout_engine(None)  # "none" leaves a placeholder, for which each form is drawn twice

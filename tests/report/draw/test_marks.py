@@ -15,6 +15,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawn
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import FixedLocator
 
 from harness.records.trial_record import Record
 from harness.suites.trial import Cluster, Trial
@@ -23,7 +24,7 @@ from report.data.configuration import STRATEGIES
 from report.data.frames import frames_of
 from report.data.metrics import Derived, derive
 from report.draw import axes
-from report.draw.figure import Figure, style_of
+from report.draw.figure import Figure, laid_out, style_of
 from report.draw.marks import Lines, Measure, Rows, front
 from report.draw.names_of_rows import peers_named, peers_note
 from report.draw.theme import COLUMN, Style, fonts, looks_of
@@ -90,6 +91,28 @@ def test_a_narrow_figure_is_as_wide_as_names_of_rows_need() -> None:
     ]
     (wide,) = re.findall(rb'<svg [^>]*width="([0-9.]+)pt"', svg)
     assert float(wide) / 72 * 25.4 > COLUMN
+
+
+def test_ticks_that_come_and_go_with_the_width_are_inside_the_figure() -> None:
+    """A wide axis has a tick at its end, whose label makes it narrower, so that the tick goes; none is cut off."""
+
+    class AtTheEnd(FixedLocator):
+        def __call__(self) -> list[float]:
+            assert self.axis is not None
+            return [0.0, 1.0] if self.axis.axes.bbox.width / 100 > style.inches - 0.18 else [0.0]
+
+    style = Style(178.0)
+    with fonts():
+        figure, ((ax,),) = axes.grid(style, 1, 1, [2.0])
+        ax.set_xlim(0, 1)
+        ax.set_yticks([])
+        ax.xaxis.set_major_locator(AtTheEnd([0.0, 1.0]))
+        ax.xaxis.set_major_formatter(lambda value, _: "a long label" if value else "0")
+        box = laid_out(figure, style)
+        figure.draw_without_rendering()
+        drawn = figure.get_tightbbox()
+    assert box.x0 <= drawn.x0
+    assert drawn.x1 <= box.x1
 
 
 def test_bars_intervals_and_values_are_those_of_the_table() -> None:

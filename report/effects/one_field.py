@@ -1,0 +1,78 @@
+"""Compares configurations that differ in a single field of their policies.
+
+A suite that varies the schedule of ZeRO++ asks what each schedule changes.  Its baseline, ZeRO-3, does not answer that;
+ZeRO++ without a schedule does.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import defaultdict
+from typing import Final, NamedTuple
+
+from harness.suites.repeat_order import TRAINING
+from harness.suites.trial import Trial
+from report.data.configuration import changes_of
+from report.data.metrics import Derived
+from report.effects import effects
+from report.effects.effects import Key
+
+FEWEST: Final = 3
+"""Number of configurations, counted in each setting, from which on :func:`one_field` compares those of one field."""
+
+
+class OneField(NamedTuple):
+    """Records in which the contrast are these configurations, and the baseline of each is its counterpart."""
+
+    field: str  # the field in which a configuration and its counterpart differ, such as ``schedule``
+    derived: Derived
+
+
+def one_field(derived: Derived) -> OneField | None:
+    """Return the records of configurations that differ from a counterpart in one field, compared with it.
+
+    A configuration's counterpart has the same setting and strategy, and the same changes of the strategy's policy
+    without the change of this field.  The counterpart of ``ZeRO++ (g int8:64, feedback loco)`` by ``feedback`` is
+    ``ZeRO++ (g int8:64)``.  Controls have none.
+
+    Of several fields, the one with the most such configurations counts.  The result is None if these are fewer than
+    :data:`FEWEST`, or if all their counterparts are baselines, since the records then already compare them.
+    """
+    first = derived.finished.drop_duplicates(["setting", "configuration"])
+    names = zip(first["setting"], first["configuration"], first["id"], strict=True)
+    trials: dict[Key, Trial] = {
+        (setting, name): derived.frames.trial_of[identity] for setting, name, identity in names
+    }
+    changes = {
+        key: changes_of(trial)
+        for key, trial in trials.items()
+        if trial.control is None and trial.resolved_policy() is not None
+    }
+    by_changes = {_identity(key[0], trials[key], fields): key[1] for key, fields in changes.items()}
+    counterparts = defaultdict[str, dict[Key, str]](dict)
+    for key, fields in changes.items():
+        for field in fields:
+            rest = {name: value for name, value in fields.items() if name != field}
+            counterpart = by_changes.get(_identity(key[0], trials[key], rest))
+            if counterpart is not None:
+                counterparts[field][key] = counterpart
+    field = max(counterparts, key=lambda field: len(counterparts[field]), default="")
+    chosen = counterparts[field] if field else {}
+    bases, known = {(setting, name) for (setting, _), name in chosen.items()}, effects.baselines(derived)
+    if len(chosen) < FEWEST or all(name in known.get(setting, ()) for setting, name in bases):
+        return None
+    frames, table = copy.copy(derived.frames), derived.finished
+    keys = list(zip(table["setting"], table["configuration"], strict=True))
+    frames.finished = table.assign(
+        role=["contrast" if key in chosen else "baseline" if key in bases else "" for key in keys],
+        beside=[chosen.get(key, key[1]) for key in keys],
+    )
+    return OneField(field, Derived(frames, derived.sources))
+
+
+def _identity(setting: str, trial: Trial, changes: dict[str, str]) -> str:
+    """Return a text that is equal for configurations of one setting with the same strategy and these changes."""
+    fields = trial.canonical()
+    others = [fields.get(name) for name in ("strategy", "deepspeed_config", *TRAINING)]
+    return json.dumps([setting, others, sorted(changes.items())], sort_keys=True)
