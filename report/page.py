@@ -27,7 +27,7 @@ _FACTS: Final = {  # facts in the page's head: the name in the records, and the 
 }  # fmt: skip
 _LAST: Final = ("setting", "environment")  # tables with a section of their own
 _OPTIONAL: Final = (
-    "suite", "note", "questions", "sentence", "verdicts", "tones", "shows", "marked", "summary", "figures",
+    "suite", "note", "questions", "sentence", "further", "verdicts", "tones", "shows", "marked", "summary", "figures",
     "last", "failures",
 )  # fmt: skip
 _LONGEST_NAMES: Final = 60  # characters of configurations in a title
@@ -50,7 +50,8 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
         kicker=f"Results of suite {frames.suite}{modelled}",
         heading=subject,
         questions=frames.questions,
-        sentence=head.sentence.replace("n = ", "n\u00a0=\u00a0"),
+        sentence=head.first.replace("n = ", "n\u00a0=\u00a0"),
+        further=head.further.replace("n = ", "n\u00a0=\u00a0"),
         verdicts=_head_table(head, by_name["verdicts"]) if "verdicts" in by_name else (),
         tones={mark: verdict.replace(" ", "-") for verdict, mark in MARKS.items()},
         shows=shows,

@@ -64,10 +64,11 @@ class Difference:
 
 
 class Sentence(NamedTuple):
-    """The sentence of a page's head, and the effect that it is about, if it is about one of those compared."""
+    """The first sentence of a page's head, the effect that it is about, and sentences on the same in other settings."""
 
     text: str
-    effect: Effect | None = None
+    effect: Effect | None = None  # None if the sentence is about none of the effects that are compared
+    likewise: str = ""
 
 
 def sentence(
@@ -97,7 +98,7 @@ def sentence(
     text = on_largest(shown, differences, controls=[effect.verdict for effect in left_out])
     top = foremost(shown, differences)
     others = [each for each in differences if each.name == top.name and each is not top]
-    return Sentence(text + likewise(shown, top, others), top.effect)
+    return Sentence(text, top.effect, likewise(shown, top, others))
 
 
 def on_largest(

@@ -28,7 +28,7 @@ from report.effects.effects import Effect, Key, Verdict
 from report.effects.net_speed import sources
 from report.effects.step_seconds import derive_folder
 from report.further_sentences import further_sentences
-from report.sentence import caveat, on_peers, sentence, two_digits
+from report.sentence import Sentence, caveat, on_peers, sentence, two_digits
 from report.tables.peers import FAMILIES, ours_over_peers, peers
 from report.tables.table import CONFIGURATION, Column, Table, interval_notes
 
@@ -80,15 +80,21 @@ class Verdicts:
     """The head of a page: its sentence, its table of verdicts, and the figure that shows what the sentence says."""
 
     quantity: Quantity  # that the suite asks for
-    sentence: str  # on the largest difference, and the sentences that follow it
+    first: str  # sentence on the largest difference
+    further: str  # sentences that follow it; may be empty
     caveat: str  # a sentence that says why seconds are unreliable; empty if they are reliable
     figure: str  # name of the figure that shows this difference
     table: Table  # of all configurations; without rows if nothing is compared
     open: tuple[int, ...]  # numbers of the rows that a page shows before it is asked for more
 
     @property
+    def sentence(self) -> str:
+        """The first sentence and those that follow it."""
+        return f"{self.first} {self.further}".rstrip()
+
+    @property
     def lines(self) -> list[str]:
-        """The sentence, and the caveat if there is one."""
+        """The sentences, and the caveat if there is one."""
         return [self.sentence, *filter(None, [self.caveat])]
 
     def parts(self, table: Table) -> tuple[Table, Table]:
@@ -118,14 +124,15 @@ def verdicts(derived: Derived) -> Verdicts:
     table = _table(derived, asked, kind, found) if any(compared.values()) else _NONE
     ranked = {key: found[kind][key] for key in compared.get(kind, ())}
     if kind == "step" and _mostly_peers(derived):
-        text, effect = on_peers(ours_over_peers(derived)), None
+        head = Sentence(on_peers(ours_over_peers(derived)))
     else:
-        text, effect = sentence(derived, asked, kind, found.get(kind, {}), compared.get(kind, ()))
-        if effect is not None:
-            of_kind = _QUANTITIES[kind].effects_of
-            text = " ".join([text, *further_sentences(derived, asked, kind, found, of_kind)])
+        head = sentence(derived, asked, kind, found.get(kind, {}), compared.get(kind, ()))
+    further = [head.likewise.strip()] if head.likewise else []
+    if head.effect is not None:
+        further += further_sentences(derived, asked, kind, found, _QUANTITIES[kind].effects_of)
     figure = "frontier" if asked == "loss" and _has_front(derived) else _FIGURES[asked]
-    return Verdicts(asked, text, caveat(derived), figure, table, _open_rows(table, ranked, effect))
+    rows = _open_rows(table, ranked, head.effect)
+    return Verdicts(asked, head.text, " ".join(further), caveat(derived), figure, table, rows)
 
 
 def _mostly_peers(derived: Derived) -> bool:
