@@ -228,8 +228,9 @@ def _why_not_muon(trial: Trial, model: nn.Module | Listed) -> str | None:
     for name, shape in chosen:
         if len(shape) != 2:
             return (
-                f"optimizer.matrices = {pattern!r} also names {name!r} of shape {shape}, and Muon steps only matrices, of "
-                "2 dimensions: choose a pattern of matrices alone, or remove optimizer.matrices for the hidden matrices"
+                f"optimizer.matrices = {pattern!r} also names {name!r} of shape {shape}, and Muon steps only matrices, "
+                "of 2 dimensions: choose a pattern of matrices alone, or remove optimizer.matrices for the hidden "
+                "matrices"
             )
     return None
 

@@ -52,8 +52,8 @@ def check_elementwise(optimizer: Optimizer) -> None:
         _check_muon(optimizer)
     elif issubclass(kind := _kind(optimizer), torch.optim.Muon):
         raise Refusal(
-            f"optimizer.name = {optimizer.name!r} needs whole matrices, and the engine gives it shards: set optimizer.name "
-            f"= {MUON!r}, whose matrices have owners"
+            f"optimizer.name = {optimizer.name!r} needs whole matrices, and the engine gives it shards: set "
+            f"optimizer.name = {MUON!r}, whose matrices have owners"
         )
     elif kind not in ELEMENTWISE:
         few = nn.Parameter(torch.zeros(8, 8))

@@ -138,7 +138,7 @@ def test_a_plan_without_torch_groups_parameters_as_the_engine_does() -> None:
 
 
 def test_muon_on_a_vector_cannot_run() -> None:
-    """A pattern that names vectors, under ZeRO and in a single process, and arguments that torch refuses, are one line."""
+    """A pattern that names vectors, with shards or whole matrices, and arguments that torch refuses, are one line."""
     vectors = MUON.model_copy(update={"matrices": "blocks.*"})
     for strategy in ("zero3", "single", "ddp"):
         (problem,) = forecast_of(strategy=strategy, optimizer=vectors).problems
