@@ -488,8 +488,11 @@ def _nothing_compared(derived: Derived) -> str:
     failed, compared = len(derived.frames.failures), derived.compared
     beside = f"; {counted(failed, 'trial')} failed" if failed else ""
     finished = f"{counted(len(derived.finished), 'trial')}"
+    if not compared.baseline:
+        return f"Nothing is compared: {finished} finished, but none of the baseline that the suite names{beside}."
     if compared.contrast:
-        return f"Nothing is compared: {finished} finished, and no two configurations share a repeat{beside}."
+        shared = "no configuration shares setting, seed and repeat with the baseline"
+        return f"Nothing is compared: {finished} finished, and {shared}{beside}."
     return f"Nothing is compared: {finished} finished, all of {spelled(compared.baseline)}{beside}."
 
 

@@ -25,7 +25,7 @@ from report.data.text import NOTHING, counted, listed, number, plus_or_minus
 from report.draw.names_of_rows import by_configuration, peers_note, titles_of
 from report.effects import effects, loss_verdicts
 from report.effects.effects import Effect, Key, Verdict
-from report.effects.net_speed import sources
+from report.effects.net_speed import seconds_behind, sources
 from report.effects.step_seconds import derive_folder
 from report.further_sentences import further_sentences
 from report.sentence import Sentence, caveat, on_peers, sentence, two_digits
@@ -205,7 +205,8 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
         for name, of in shown.items()
         if of.key in data and not (name == "error" and one_value)
     ]
-    notes = interval_notes(data, columns)
+    behind = seconds_behind(derived) if "net" in shown else ()
+    notes = interval_notes(data, columns, behind)
     cells = [str(cell) for of in shown.values() if f"_{of.key}" in data for cell in data[f"_{of.key}"]]
     pairs = derived.pairs[derived.pairs["id"] != derived.pairs["baseline"]]
     if "step" in shown and len(set(pairs["occasion"])) > 1:

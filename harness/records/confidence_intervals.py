@@ -231,8 +231,8 @@ def product_interval(left: Interval, right: Interval) -> Interval:
     adds nothing.
 
     Returns:
-        The interval.  Its ``n`` is the smaller of the two factors' ``n``, without a factor whose ``n`` is 0.  Its ends
-        are NaN unless both factors have an interval.
+        The interval.  Its ``n`` and ``left_out`` are those of the factor with the fewer values, among the factors that have
+        any.  Its ends are NaN unless both factors have an interval.
 
     Raises:
         ValueError: If an estimate or an end is zero or negative.
@@ -241,15 +241,16 @@ def product_interval(left: Interval, right: Interval) -> Interval:
         if value <= 0:  # NaN passes, since a factor may have no interval
             raise ValueError(f"a product of ratios needs positive values, got {value}")
     estimate = left.estimate * right.estimate
+    fewest = min((each for each in (left, right) if each.n), key=lambda each: each.n, default=left)
     below = math.hypot(*(math.log(each.estimate / each.low) for each in (left, right)))
     above = math.hypot(*(math.log(each.high / each.estimate) for each in (left, right)))
     return Interval(
         estimate=estimate,
         low=estimate * math.exp(-below),
         high=estimate * math.exp(above),
-        n=min(filter(None, (left.n, right.n)), default=0),
+        n=fewest.n,
         occasions=max(left.occasions, right.occasions),
-        left_out=left.left_out + right.left_out,
+        left_out=fewest.left_out,
         disturbed=left.disturbed or right.disturbed,
     )
 

@@ -9,6 +9,7 @@ being run.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
@@ -164,15 +165,8 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
         if isinstance(model, Listed)
         else sum(parameter.numel() for parameter in model.parameters())
     )
-    if trial.optimizer.orthogonalises and trial.workload != "generate" and not _matrix_elements(trial, model):
-        pattern = trial.optimizer.matrices
-        which = (
-            f"a name like optimizer.matrices = {pattern!r}"
-            if pattern
-            else "the shape and place of a hidden matrix"
-        )
-        missing = f"optimizer.name = {MUON!r}: no trained parameter of the model has {which}"
-        prediction.problems += (f"{missing}; change optimizer.matrices, or choose another optimizer",)
+    if trial.workload != "generate" and (why := _why_not_muon(trial, model)):
+        prediction.problems += (why,)
         return prediction
     state = optimizer if isinstance(optimizer, int) else 0
     memory = peer_memory(trial, prediction.parameters, state)
@@ -197,15 +191,48 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
     return prediction
 
 
-def _matrix_elements(trial: Trial, model: nn.Module | Listed) -> int:
-    """Return the number of elements that Muon steps."""
+def _matrices(trial: Trial, model: nn.Module | Listed) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the names and shapes of the trained parameters that Muon steps."""
     if isinstance(model, Listed):
-        return sum(place.spec.numel for place in model.placed if place.spec.group)
+        return [(place.spec.name, tuple(place.spec.shape)) for place in model.placed if place.spec.group]
     from harness.strategies.optimizers import group_of
 
     group = group_of(trial.optimizer, model)
-    named = model.named_parameters()
-    return sum(p.numel() for name, p in named if group is not None and group(name, p))
+    if group is None:
+        return []
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return [(name, tuple(p.shape)) for name, p in trained if group(name, p)]
+
+
+def _matrix_elements(trial: Trial, model: nn.Module | Listed) -> int:
+    """Return the number of elements that Muon steps."""
+    return sum(math.prod(shape) for _, shape in _matrices(trial, model))
+
+
+def _why_not_muon(trial: Trial, model: nn.Module | Listed) -> str | None:
+    """Return why Muon cannot step the parameters that the trial gives it, or None.
+
+    The engine, and torch in processes that hold whole matrices, would refuse such parameters when training begins.
+    """
+    if not trial.optimizer.orthogonalises:
+        return None
+    pattern, chosen = trial.optimizer.matrices, _matrices(trial, model)
+    if not chosen:
+        which = (
+            f"a name like optimizer.matrices = {pattern!r}"
+            if pattern
+            else "the shape and place of a hidden matrix"
+        )
+        missing = f"optimizer.name = {MUON!r}: no trained parameter of the model has {which}"
+        return f"{missing}; change optimizer.matrices, or choose another optimizer"
+    for name, shape in chosen:
+        if len(shape) != 2:
+            return (
+                f"optimizer.matrices = {pattern!r} also names {name!r} of shape {shape}, and Muon steps only matrices, "
+                "of 2 dimensions: choose a pattern of matrices alone, or remove optimizer.matrices for the hidden "
+                "matrices"
+            )
+    return None
 
 
 def _unread(trial: Trial) -> dict[str, str]:

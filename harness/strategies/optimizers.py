@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.errors import Refusal, suggestion
-from harness.suites.trial import Optimizer, Trial
+from harness.suites.trial import MUON, Optimizer, Trial
 from impl.engine.elementwise_probe import ELEMENTWISE, bare_step, why_not
 from impl.engine.muon import Muon, WithAdamW, check_arguments, hidden_parameters
 from impl.engine.unit_planning import GroupOf
@@ -53,7 +53,12 @@ def check_elementwise(optimizer: Optimizer) -> None:
     """
     if optimizer.orthogonalises:
         _check_muon(optimizer)
-    elif _kind(optimizer) not in ELEMENTWISE:
+    elif issubclass(kind := _kind(optimizer), torch.optim.Muon):
+        raise Refusal(
+            f"optimizer.name = {optimizer.name!r} needs whole matrices, and the engine gives it shards: set "
+            f"optimizer.name = {MUON!r}, whose matrices have owners"
+        )
+    elif kind not in ELEMENTWISE:
         few = nn.Parameter(torch.zeros(8, 8))
         if (why := why_not(build(optimizer, [few], unwrapped=True))) is not None:
             raise Refusal(f"optimizer.name = {optimizer.name!r} {why}")

@@ -259,22 +259,25 @@ def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-# Written in a suite or in Python, a share of a run's steps has a number and a percent sign.
-_Until = Annotated[int, Field(ge=1, strict=True)] | Annotated[str, Field(pattern=r"^ *\d+(\.\d+)? *% *$")]
-
-
 class SpanChanges(_Varying):
     """A span of ``policy.schedule``: until when it lasts, and the policy fields that differ in its steps.
 
     None keeps the policy's own value.  Fields have the same forms as in :class:`PolicyChanges`.
     """
 
-    until: _Until | None = None
+    until: Annotated[int, Field(strict=True)] | str | None = None
     every: int = Field(1, ge=1)
 
     # Unknown fields are refused by _may_change(): a validator that runs before, which could do without this, would turn
     # JSON into Python's objects, and a list is no tuple then.
     model_config = ConfigDict(extra="allow")
+
+    @field_validator("until")
+    @classmethod
+    def _ends(cls, value: int | str | None) -> int | str | None:
+        """Refuse what is neither a number of steps nor a share of a run."""
+        Span(until=value)
+        return value
 
     @model_validator(mode="after")
     def _may_change(self) -> Self:

@@ -96,7 +96,10 @@ def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
                 if not closure and "closure" in inspect.signature(type(optimizer).step).parameters:
                     return _why_not(optimizer, closure=True, every=True)
                 if errors[0] is not None and errors[3] is None:
-                    return f"is not elementwise: on 1-D tensors, as shards are, its step raises {errors[0]}"
+                    return (
+                        f"is not elementwise: on 1-D tensors, as shards are, its step raises {errors[0]}; use an "
+                        "elementwise optimizer, such as AdamW"
+                    )
                 return _unknown(optimizer, f"its steps on small tensors raised {next(filter(None, errors))}")
             whole, pieces = flat.weights(), torch.cat([low.weights(), high.weights()], 1)
             way += (whole - before).abs()

@@ -70,13 +70,17 @@ FLAT_FACTOR = (
 )
 
 
+ROLES: Final = ("baseline", "contrast")
+
+
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
     """Return whether each row belongs to the baseline.
 
-    Rows with the role ``baseline`` belong to it.  If no row has this role, the baseline is plain ZeRO-3 or, without
-    plain ZeRO-3, the configuration listed first.
+    Rows with the role ``baseline`` belong to it.  If no row has a role, the baseline is plain ZeRO-3 or, without plain
+    ZeRO-3, the configuration listed first.  If the suite names a baseline and no trial of it is in the table, no row
+    belongs to a baseline: another configuration must not take its place unnoticed.
     """
-    if table["role"].eq("baseline").any():
+    if table["role"].isin(ROLES).any():
         return table["role"].eq("baseline")
     preset = is_preset(table, BASELINE)
     if preset.any():

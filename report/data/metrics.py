@@ -270,7 +270,7 @@ class Derived:
     @cached_property
     def compared(self) -> Comparison:
         """The suite's baseline, and the configurations that are compared with it."""
-        trials, named_in_suite = self.finished, bool(self.finished["role"].eq("baseline").any())
+        trials, named_in_suite = self.finished, bool(self.finished["role"].isin(configuration.ROLES).any())
         names = [str(name) for name in trials[is_baseline(trials)]["configuration"].unique()]
         contrast = trials["role"].eq("contrast") if named_in_suite else ~trials["configuration"].isin(names)
         configurations = tuple(map(str, trials[contrast]["configuration"].unique()))

@@ -16,6 +16,7 @@ import pandas as pd
 
 from harness.records.confidence_intervals import Interval, product_interval
 from harness.suites.answering_quantity import LEAST_STEPS
+from report.data import caveats
 from report.data.metrics import Derived
 from report.data.text import plus_or_minus
 from report.effects import loss_verdicts
@@ -93,7 +94,10 @@ def cell(each: NetSpeed) -> str:
     text = in_words(each.equal)
     if math.isnan(each.at_both.estimate):
         return text
-    return f"{text}; {plus_or_minus(each.at_both, '{:.2f}'.format)} at {_final_losses(each.equal)[0]}"
+    disturbed = f" {caveats.TAKEN}" * each.at_both.disturbed
+    return (
+        f"{text}; {plus_or_minus(each.at_both, '{:.2f}'.format)}{disturbed} at {_final_losses(each.equal)[0]}"
+    )
 
 
 def _final_losses(equal: EqualLoss) -> tuple[str, str]:
@@ -106,6 +110,11 @@ def sources(derived: Derived) -> str:
     """Return where the seconds of the verdicts' net speed-ups come from, as text."""
     texts = (each.step.named for each in foremost(derived).values() if each.step is not None)
     return "; ".join(dict.fromkeys(texts))
+
+
+def seconds_behind(derived: Derived) -> tuple[Interval, ...]:
+    """Return the speed-ups of steps behind the verdicts' net speed-ups."""
+    return tuple(each.step.speedup for each in foremost(derived).values() if each.step is not None)
 
 
 def _single(rows: Sequence[NetSpeed]) -> bool:

@@ -284,15 +284,20 @@ def table_of(
     return replace(table, footnotes=" ".join(part.strip() for part in footnotes if part.strip()))
 
 
-def interval_notes(data: pd.DataFrame, columns: Sequence[Column]) -> list[str]:
-    """Return footnotes on the intervals in these columns: their occasions, why some are missing, what was left out."""
+def interval_notes(
+    data: pd.DataFrame, columns: Sequence[Column], behind: Sequence[Interval] = ()
+) -> list[str]:
+    """Return footnotes on the intervals in these columns: their occasions, why some are missing, what was left out.
+
+    ``behind`` has further intervals, from which those of a column are computed; what they left out counts too.
+    """
     of_columns = {
         column.key: [value for value in data[column.key] if isinstance(value, Interval)] for column in columns
     }
     shown = [value for column in columns if column.ends for value in of_columns[column.key]]
     occasions = max((value.occasions for value in shown if value.known), default=0)
     most_left_out = max(
-        of_columns.values(), key=lambda values: sum(each.left_out for each in values), default=[]
+        [*of_columns.values(), [*behind]], key=lambda values: sum(each.left_out for each in values)
     )
     return [occasions_in_words(occasions), none_in_words(shown), left_out_in_words(most_left_out)]
 

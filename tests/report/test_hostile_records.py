@@ -114,7 +114,7 @@ PAGES: dict[str, tuple[Callable[[], list[Record]], str]] = {  # with the beginni
     ),
     "repeats that nobody shares": (
         lambda: runs("zero3", repeats=range(3)) + runs("zeropp", repeats=range(3, 6)),
-        "Nothing is compared: 6 trials finished, and no two configurations share a repeat",
+        "Nothing is compared: 6 trials finished, and no configuration shares setting, seed and repeat with",
     ),
     "zero bytes": (lambda: list(map(without_bytes, runs(*BOTH))), r"ZeRO\+\+ is 3.5\dx faster than ZeRO-3"),
     "one node": (

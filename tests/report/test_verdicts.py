@@ -234,7 +234,10 @@ NOTHING: dict[str, tuple[Callable[[], list[Record]], str]] = {
     ),
     "repeats that nobody shares": (
         lambda: timed({"zero3": 1.0}, range(3)) + timed({"zeropp": 1.0}, range(3, 6)),
-        "Nothing is compared: 6 trials finished, and no two configurations share a repeat.",
+        (
+            "Nothing is compared: 6 trials finished, and no configuration shares setting, seed and repeat with the "
+            "baseline."
+        ),
     ),
 }  # fmt: skip
 

@@ -321,6 +321,13 @@ def test_a_counted_factor_scales_an_interval(value: float, half: float, factor: 
     assert (product.n, product.occasions, product.left_out, product.disturbed) == (7, 2, 1, True)
 
 
+def test_a_product_counts_the_values_of_the_factor_with_fewer() -> None:
+    """28 of 30 pairs times 6 seeds have n = 6 with nothing left out: the 2 pairs do not belong to the 6."""
+    pairs, seeds = Interval(2.0, 1.9, 2.1, 28, 3, 2), Interval(0.9, 0.8, 1.0, 6)
+    for product in (product_interval(pairs, seeds), product_interval(seeds, pairs)):
+        assert (product.n, product.left_out, product.occasions) == (6, 0, 3)
+
+
 def test_a_product_has_no_interval_unless_both_factors_have_one() -> None:
     """And none of what is zero or negative."""
     known, unknown = Interval(2.0, 1.9, 2.1, 6), Interval(0.9, math.nan, math.nan, 1)

@@ -138,10 +138,14 @@ def test_a_plan_without_torch_groups_parameters_as_the_engine_does() -> None:
 
 
 def test_muon_on_a_vector_cannot_run() -> None:
-    """A pattern that names vectors, and arguments that torch refuses, are one line each."""
-    forecast_ = forecast_of(strategy="zero3", optimizer=MUON.model_copy(update={"matrices": "blocks.*"}))
-    (problem,) = forecast_.problems
-    assert re.search(r"Muon: parameter 'blocks\.0\..*' has shape \(\d+,\), and only a matrix", problem)
+    """A pattern that names vectors, with shards or whole matrices, and arguments that torch refuses, are one line."""
+    vectors = MUON.model_copy(update={"matrices": "blocks.*"})
+    for strategy in ("zero3", "single", "ddp"):
+        (problem,) = forecast_of(strategy=strategy, optimizer=vectors).problems
+        assert re.fullmatch(
+            r"optimizer\.matrices = 'blocks\.\*' also names 'blocks\.0\..*' of shape \(\d+,\), and Muon .* remove .*",
+            problem,
+        )
     for arguments, message in (
         ({"momentum": -1.0}, "momentum should be >= 0"),
         ({"lr": 0.1, "adamw": 3.0}, "expected a table of AdamW's arguments"),

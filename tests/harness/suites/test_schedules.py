@@ -85,6 +85,12 @@ def test_labels_say_when_what_is_sent() -> None:
         ),
         ('[{ until = 5, gradients = "bf16" }]', "ends at step 5 of 10, and the steps after it have no span"),
         ('[{ gradients = "bf16" }, {}]', "span 1 of schedule has no until, so that span 2 never begins"),
+        (
+            '[{ until = "half" }, {}]',
+            "until = 'half': expected a step of 1 or more, or a share such as '50 %'",
+        ),
+        ("[{ until = 0 }, {}]", "until = 0: expected a step of 1 or more"),
+        ("[{ until = 2.5 }, {}]", "until"),
         ('[{ until = "140 %" }, {}]', "expected a share above 0 and at most 100 %"),
         ("[{ until = 5, stage = 2 }, {}]", "a schedule cannot change stage, because it decides which states"),
         ('[{ until = 5, compute = "bf16" }, {}]', "a schedule cannot change compute"),

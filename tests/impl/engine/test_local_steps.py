@@ -51,6 +51,18 @@ def test_groups_train_as_diloco_in_one_process(topology: Topology, group: Any, f
             assert close(state, wanted[rank // size], 1e-4)
 
 
+@pytest.mark.parametrize(("topology", "group"), LAYOUTS[:4], ids=str)
+def test_groups_train_as_diloco_over_four_micro_batches(topology: Topology, group: Any) -> None:
+    """A step over an accumulation of 4 is one step of a round, and the same in the single process."""
+    policy = local(group, 2)
+    _, wanted = diloco(NET, policy, topology, 4, 4)
+    _, too_early = diloco(NET, replace(policy, local_steps=1), topology, 4, 4)
+    size = policy.group_ranks(topology)
+    for rank, (_, state, _) in enumerate(on_threads(topology, train, NET, policy, 4, 4)):
+        assert close(state, wanted[rank // size], 1e-4)
+        assert not close(state, too_early[rank // size], 1e-3)
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"stage": 1}, {"stage": 2}, {}, {"reduce_every": "step"}, {"memory": replace(ROOMY, persist_below=50)}],

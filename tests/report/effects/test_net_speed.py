@@ -27,7 +27,7 @@ from harness.records.trial_record import Record, Step, write
 from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
 from impl.plan.step_time import Machine
 from report import seconds_key, stamp
-from report.build import build
+from report.build import build, every_table
 from report.data.frames import ReportError, frames_of
 from report.data.metrics import Derived, StepSource, derive
 from report.draw.figure import FORMS, records_behind
@@ -36,10 +36,11 @@ from report.effects import net_speed
 from report.effects.net_speed import NetSpeed, net_speeds
 from report.effects.step_seconds import StepsFrom, derive_folder, unmatched
 from report.figures.learning import NET_SPEED
+from report.page import render
 from report.tables.latex import tabular
 from report.tables.net_speed import net_speedup
 from report.verdicts import verdicts
-from tests.report.records import changed_steps, ending_at, record_of
+from tests.report.records import changed_steps, ending_at, record_of, taken_by_others
 
 NOISE = np.array([0.01, -0.01, 0.005, -0.005, 0.002, -0.002])
 SHAPED = Cluster(rate="50 Mbit/s")
@@ -243,6 +244,55 @@ def test_seconds_come_from_another_suites_records_of_the_same_work() -> None:
         "records of quickstart (2x2 ranks, 200 Mbit/s, 512 tokens/rank)" in verdicts(derived).table.footnotes
     )
     assert net_speedup(derived).data["_source"].tolist() == [found.step.named]
+
+
+def test_pairs_of_another_suite_that_were_left_out_are_counted_with_all_its_pairs() -> None:
+    """With 12 pairs of seconds, one of them disturbed, and 6 seeds, 1 of 12 pairs was left out."""
+    shared = Cluster(rate="200 Mbit/s")
+    records = [
+        record.model_copy(update={"id": trial.id, "trial": trial.canonical()})
+        for record in timed(shared)
+        for trial in (
+            Trial.from_canonical(record.trial),
+            Trial.from_canonical(record.trial | {"repeat": record.trial["repeat"] + 6}),
+        )
+    ]
+    records[0] = taken_by_others(records[0], 0.3)
+    derived = Derived(frames_of(trained(BETTER, FREE)), (source(records),))
+    assert only(derived).net.n == 6
+    footnotes = verdicts(derived).table.footnotes
+    assert "1 of the 12 trials or pairs behind 1 row were left out." in footnotes
+
+
+def test_a_net_speed_up_to_the_higher_loss_from_disturbed_seconds_alone_is_marked() -> None:
+    """As every other number from disturbed trials alone."""
+    derived = derive(frames_of([taken_by_others(record, 0.3) for record in trained(WORSE)]))
+    assert re.fullmatch(
+        r"not reached: 2\.30 against 2\.00; 1\.\d\d ± 0\.0\d ‡ at 2\.30", verdict_of(derived)[0]
+    )
+
+
+@pytest.mark.parametrize("others", ["contrast", ""])
+def test_without_the_baseline_that_the_suite_names_nothing_is_compared(others: str) -> None:
+    """Another configuration does not take its place: there is no target, and the page's sentence says why.
+
+    In a suite that names no baseline and has no ZeRO-3, it is the configuration listed first.
+    """
+    ends = {"zeropp": 2.3 + NOISE, "qwz": 2.2 + NOISE}
+    records = [
+        record.model_copy(update={"role": others, "order": number})
+        for number, record in enumerate(trained(ends, seconds={"zeropp": 1.0, "qwz": 1.5}))
+    ]
+    derived = derive(frames_of(records))
+    head = verdicts(derived)
+    if others:
+        assert head.sentence == (
+            "Nothing is compared: 12 trials finished, but none of the baseline that the suite names."
+        )
+        assert net_speeds(derived) == ()
+        assert "none of the baseline" in render(derived, [], every_table(derived))
+    else:
+        assert only(derived).row["base"] == "ZeRO++"
 
 
 def test_named_seconds_come_first_and_each_source_has_its_row() -> None:
