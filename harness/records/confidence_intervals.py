@@ -231,8 +231,8 @@ def product_interval(left: Interval, right: Interval) -> Interval:
     adds nothing.
 
     Returns:
-        The interval.  Its ``n`` and ``left_out`` are those of the factor with the fewer values, among the factors that have
-        any.  Its ends are NaN unless both factors have an interval.
+        The interval.  Its ``n`` and ``left_out`` are those of the factor with fewer values, unless it has none.
+        Its ends are NaN unless both factors have an interval.
 
     Raises:
         ValueError: If an estimate or an end is zero or negative.
