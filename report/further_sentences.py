@@ -86,7 +86,7 @@ def _on_one_field(
     others = [
         each for each in differences if (each.base, each.place) == (top.base, top.place) and each is not top
     ]
-    field = _FIELDS.get(pairs.field, f"the field {pairs.field}")
+    field = _FIELDS.get(pairs.field, f"policy.{pairs.field}")
     text = on_largest(shown, differences, among=f"where only {field} differs, ")
     return text + likewise(shown, top, others)
 

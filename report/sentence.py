@@ -108,7 +108,7 @@ def on_largest(
 
     ``differences`` has at least one entry.  ``controls`` has the verdicts of the compared controls that
     ``differences`` leaves out.  ``among`` begins the sentence if only some configurations are compared: ``where only
-    the field schedule differs, ``.
+    policy.schedule differs, ``.
     """
     count = len(differences)
     of_all = f", the largest of {count} differences" if count > 1 else ""

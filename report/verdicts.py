@@ -21,7 +21,7 @@ from report.data import break_even, bytes_and_memory, caveats, decoding, speedup
 from report.data.configuration import NAMES, differences_of, spelled
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import NOTHING, counted, listed, number, plus_or_minus
+from report.data.text import NOTHING, counted, listed, lowest_to_highest, number, plus_or_minus
 from report.draw.names_of_rows import by_configuration, peers_note, titles_of
 from report.effects import effects, loss_verdicts
 from report.effects.effects import Effect, Key, Verdict
@@ -359,7 +359,9 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
         allowed = (
             f"{loss_verdicts.allowed(derived)} of {base}'s {'training' if derived.frames.margin else 'loss'}"
         )
-        rule = f"begins above the margin of {two_digits(min(margins))} nats ({allowed})"
+        margin = lowest_to_highest(margins, two_digits)
+        each = " in each setting" * (" to " in margin)
+        rule = f"begins above the margin of {margin} nats ({allowed}{each})"
         otherwise = (
             "better if it ends below 0; within the margin if it lies between 0 and the margin; not significant if it "
             "contains 0 and ends below the margin"

@@ -465,7 +465,7 @@ def write_whole(target: Path, content: str | bytes) -> None:
                 os.fsync(file.fileno())
             (Path(folder) / target.name).replace(target)
     except OSError as error:
-        raise RecordError(f"{target}: cannot write the record: {error.strerror or error}") from error
+        raise RecordError(f"{target}: cannot write the file: {error.strerror or error}") from error
 
 
 def read(path: Path) -> Record:

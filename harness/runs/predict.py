@@ -229,9 +229,9 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
 
 
 def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[tuple[int, list[Event]]]:
-    """Return (number of timed steps, events before such a step) for each kind of step.
+    """Return for each kind of step (number of timed steps of this kind, events of the steps that precede one).
 
-    The kinds are the steps after which groups exchange something, and all other steps together.
+    Each step of a round after which groups exchange something is a kind of its own.  All other steps are one kind.
 
     Args:
         local: Number of steps in a round.

@@ -53,7 +53,8 @@ def check_replay(traced: Traced) -> list[float]:
     for step in traced.steps:
         if step.seconds <= 0:
             raise Refusal(
-                "a traced step takes no time that all ranks share: give traces of one run, whose steps overlap"
+                "a traced step takes no time, from the last rank's beginning of the step to the last rank's end: trace "
+                "steps that train, on all ranks of one run"
             )
     replayed = [joint.replay(step, joint.as_traced(step)) for step in traced.steps]
     for run, step in zip(replayed, traced.steps, strict=True):

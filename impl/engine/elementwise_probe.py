@@ -298,9 +298,11 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
 
 @contextlib.contextmanager
 def _restored(optimizer: Optimizer) -> Iterator[Callable[[], bool]]:
-    """Context that restores random number generators and the plain attributes of the optimizer's classes.
+    """Context that undoes, when it ends, what trial steps of the optimizer change outside of the optimizer.
 
-    Yields a function that returns whether random numbers have been drawn.
+    It restores the random number generators of torch, Python and NumPy, and those attributes of the optimizer's classes
+    that are numbers, strings or tuples, such as a counter of steps.  Yields a function that returns whether torch's or
+    Python's random numbers have been drawn.
     """
     devices = {tensor.device for group in optimizer.param_groups for tensor in group["params"]}
     generators = [torch.default_generator]

@@ -142,12 +142,13 @@ class _Shared:
 
 
 class ThreadWorld:
-    """All ranks of one process that run as threads; used for one :meth:`run`.
+    """The ranks that run as threads of one process; used for one :meth:`run`.
 
     Args:
         size: number of ranks.
         device: the device of all ranks: the CPU or one GPU.
-        timeout: seconds that a rank may run without waiting for a message.
+        timeout: seconds after which a rank that computes, and has not waited for a message, counts as stuck
+            (:class:`TurnError`).  The waits themselves have no limit.
     """
 
     def __init__(self, size: int, device: torch.device, timeout: float) -> None:

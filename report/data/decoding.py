@@ -55,7 +55,8 @@ def generations(frames: Frames) -> pd.DataFrame:
 def speedup(group: pd.DataFrame) -> Interval:
     """Return the ratio of tokens per second to the baseline's: the geometric mean over undisturbed pairs of trials.
 
-    A trial counts with the geometric mean of its generations.  The ratio is NaN if no row has a baseline.
+    The tokens per second of a trial are the geometric mean over its generations.  If all pairs are disturbed, all
+    pairs count.  The ratio is NaN if no row has a baseline.
     """
     paired = group.dropna(subset=["baseline"])
     if paired.empty:
@@ -75,7 +76,8 @@ def speedup(group: pd.DataFrame) -> Interval:
 def speed(group: pd.DataFrame) -> Interval:
     """Return tokens per second, with the interval: the geometric mean over undisturbed trials.
 
-    A trial counts with the geometric mean of its generations.
+    The tokens per second of a trial are the geometric mean over its generations.  If all trials are disturbed, all
+    trials count.
     """
     kept = undisturbed(group)
     by_trial = kept.groupby("id", sort=False)

@@ -40,8 +40,8 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
     return (
         f"A trial is disturbed if other programs and the machine's host took more than {OTHERS_WITHIN:.0%} of the "
         "processors' time. Times in seconds leave out disturbed trials, and speed-ups leave out pairs with a "
-        f"disturbed trial. {left} of the {whole} trials or pairs behind {counted(len(counts), 'row')} were left "
-        "out."
+        f"disturbed trial. In the {counted(len(counts), 'row')} that this concerns, {left} of {whole} trials or pairs "
+        "were left out."
     )
 
 
@@ -55,6 +55,12 @@ def with_arguments(name: str, arguments: Mapping[str, object]) -> str:
     """Return the name of a model or an optimizer with its arguments: ``gpt-small (layers=3)``."""
     pairs = ", ".join(f"{key}={value}" for key, value in arguments.items())
     return f"{name} ({pairs})" if pairs else name
+
+
+def lowest_to_highest(values: Collection[float], form: Callable[[float], str]) -> str:
+    """Return the lowest and the highest value, ``0.024 to 0.025``; a single number if both have the same text."""
+    ends = dict.fromkeys((form(min(values)), form(max(values))))
+    return " to ".join(ends)
 
 
 def number(digits: int = 3) -> Callable[[Any], str]:

@@ -233,7 +233,9 @@ class Lines:
             if self.band
             else f"each small dot is {_dots(shown)}"
         )
-        return f"{_definitions(shown)} Markers are estimates, and {raw}{_strokes(shown, 'dashes')}."
+        return (
+            f"{_definitions(shown)} Markers show the values so defined, and {raw}{_strokes(shown, 'dashes')}."
+        )
 
 
 @dataclass(frozen=True, slots=True)

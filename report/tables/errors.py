@@ -12,7 +12,7 @@ from impl.codecs.codec import ITEM_BYTES, parse
 from report.data import metrics
 from report.data.frames import groups
 from report.data.metrics import Derived
-from report.data.text import NOTHING, listed, number, with_interval
+from report.data.text import NOTHING, listed, lowest_to_highest, number, with_interval
 from report.draw.names_of_rows import by_setting_and_configuration
 from report.effects import loss_verdicts
 from report.effects.loss_verdicts import ENOUGH_POWER
@@ -191,7 +191,7 @@ def losses(derived: Derived) -> Table:
     rows = loss_verdicts.losses(derived)
     base = listed(list(filter(None, dict.fromkeys(row["base"] for row in rows)))) or "the baseline"
     margins = [row["margin"] for row in rows if not math.isnan(row["margin"])]
-    margin = f" (here {number(2)(min(margins))} nats)" if margins else ""
+    margin = f" (here {lowest_to_highest(margins, number(2))} nats)" if margins else ""
 
     def printed(row: loss_verdicts.Row) -> loss_verdicts.Row:
         few = row["target"] == row["target"] and row["reached"] < row["seeds"]

@@ -68,7 +68,10 @@ def tabular(table: Table) -> str:
 
 
 def numbers(tables: Sequence[Table], derived: Derived) -> str:
-    r"""Return a macro for every number in tables, ``\zp{summary/ZeRO++/speedup}``, with its records in a comment."""
+    r"""Return a macro for every number in tables, such as ``\zp{summary/ZeRO++/speedup}``.
+
+    A comment before the macros of a row lists the records behind the row.  Rows without records have no macros.
+    """
     lines, taken = [_COMMANDS.rstrip()], Counter[str]()
     for table in tables:
         for number, (cells, (_, raw)) in enumerate(zip(table.rows(), table.data.iterrows(), strict=True)):

@@ -448,7 +448,7 @@ def test_disturbed_pairs_are_left_out_counted_and_kept_in_the_csv() -> None:
     assert row["n"] == "4"
     assert raw.loc["ZeRO++", "speedup_left_out"] == 2
     assert (
-        "with a disturbed trial. 2 of the 6 trials or pairs behind 1 row were left out."
+        "with a disturbed trial. In the 1 row that this concerns, 2 of 6 trials or pairs were left out."
         in head.table.footnotes
     )
     assert re.search(r"n = 4, 2 disturbed left out\)\.", head.sentence)
@@ -590,7 +590,7 @@ def test_configurations_that_differ_in_one_field_are_compared_with_one_another(
 ) -> None:
     """Schedules with ZeRO++ without one, which is not the suite's baseline; a lower loss is preferred."""
     head = head_of(scheduled(above), answer="loss")
-    first, _, further = head.sentence.partition(" Where only the field schedule differs, ")
+    first, _, further = head.sentence.partition(" Where only policy.schedule differs, ")
     assert re.match(
         r"After 120 steps ZeRO\+\+'s validation loss is 0\.[13]\d\d nats higher than ZeRO-3's", first
     )
@@ -782,7 +782,7 @@ COMMITTED = {
     ),
     "schedules": (
         "loss",
-        (r"After 200 steps ZeRO\+\+'s .* higher than ZeRO-3's .*\. Where only the field schedule differs, .* of "
+        (r"After 200 steps ZeRO\+\+'s .* higher than ZeRO-3's .*\. Where only policy\.schedule differs, .* of "
         r"ZeRO\+\+ \(gradients bf16 from 50 %\) is 0\.011 nats lower than ZeRO\+\+'s .* for 0\.481 instead of 0\.323 "
         r"of ZeRO-3's bytes .* \(gradients int8:256 from 50 %\) sends the fewest bytes between nodes: 0\.376 of .*"),
         "Change of loss, nats",
@@ -790,7 +790,7 @@ COMMITTED = {
     "muon": (
         "loss",
         (r"With optimizer Muon, after 200 steps ZeRO\+\+'s .* 0\.063 nats higher .*\. With optimizer AdamW, ZeRO\+\+'s "
-        r".* 0\.0039 nats higher .*, not significant, .*\. Where only the field owned differs, .*\(owned int4:256\) .* "
+        r".* 0\.0039 nats higher .*, not significant, .*\. Where only policy\.owned differs, .*\(owned int4:256\) .* "
         r"\(owned int8:256\) is 0\.0064 nats higher than ZeRO-3's .*, not significant, .*"),
         "Change of loss, nats",
     ),

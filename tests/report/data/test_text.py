@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from harness.records.confidence_intervals import Interval
-from report.data.text import left_out_in_words, occasions_in_words, sentence
+from report.data.text import left_out_in_words, lowest_to_highest, number, occasions_in_words, sentence
 
 
 def test_captions_say_how_many_occasions_intervals_are_over() -> None:
@@ -22,9 +22,15 @@ def test_trials_that_were_left_out_are_counted_over_all_rows() -> None:
     )
     assert left_out_in_words([kept]) == ""
     assert (
-        "with a disturbed trial. 3 of the 12 trials or pairs behind 2 rows were left out."
+        "with a disturbed trial. In the 2 rows that this concerns, 3 of 12 trials or pairs were left out."
         in left_out_in_words([kept, some, more])
     )
+
+
+def test_margins_of_several_settings_are_given_as_a_range() -> None:
+    """The lowest and the highest margin, or a single number if both have the same two digits."""
+    assert lowest_to_highest([0.0252, 0.0236], number(2)) == "0.024 to 0.025"
+    assert lowest_to_highest([0.0236, 0.0239], number(2)) == "0.024"
 
 
 def test_a_sentence_begins_with_a_capital_letter_but_for_vnmse() -> None:
