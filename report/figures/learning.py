@@ -31,7 +31,8 @@ _EXCESS_OVER_SEEDS: Final = Measure(
 def _curves(derived: Derived) -> pd.DataFrame:
     """Return the validations of trials with at least three validations.
 
-    Each validation has three rows, in which the column ``against`` holds its steps, its seconds and its bytes.
+    Each validation has three rows, in which the column ``against`` holds its steps, its seconds and its bytes.  Rows of
+    seconds are left out if no trial was timed, as with ranks that are threads.
     """
     long = derived.trials[derived.trials["validation_loss"].notna()]
     rows = long[OF_TRIAL].merge(derived.frames.validations, on="id")
@@ -44,7 +45,9 @@ def _curves(derived: Derived) -> pd.DataFrame:
             f"{unit} sent between nodes": rows["inter_bytes"] / size}  # fmt: skip
     heads = {setting: f"{title}: " if title else "" for setting, title in titles_of(rows).items()}
     return pd.concat(
-        rows.assign(against=x, panel=rows["setting"].map(heads) + name) for name, x in axes.items()
+        rows.assign(against=x, panel=rows["setting"].map(heads) + name)
+        for name, x in axes.items()
+        if x.notna().any()
     )
 
 
@@ -62,8 +65,8 @@ _CURVES: Final = Lines(
 )  # fmt: skip
 LOSS: Final = Figure(
     name="loss",
-    title="Loss against steps, time and bytes",
-    question="How does the validation loss fall with steps, with seconds and with bytes?",
+    title="Loss during training",
+    question="How does the validation loss fall with each quantity that is named below an axis?",
     table=_curves,
     mark=_CURVES,
     notes=(_seeds_in_words,),
