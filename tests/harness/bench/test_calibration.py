@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.bench.calibration import Measured, fit, trials
+from harness.bench.calibration import EQUAL, Measured, _error, fit, fit_all, trials
 from harness.errors import Refusal
 from harness.measure import machine_file
 from harness.runs.feasibility import any_host, forecast
-from impl.plan.step_time import CodecCost, Machine, step_of
+from impl.plan.step_time import ALTERNATIVE, CodecCost, Machine, step_of
 
 TRUTH = Machine(
     name="truth", source="made up", fixed=3e-9, per_token=5e-11, launch=1e-3, efficiency=0.96, fewest=1,
@@ -60,8 +60,34 @@ def test_the_machine_behind_the_trials_is_fitted(factor: float, sent: float) -> 
 
 def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
     """Writing a machine to TOML and reading it back gives an equal machine, codecs included."""
-    machine_file.write(tmp_path / "m.toml", TRUTH)
-    assert machine_file.read(tmp_path / "m.toml") == TRUTH
+    for machine in (TRUTH, replace(TRUTH, alternatives=({"sent": 5e-9}, {"sent": 7e-9, "unit": 0.0}))):
+        machine_file.write(tmp_path / "m.toml", machine)
+        read = machine_file.read(tmp_path / "m.toml")
+        assert replace(read, alternatives=tuple(read.alternatives)) == machine
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.lists(st.floats(0.8, 1.25), min_size=11, max_size=11))
+def test_alternatives_fit_as_well_as_the_best(noise: list[float]) -> None:
+    """Each alternative's error is at most 1 % larger, and steps between the fits' predictions include the best's."""
+    measured = [
+        replace(trial, wall=factor * trial.wall, in_steps=factor * trial.in_steps)
+        for trial, factor in zip(_measured(TRUTH), noise, strict=True)
+    ]
+    fitted = fit_all(replace(TRUTH, per_token=0.0, launch=0, unit=0, element=0, message=0, sent=0), measured)
+    best, *others = fitted.fits
+    assert best == replace(fit(replace(TRUTH, per_token=0.0), measured), alternatives=())
+    for other in others:
+        assert _error(other, measured) <= _error(best, measured) + EQUAL
+        assert any(getattr(other, name) != getattr(best, name) for name in ALTERNATIVE)
+
+
+def test_a_cost_that_measurements_do_not_need_is_left_out_in_an_alternative() -> None:
+    """Without a cost of elements, fits with and without it are equally good; a cost that is needed stays."""
+    truth = replace(TRUTH, element=1e-12, launch=1e-6)
+    fitted = fit_all(replace(truth, launch=0, unit=0, element=0, message=0, sent=0), _measured(truth))
+    assert {"element": 0.0}.items() <= {k: v for each in fitted.alternatives for k, v in each.items()}.items()
+    assert all(other.unit > 0 for other in fitted.fits)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +100,16 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("overlop = 'none'", "did you mean 'overlap'"),
         ("[codecs.bf16]\nencode = -1\ndecode = 0", "codecs.bf16.encode"),
         ("[codecs.bf16]\nencode = 1", "codecs.bf16.decode"),
+        (
+            "[[alternatives]]\nspread = 0.1",
+            "alternative 1 changes 'spread', expected one of fixed, per_token",
+        ),
+        (
+            "[[alternatives]]\nsent = 1.0\n[[alternatives]]\nefficiency = 2.0",
+            "alternative 2: efficiency is 2",
+        ),
+        ("[[alternatives]]\nsent = 'much'", "alternatives.0.sent"),
+        ("alternatives = 3", "alternatives"),
         ("[[", "not TOML"),
     ],
 )
