@@ -8,8 +8,9 @@ the file.
 There are two sources:
 
 - the *recorder*: torch's flight recorder, which the backends NCCL and (from torch 2.13) gloo fill in C++.  It also
-  sees what C++ calls, such as DDP's reducer.  It is a ring buffer that is copied as a whole.  It is read after each of
-  the first ten steps, and later as often as one percent of the time allows, or when it is about to overflow.  The
+  sees what C++ calls, such as DDP's reducer.  It is a ring buffer that is copied as a whole, about 10 us for each
+  entry.  It is read after each of the first ten steps, and later as often as one percent of the process's processor
+  time allows, or when it is about to overflow.  The
   Python stacks are read until a step's sequence of operations, groups, sizes and types has come twice with the same
   stacks; later steps with this sequence get its phases and call sites.  A reading in which any step has another
   sequence is repeated with stacks;
@@ -60,9 +61,11 @@ FIELDS = (
     "bytes",
 )  # fmt: skip
 """What a row holds; calls that agree in all but the last three are one row."""
-RING = 10_000  # entries of the recorder in an audited program
+# Entries of the recorder in an audited program.  More entries are copied again at the end of a program; fewer would
+# not hold the calls of a large step.
+RING = 5_000
 FIRST_STEPS = 10  # after each of which the recorder is read
-BUDGET = 0.01  # share of the time that reading may take afterwards
+BUDGET = 0.01  # share of the process's processor time that reading may take afterwards
 INFINIBAND = "/sys/class/infiniband"  # folder of the adapters
 _FULL = 0.9  # share of the ring that may be filled before it is read in any case
 _SEQUENCES = 32  # that are remembered: one for each kind of step, such as one with an evaluation
@@ -280,8 +283,8 @@ class Witness:
                     self.write(event="end", how=how, steps=self.steps, **self.seconds())
 
     def seconds(self) -> dict[str, float]:
-        """Return how long reading took after the first step, and the time since then."""
-        lasted = time.monotonic() - self.first_step if self.first_step else 0.0
+        """Return the processor seconds of reading after the first step, and of the process since then."""
+        lasted = time.process_time() - self.first_step if self.first_step else 0.0
         return {"reading": round(self.spent, 4), "lasted": round(lasted, 4)}
 
     def stop(self, *, in_hook: bool = False) -> None:
@@ -433,7 +436,7 @@ class Witness:
         self.most, self.in_step = max(self.most, self.in_step), 0
         if self.progress >= 0:
             os.pwrite(self.progress, b"%d" % self.steps, 0)
-        now = time.monotonic()
+        now = time.process_time()  # and not the elapsed time, in which ranks may wait
         self.first_step = self.first_step or now
         done = self.last_step is not None and self.steps >= self.last_step
         affordable = self.spent + self.cost <= BUDGET * (now - self.first_step)
@@ -539,7 +542,7 @@ class Witness:
                 gc.enable()
 
     def _read_all(self, *, final: bool) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         self.find_groups()
         # A forked process that has made no group of its own must not touch the recorder, whose lock may be held.
         if self.forked_here and not self.used:
@@ -555,7 +558,7 @@ class Witness:
             self.tail = []
         if self.used and (self.steps > self.read_steps or final):
             self.write(event="counters", step=self.steps, sent=self.counters(), time=time.time_ns())
-        self.cost = time.perf_counter() - began
+        self.cost = time.thread_time() - began
         # The first reading also describes stacks and groups.
         self.spent += self.cost if self.read_steps else 0.0
         self.read_steps = self.steps

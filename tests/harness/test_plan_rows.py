@@ -196,7 +196,8 @@ def test_a_plan_says_what_a_machine_file_tells(
     machine, suite = tmp_path / "m.toml", tmp_path / "q.toml"
     machine.write_text(
         "name = 'm'\nsource = 's'\nfixed = 1e-9\nper_token = 0.0\nefficiency = 1.0\nfewest = 1\nmost = 100.0\n"
-        "overlap = 'schedule'\n[codecs.'int4:128']\nencode = 1e-8\ndecode = 1e-8\n"
+        "overlap = 'schedule'\n[codecs.bf16]\nencode = 0\ndecode = 0\n"
+        "[codecs.'int4:128']\nencode = 1e-8\ndecode = 1e-8\n[codecs.'int8:2048']\nencode = 1e-8\ndecode = 1e-8\n"
         + (f"[[alternatives]]\n{alternatives}\n" if alternatives else "")
     )
     suite.write_text(

@@ -66,7 +66,7 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
         assert replace(read, alternatives=tuple(read.alternatives)) == machine
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(st.lists(st.floats(0.8, 1.25), min_size=11, max_size=11))
 def test_alternatives_fit_as_well_as_the_best(noise: list[float]) -> None:
     """Each alternative's error is at most 1 % larger, and steps between the fits' predictions include the best's."""
