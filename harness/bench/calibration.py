@@ -59,7 +59,7 @@ _OPTIONAL: Final = (
     "element",
     "message",
     "sent",
-)  # costs without which a fit may do
+)  # costs that an alternative may lack
 _SAME: Final = 1e-3  # relative difference up to which two fits' values are one
 _TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the link is slow
     ("gpt-small", 2, 256, "zero3", False),

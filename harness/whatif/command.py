@@ -30,7 +30,7 @@ MOST_PREDICTED: Final = 1 << 16  # ranks of a predicted run
 def _speed_up_mark(row: Mapping[str, Any]) -> str:
     """Return the interval of a row's speed-up for the table, with a mark if 1 lies inside it."""
     low, high = (f"{row[f'{end}_speed_up']:.2f}" for end in ("low", "high"))
-    return "" if low == high else f" ({low} to {high})" + (" ?" if _undecided(row) else "")
+    return ("" if low == high else f" ({low} to {high})") + (" ?" if _undecided(row) else "")
 
 
 def _undecided(row: Mapping[str, Any]) -> bool:
@@ -146,16 +146,21 @@ def whatif(
     if as_csv:
         sys.stdout.write(plan_rows.as_csv(rows))
         return
-    several = ""
-    if calibrated is not None and calibrated.alternatives:
-        several = f", over all {len(calibrated.fits)} fits of the machine file"
+    fits = ""
+    if calibrated is not None:
+        count = len(calibrated.fits)
+        fits = (
+            f", over all {count} fits of the machine file"
+            if count > 1
+            else "; the machine file states one fit"
+        )
     out = terminal_table.console()
     for line in lines:
         terminal_table.say(line, out)
     terminal_table.show(rows, _COLUMNS, out, whole="--json and --csv print all of them")
     terminal_table.say(
         "from, to: the step if a collective's overhead scales with its bytes over the rate, and if it is constant"
-        f"{several}. Speed-up: over the program as traced, at the same rate and topology, with its interval. "
+        f"{fits}. Speed-up: over the program as traced, at the same rate and topology, with its interval. "
         "Break-even: above this rate the policy does not pay.",
         out,
     )
