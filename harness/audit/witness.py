@@ -231,6 +231,7 @@ class Witness:
         self.seen: dict[str, int] = {}  # the last entry of each recorder that was read
         self.known: dict[str, list[_Sequence]] = {}  # by recorder
         self.spent, self.cost, self.first_step = 0.0, 0.0, 0.0
+        self.closed = False  # whether the default group was destroyed, before which the recorder was read
         self.groups: dict[str, str] = {}  # backend by name
         self.ranks: dict[str, list[int]] = {}
         self.unseen: set[str] = set()  # names of groups whose backend has no recorder
@@ -341,7 +342,9 @@ class Witness:
         @functools.wraps(destroy)
         def destroy_process_group(*arguments: Any, **options: Any) -> Any:
             self.read(final=True)
-            return destroy(*arguments, **options)
+            result, world = destroy(*arguments, **options), _world()
+            self.closed = world is not None and world.default_pg is None
+            return result
 
         for module in (c10d, torch.distributed):
             self.replace(module, "destroy_process_group", destroy_process_group)
@@ -500,7 +503,7 @@ class Witness:
                 self.write(event="group", name=name, ranks=ranks, backend=backend, seen=seen)
         default = world.default_pg
         if default is not None and default is not self.inherited:
-            self.used = True
+            self.used, self.closed = True, False
             if self.rank < 0:
                 self.rank = default.rank()
                 self.write(event="rank", rank=self.rank, world=default.size())
@@ -605,6 +608,8 @@ class Witness:
     def recorded(self) -> list[Call]:
         """Return the calls that the recorders have noted since they were last read."""
         calls: list[Call] = []
+        if self.closed and not self.since and not self.marks:
+            return calls
         for name, dump in self.recorders().items():
             rows = None
             if any(sequence.times > 1 for sequence in self.known.get(name, ())):
