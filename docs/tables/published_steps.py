@@ -220,10 +220,11 @@ def machine_of(rows: pd.DataFrame, name: str, source: str) -> Machine:
     Its numbers have four digits, more than published throughputs have.
     """
     known = rows[rows["fitted"]] if rows["fitted"].any() else rows
-    best, *others = [
+    values: list[dict[str, Any]] = [
         {field: float(f"{getattr(machine, field):.4g}") for field in ("fixed", "per_token", "efficiency")}
         for machine in equal_fits(known)
     ]
+    best, *others = values
     alternatives = [
         {field: other[field] for field in other if other[field] != best[field]} for other in others
     ]

@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from impl.codecs.codec import Codec
 from impl.plan.hops import Hop, gather_hops, in_phase, outer_hops, reduction_hops
@@ -116,15 +116,16 @@ class Machine:
                         f"machine {self.name}: alternative {number} changes {name!r}, expected one of "
                         f"{', '.join(ALTERNATIVE)}"
                     )
-            replace(
-                self, name=f"{self.name}, alternative {number}", alternatives=(), **changes
-            )  # checks values
+            self._changed({"name": f"{self.name}, alternative {number}", **changes})  # checks the values
 
     @property
     def fits(self) -> tuple[Machine, ...]:
         """This machine and one machine for each alternative fit, this machine first; none of them has alternatives."""
-        best = replace(self, alternatives=())
-        return best, *(replace(best, **changes) for changes in self.alternatives)
+        return self._changed({}), *(self._changed(changes) for changes in self.alternatives)
+
+    def _changed(self, changes: Mapping[str, Any]) -> Machine:
+        """Returns a machine without alternatives, with these fields changed."""
+        return replace(self, alternatives=(), **changes)
 
     def compute(self, parameters: float, tokens: float, units: int = 0) -> float:
         """Returns the seconds of forward and backward over ``tokens``, for a rank with a processor of its own."""

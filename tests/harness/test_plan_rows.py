@@ -126,7 +126,7 @@ def test_the_machine_of_data_sheets_says_so() -> None:
 def _planned(machine: Machine, **changes: object) -> list[dict[str, object]]:
     """Return the rows of ZeRO-3 and ZeRO++ at the blog's batch, model, nodes and rate on a machine."""
     setting: dict[str, Any] = {
-        "model": Model(name="gpt-18b"), "cluster": Cluster(nodes=24, ranks_per_node=16, rate="400 Gbit/s"),  # type: ignore[arg-type]
+        "model": Model(name="gpt-18b"), "cluster": Cluster(nodes=24, ranks_per_node=16, rate="400 Gbit/s"),
         "tokens_per_rank": 1024, "sequence": 1024,
     }  # fmt: skip
     trials = [Trial(**setting | changes, strategy=name) for name in ("zero3", "zeropp")]
