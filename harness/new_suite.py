@@ -18,6 +18,7 @@ from harness.measure import machine
 from harness.runs.feasibility import PROCESS_BYTES, Host, forecast
 from harness.suites.suite import LONGEST_NAME, NAME
 from harness.suites.suite_file import load
+from harness.whole_file import written_whole
 
 WITHIN: Final = 200.0  # seconds that the suite may take by estimate: five minutes, less a margin
 _TEMPLATE: Final = Path(__file__).with_name("new_suite.template")
@@ -55,8 +56,9 @@ def write(name: str, host: Host) -> tuple[Path, str]:
         if seconds is None or seconds <= WITHIN:
             break
     time = "not estimated" if seconds is None else f"about {spoken(seconds)} (estimated)"
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text.replace("\nrepeats =", f'\ntime = "{time}"\nrepeats =', 1))
+    with written_whole([path], new=True) as (unfinished,):
+        text = text.replace("\nrepeats =", f'\ntime = "{time}"\nrepeats =', 1)
+        unfinished.write_text(text, encoding="utf-8")
     return path, sentence
 
 

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from harness.csv_cells import safe_cell
@@ -24,6 +24,7 @@ from impl.plan.step_time import Machine, StepTime
 _MODELLED: Final = (
     "seconds", "low_seconds", "high_seconds", "compute_seconds", "wire_seconds", "exposed_seconds",
     "critical", "tokens_per_second", "tflops", "speed_up", "basis",
+    "fits_low_seconds", "fits_high_seconds", "fits_low_speed_up", "fits_high_speed_up",
 )  # fmt: skip
 
 
@@ -53,6 +54,8 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
     - ``tflops``: of one rank, at 6 operations for each parameter and token, or 8 with activation checkpointing.
     - ``speed_up``: over ZeRO-3 in the same setting.
     - ``basis``: what the prediction rests on (:meth:`impl.plan.step_time.Machine.basis`).
+    - ``fits_low_seconds`` to ``fits_high_seconds``, ``fits_low_speed_up`` to ``fits_high_speed_up``: the intervals over
+      all fits of the machine, which explain its measurements equally well.  None for a machine of one fit.
     """
     varying = varying_paths([forecast.trial.canonical() for forecast in forecasts])
     # All policies of the suite are aligned to every codec's blocks, and the alignment is part of each trial's id.
@@ -60,18 +63,35 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
     table = [_row(forecast, varying, ids_unknown=ids_unknown) for forecast in forecasts]
     if machine is None:
         return table
-    pairs = [(f, predict(f.trial, f.step, f.egress, machine)) for f in forecasts]
+    by_fit = [_predicted(forecasts, fit) for fit in machine.fits]
+    for row, forecast, predictions in zip(table, forecasts, zip(*by_fit, strict=True), strict=True):
+        modelled = _modelled(forecast, machine, predictions)
+        row |= {f"modelled_{name}": value for name, value in modelled.items()}
+    return table
+
+
+def undecided(row: Mapping[str, Any]) -> bool:
+    """Return whether 1 lies inside a row's interval of speed-ups, so that the machine tells neither as the faster."""
+    low, high = row.get("modelled_fits_low_speed_up"), row.get("modelled_fits_high_speed_up")
+    return low is not None and high is not None and bool(low < 1 < high)
+
+
+def _predicted(forecasts: Sequence[Forecast], machine: Machine) -> list[tuple[StepTime | None, float | None]]:
+    """Return each trial's step on a machine of one fit, and its speed-up over ZeRO-3; None if they are not known."""
+    steps = [predict(f.trial, f.step, f.egress, machine) for f in forecasts]
     base = {
         setting_of(forecast.trial): step.seconds
-        for forecast, step in sorted(pairs, key=lambda pair: -len(pair[0].trial.changes))
+        for forecast, step in sorted(
+            zip(forecasts, steps, strict=True), key=lambda pair: -len(pair[0].trial.changes)
+        )
         # In this order the baseline with the fewest changes comes last, and replaces other baselines of its setting.
         if step is not None and forecast.trial.strategy == BASELINE
     }
-    for row, (forecast, step) in zip(table, pairs, strict=True):
-        basis = None if step is None else machine.basis(known=step.calibrated)
-        modelled = _modelled(forecast, step, base.get(setting_of(forecast.trial)), basis)
-        row |= {f"modelled_{name}": value for name, value in modelled.items()}
-    return table
+    bases = [base.get(setting_of(forecast.trial)) for forecast in forecasts]
+    return [
+        (step, None if step is None or base is None else base / step.seconds)
+        for step, base in zip(steps, bases, strict=True)
+    ]
 
 
 _MISSING: Final = {  # by role of a suite's own object, the numbers that are unknown until it is imported
@@ -100,19 +120,25 @@ def not_imported(forecasts: Sequence[Forecast]) -> str:
 
 
 def _modelled(
-    forecast: Forecast, step: StepTime | None, base: float | None, basis: str | None
+    forecast: Forecast, machine: Machine, predictions: Sequence[tuple[StepTime | None, float | None]]
 ) -> dict[str, Any]:
-    trial = forecast.trial
+    """Return the values of :data:`_MODELLED` from the predictions of all fits, of which the first is the best."""
+    trial, (step, speed_up) = forecast.trial, predictions[0]
     tokens = trial.tokens_per_rank * trial.accumulation
     operations = (8 if trial.activation_checkpointing else 6) * (forecast.parameters or 0) * tokens
     if step is None:
         return dict.fromkeys(_MODELLED)
     low, high = (step.seconds * math.exp(sigma * step.spread) if step.spread else None for sigma in (-2, 2))
+    intervals: list[float | None] = [None] * 4
+    if len(predictions) > 1:
+        seconds = [other.seconds for other, _ in predictions if other is not None]
+        speed_ups = [other for _, other in predictions if other is not None]
+        intervals = [min(seconds), max(seconds), min(speed_ups, default=None), max(speed_ups, default=None)]
     values = (
         step.seconds, low, high, step.compute, step.wire,
         None if math.isnan(step.exposed) else step.exposed, step.critical,
         tokens * trial.topology().world / step.seconds, operations / step.seconds / 1e12,
-        None if base is None else base / step.seconds, basis,
+        speed_up, machine.basis(known=step.calibrated), *intervals,
     )  # fmt: skip
     return dict(zip(_MODELLED, values, strict=True))
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from harness import terminal_table
 from harness.cluster.link import PACED
 from harness.errors import one_line
-from harness.plan_rows import record_rows, rows
+from harness.plan_rows import record_rows, rows, undecided
 from harness.records.confidence_intervals import FEWEST
 from harness.records.trial_record import Record
 from harness.runs.feasibility import Forecast, gib
@@ -45,10 +45,27 @@ _BASES: Final = {  # what a modelled step rests on, by the nature of the machine
 }
 _UNCALIBRATED: Final = "modelled steps rest on a machine that was not calibrated"
 _SPEED_UP: Final = "speed-up is over ZeRO-3 in the same setting."
+_ONE_FIT: Final = "The file states one fit; speed-ups are without an interval."
+_FITS: Final = (
+    "In parentheses: the interval over {count} fits of the machine file, which agree equally well with its "
+    "measurements or sources."
+)
+_UNDECIDED: Final = "?: the interval includes 1, so that the machine file does not tell which is faster."
 _WHOLE: Final = "--json and --csv print all of them"
+
+
+def _interval(row: Mapping[str, Any], quantity: str, form: str) -> str:
+    """Return a row's interval of a modelled quantity over the machine's fits; empty if it has no width."""
+    low, high = row.get(f"modelled_fits_low_{quantity}"), row.get(f"modelled_fits_high_{quantity}")
+    return "" if low is None or high is None or low == high else f" ({low:{form}} to {high:{form}})"
+
+
 _PLANNED: Final = (
-    Column("modelled_seconds", "step, modelled", ".3g", "s"),
-    Column("modelled_speed_up", "speed-up", ".2f", rank=1),
+    Column("modelled_seconds", "step, modelled", ".3g", "s", mark=lambda row: _interval(row, "seconds", ".3g")),
+    Column(
+        "modelled_speed_up", "speed-up", ".2f", rank=1,
+        mark=lambda row: _interval(row, "speed_up", ".2f") + (" ?" if undecided(row) else ""),
+    ),
     Column("modelled_tokens_per_second", "tokens", ",.0f", "/s", rank=3),
     Column("modelled_tflops", "speed", ".3g", "TFLOPS/rank", rank=4),
     Column("modelled_basis", "basis", rank=2),
@@ -62,7 +79,7 @@ _PLANNED: Final = (
     Column("secondary_wide", "hpZ copy in 16 bits", BYTES, rank=7),
     Column("host_bytes", "on the host", BYTES, rank=2),
     Column("copied_bytes", "to and from the host", BYTES, "/step", rank=3),
-)
+)  # fmt: skip
 
 
 def _mark(row: Mapping[str, Any]) -> str:
@@ -124,6 +141,8 @@ def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Mac
         nature = machine.nature or ("calibration" if machine.host else "")
         basis = _BASES.get(nature, _UNCALIBRATED)
         say(f"On {machine.name} ({machine.source}): {basis}; {_SPEED_UP}")
+        say(_FITS.format(count=len(machine.fits)) if machine.alternatives else _ONE_FIT)
+        say(_UNDECIDED if any(map(undecided, table)) else "")
     say(labels.pad_note(forecast.padding for forecast in shown))
     for number, reason in enumerate(reasons, 1):
         stopped = [forecast for forecast in shown if reason in forecast.reasons]

@@ -11,6 +11,7 @@ from harness.audit import tables
 from harness.audit.calls import CSV, PAGE, spans
 from harness.audit.tables import Report
 from harness.errors import visible
+from harness.records.trial_record import write_whole
 from harness.terminal_table import Column, filled
 from report.page import render_template
 
@@ -20,7 +21,7 @@ _STEPS_SHOWN: Final = 4  # kinds of steps with a table of their own
 def write(report: Report, folder: Path, command: Sequence[str]) -> Path:
     """Write the page of an audit into ``folder`` and return the page's path; ``command`` is the audited command."""
     path = folder / PAGE
-    path.write_text(page(report, command), encoding="utf-8")
+    write_whole(path, page(report, command))
     return path
 
 

@@ -17,7 +17,7 @@ from harness.cluster.interrupts import REFUSED
 from harness.errors import Refusal, one_line, visible
 from harness.measure import machine
 from harness.records import archive, bench_record, benchmark_file
-from harness.records.trial_record import RecordError
+from harness.records.trial_record import RecordError, write_whole
 from harness.suites.parse_quantity import parse_rate
 from harness.suites.suite_file import name_of
 from harness.terminal_table import console
@@ -155,7 +155,7 @@ def compare(
     comparison.table.show(out)
     out.print("\n".join(comparison.notes), markup=False, highlight=False, soft_wrap=True)
     if html is not None:
-        html.write_text(page(comparison), encoding="utf-8")
+        write_whole(html, page(comparison))
     if comparison.worse:
         raise typer.Exit(SOME_FAILED)
 

@@ -1,7 +1,8 @@
 """Predicts published throughput from a few of the published numbers, and reports how far the predictions are off.
 
 ``python -m docs.tables.published_steps`` writes docs/modelled.md from ``report/published/zeropp_throughput.csv``.
-Given another file with the same columns, it prints the page for that file instead.
+Given another file with the same columns, it prints the page for that file instead.  Given also the name of a TOML
+file, it writes the machine that is fitted to the rows, with all equally good fits, for ``zeropp plan --machine``.
 
 Columns that the file needs:
 
@@ -38,6 +39,7 @@ from scipy.optimize import least_squares
 
 from docs import numbers
 from docs.tables import markdown
+from harness.measure import machine_file
 from impl.plan.step_time import FLOPS_PER_TOKEN, Machine, Work, flops, least_seconds, step_time
 from report.data import published
 from report.figures.predictions import measured_over, score, score_in_words
@@ -56,7 +58,7 @@ APART: Final = (
     1.25  # ratio of the largest to the smallest speed-up of these fits, above which nothing is known
 )
 IDLE_LINK: Final = 0.1  # share of a step up to which sending tests nothing: its computation decides
-EFFICIENCIES: Final = tuple(np.geomspace(0.05, 1.0, 25))  # of adapters, for which fits are made
+EFFICIENCIES: Final = tuple(np.geomspace(0.05, 1.0, 77))  # of adapters, 4 % apart, for which fits are made
 
 
 class PublishedError(ValueError):
@@ -210,6 +212,26 @@ def equal_fits(rows: pd.DataFrame) -> list[Machine]:
     fits = [fit(rows), *(fit(rows, float(share)) for share in EFFICIENCIES)]
     errors = [error(machine) for machine in fits]
     return [machine for machine, each in zip(fits, errors, strict=True) if each <= min(errors) + NOISE]
+
+
+def machine_of(rows: pd.DataFrame, name: str, source: str) -> Machine:
+    """Return the machine that is fitted to the rows, with the other equally good fits as its alternatives.
+
+    Its numbers have four digits, more than published throughputs have.
+    """
+    known = rows[rows["fitted"]] if rows["fitted"].any() else rows
+    values: list[dict[str, Any]] = [
+        {field: float(f"{getattr(machine, field):.4g}") for field in ("fixed", "per_token", "efficiency")}
+        for machine in equal_fits(known)
+    ]
+    best, *others = values
+    alternatives = [
+        {field: other[field] for field in other if other[field] != best[field]} for other in others
+    ]
+    return replace(
+        fit(known), **best, name=name, source=source, nature="published steps",
+        alternatives=tuple(filter(None, alternatives)),
+    )  # fmt: skip
 
 
 def speed_up_range(machines: Sequence[Machine], work: Work, share: float) -> tuple[float, float]:
@@ -419,13 +441,20 @@ def shares_of_peak() -> pd.Series:
 
 
 def main(arguments: list[str]) -> int:
-    """Write docs/modelled.md, or print the page for the file that is given; return 2 if the file cannot be read."""
+    """Write docs/modelled.md, or print the page for the file that is given; return 2 if the file cannot be read.
+
+    A second argument names a machine file to write.
+    """
     if not arguments:
         table = predict(read(published.FOLDER / "zeropp_throughput.csv"))
         (DOCS / "modelled.md").write_text(page(table) + measured_here(measured_trials()), encoding="utf-8")
         return 0
     try:
-        sys.stdout.write(page(predict(read(Path(arguments[0])))))
+        path, *machines = map(Path, arguments)
+        rows = read(path)
+        for target in machines[:1]:
+            machine_file.write(target, machine_of(rows, target.stem, f"fitted to rows of {path.name}"))
+        sys.stdout.write(page(predict(rows)))
     except (PublishedError, OSError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
         sys.stderr.write(f"docs.tables.published_steps: {error}\n")
         return 2

@@ -82,7 +82,7 @@ class Rank:
     # By step, the part of its rows that was called after the interface counters were read.
     late: dict[int, dict[Key, Count]] = field(default_factory=dict)
     ended: str = ""  # how the process ended; empty if it was killed
-    reading: float = 0.0  # share of the time that reading the recorder took
+    reading: float = 0.0  # share of the processor time that reading the recorder took
     notes: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)  # notes after which calls may be missing
 

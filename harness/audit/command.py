@@ -17,6 +17,7 @@ from harness.audit.expectations import Expectation
 from harness.audit.schemes import model_of
 from harness.audit.tables import Report, scheme_sentence, sentences
 from harness.errors import Refusal
+from harness.records.trial_record import write_whole
 from harness.suites.labels import counted
 from harness.terminal_table import console, say, show
 
@@ -147,7 +148,7 @@ def show_report(report: Report, out: Console) -> None:
 def write_files(report: Report, folder: Path) -> Path:
     """Write the CSV of a report into the audit's folder; returns its path."""
     path = folder / CSV
-    path.write_text(tables.as_csv(report), encoding="utf-8")
+    write_whole(path, tables.as_csv(report))
     return path
 
 

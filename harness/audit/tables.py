@@ -241,7 +241,9 @@ def sentences(report: Report) -> list[str]:
     made = [f"{where}; steps {spans(report.steps)} (by {report.by}); numbers are of one step"]
     reading = max(rank.reading for rank in calls.ranks)
     if reading and calls.whole > FIRST_STEPS:  # in shorter programs it is the share of a moment
-        made.append(f"Reading the recorder took {reading:.1%} of the program's time from its first step on.")
+        made.append(
+            f"Reading the recorder took {reading:.1%} of a rank's processor time from its first step on."
+        )
     if report.steps[0] == 1:
         made.append("Step 1 also holds what the program sends to set itself up.")
     others = report.classes[1:]

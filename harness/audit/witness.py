@@ -8,9 +8,9 @@ the file.
 There are two sources:
 
 - the *recorder*: torch's flight recorder, which the backends NCCL and (from torch 2.13) gloo fill in C++.  It also
-  sees what C++ calls, such as DDP's reducer.  It is a ring buffer that is copied as a whole.  It is read after each of
-  the first ten steps; later, as often as reading takes at most one percent of the elapsed time, and whenever it is
-  about to overflow.  The
+  sees what C++ calls, such as DDP's reducer.  It is a ring buffer that is copied as a whole, about 10 us for each
+  entry.  It is read after each of the first ten steps; later, as often as reading takes at most one percent of the
+  process's processor time, and whenever it is about to overflow.  The
   Python stacks are read until a step's sequence of operations, groups, sizes and types has come twice with the same
   stacks; later steps with this sequence get its phases and call sites.  A reading in which any step has another
   sequence is repeated with stacks;
@@ -61,9 +61,11 @@ FIELDS = (
     "bytes",
 )  # fmt: skip
 """What a row holds; calls that agree in all but the last three are one row."""
-RING = 10_000  # entries of the recorder in an audited program
+# Entries of the recorder in an audited program.  More entries are copied again at the end of a program; fewer would
+# not hold the calls of a large step.
+RING = 5_000
 FIRST_STEPS = 10  # after each of which the recorder is read
-BUDGET = 0.01  # share of the time that reading may take afterwards
+BUDGET = 0.01  # share of the process's processor time that reading may take afterwards
 INFINIBAND = "/sys/class/infiniband"  # folder of the adapters
 _FULL = 0.9  # share of the ring that may be filled before it is read in any case
 _SEQUENCES = 32  # that are remembered: one for each kind of step, such as one with an evaluation
@@ -232,6 +234,7 @@ class Witness:
         self.seen: dict[str, int] = {}  # the last entry of each recorder that was read
         self.known: dict[str, list[_Sequence]] = {}  # by recorder
         self.spent, self.cost, self.first_step = 0.0, 0.0, 0.0
+        self.closed = False  # whether the default group was destroyed, before which the recorder was read
         self.groups: dict[str, str] = {}  # backend by name
         self.ranks: dict[str, list[int]] = {}
         self.unseen: set[str] = set()  # names of groups whose backend has no recorder
@@ -284,8 +287,8 @@ class Witness:
                     self.write(event="end", how=how, steps=self.steps, **self.seconds())
 
     def seconds(self) -> dict[str, float]:
-        """Return ``reading``, the seconds that reading took after the first step, and ``lasted``, those since then."""
-        lasted = time.monotonic() - self.first_step if self.first_step else 0.0
+        """Return ``reading``, the processor seconds of reading after the first step, and ``lasted``, all since then."""
+        lasted = time.process_time() - self.first_step if self.first_step else 0.0
         return {"reading": round(self.spent, 4), "lasted": round(lasted, 4)}
 
     def stop(self, *, in_hook: bool = False) -> None:
@@ -342,7 +345,9 @@ class Witness:
         @functools.wraps(destroy)
         def destroy_process_group(*arguments: Any, **options: Any) -> Any:
             self.read(final=True)
-            return destroy(*arguments, **options)
+            result, world = destroy(*arguments, **options), _world()
+            self.closed = world is not None and world.default_pg is None
+            return result
 
         for module in (c10d, torch.distributed):
             self.replace(module, "destroy_process_group", destroy_process_group)
@@ -437,7 +442,7 @@ class Witness:
         self.most, self.in_step = max(self.most, self.in_step), 0
         if self.progress >= 0:
             os.pwrite(self.progress, b"%d" % self.steps, 0)
-        now = time.monotonic()
+        now = time.process_time()  # and not the elapsed time, in which ranks may wait
         self.first_step = self.first_step or now
         done = self.last_step is not None and self.steps >= self.last_step
         affordable = self.spent + self.cost <= BUDGET * (now - self.first_step)
@@ -501,7 +506,7 @@ class Witness:
                 self.write(event="group", name=name, ranks=ranks, backend=backend, seen=seen)
         default = world.default_pg
         if default is not None and default is not self.inherited:
-            self.used = True
+            self.used, self.closed = True, False
             if self.rank < 0:
                 self.rank = default.rank()
                 self.write(event="rank", rank=self.rank, world=default.size())
@@ -543,7 +548,7 @@ class Witness:
                 gc.enable()
 
     def _read_all(self, *, final: bool) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         self.find_groups()
         # A forked process that has made no group of its own must not touch the recorder, whose lock may be held.
         if self.forked_here and not self.used:
@@ -559,7 +564,7 @@ class Witness:
             self.tail = []
         if self.used and (self.steps > self.read_steps or final):
             self.write(event="counters", step=self.steps, sent=self.counters(), time=time.time_ns())
-        self.cost = time.perf_counter() - began
+        self.cost = time.thread_time() - began
         # The first reading also describes stacks and groups.
         self.spent += self.cost if self.read_steps else 0.0
         self.read_steps = self.steps
@@ -606,6 +611,8 @@ class Witness:
     def recorded(self) -> list[Call]:
         """Return the calls that the recorders have noted since they were last read."""
         calls: list[Call] = []
+        if self.closed and not self.since and not self.marks:
+            return calls
         for name, dump in self.recorders().items():
             rows = None
             if any(sequence.times > 1 for sequence in self.known.get(name, ())):

@@ -36,7 +36,7 @@ from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Trial
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.step_time import CodecCost, Machine, Step, step_of
+from impl.plan.step_time import ALTERNATIVE, CodecCost, Machine, Step, step_of
 from impl.plan.traffic import Tag
 from impl.policy.topology import Topology
 
@@ -51,6 +51,16 @@ _CODEC_SECONDS: Final = 0.2  # spent on each operation of a codec
 _CODEC_MEBIBYTES: Final = 2  # of elements that are encoded: about a shard of a small model
 _MESSAGES: Final = 200  # tiny messages sent one after the other, whose median time is the latency
 _TIMEOUT_SECONDS: Final = 600.0
+EQUAL: Final = 0.01  # fits whose errors are at most this much larger than the best fit's are equally good
+_OPTIONAL: Final = (
+    "launch",
+    "fixed",
+    "unit",
+    "element",
+    "message",
+    "sent",
+)  # costs that an alternative may lack
+_SAME: Final = 1e-3  # relative difference up to which two fits' values are one
 _TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the link is slow
     ("gpt-small", 2, 256, "zero3", False),
     ("gpt-tiny", 2, 256, "zero3", False),
@@ -102,7 +112,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
     with open_link(Cluster(nodes=2), SUITE[:6]) as link:
         launch = Launch(Topology(2, 2), link.ports, link.paced_mbit, 1, _TIMEOUT_SECONDS, log)
         latencies, codecs = zip(*run_ranks(_probe, _MESSAGES, launch), strict=True)
-    return fit(
+    return fit_all(
         Machine(
             name=name,
             source=f"zeropp calibrate, {len(measured)} trials",
@@ -157,7 +167,34 @@ class Measured:
         )
 
 
-def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
+def fit_all(machine: Machine, measured: Sequence[Measured]) -> Machine:
+    """Return ``machine`` with its costs fitted to the trials, and with the alternatives that fit them equally well.
+
+    Each alternative is fitted without one of the trials, or without one of the costs.  It is kept if its error of all
+    trials is at most :data:`EQUAL` larger than the best fit's.
+    """
+    best = fit(machine, measured)
+    others = [fit(machine, [one for one in measured if one is not left_out]) for left_out in measured]
+    others += [fit(machine, measured, without=name) for name in _OPTIONAL]
+    most, alternatives = _error(best, measured) + EQUAL, list[dict[str, float]]()
+    for other in others:
+        changes = {
+            name: getattr(other, name)
+            for name in ALTERNATIVE
+            if not math.isclose(getattr(other, name), getattr(best, name), rel_tol=_SAME)
+        }
+        if changes and changes not in alternatives and _error(other, measured) <= most:
+            alternatives.append(changes)
+    return replace(best, alternatives=tuple(alternatives))
+
+
+def _error(machine: Machine, measured: Sequence[Measured]) -> float:
+    """Return the root mean square of the logarithmic errors of predicted durations."""
+    errors = [math.log(trial.wall / step_of(machine, trial.step).seconds) for trial in measured]
+    return float(np.sqrt(np.mean(np.square(errors))))
+
+
+def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") -> Machine:
     """Return ``machine`` with its costs fitted to the trials.
 
     The first fit explains computing as a sum of ``launch``, ``fixed`` and ``per_token`` costs.  The second fit
@@ -165,7 +202,8 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
     ``message`` and ``sent``.  Before the second fit, the seconds of each trial are divided by the factor
     by which the trial's computing was slower than the first fit expects.  Trials over the slow link are left out of the
     second fit, since waking threads that wait for messages costs processor time too.  Finally ``spread`` is the larger
-    of the machine's drift and the root mean square of the logarithmic errors of predicted durations.
+    of the machine's drift and the root mean square of the logarithmic errors of predicted durations.  The cost that
+    ``without`` names, if any, is not fitted and 0.
     """
     achieved = [trial.achieved for trial in measured if trial.achieved is not None]
     blank = replace(machine, latency=0.0, processors=0, codecs={})  # has no communication costs yet
@@ -175,7 +213,8 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
         "fixed": [step.parameters for step in steps],
         "per_token": [step.parameters * step.tokens for step in steps],
     }
-    machine = replace(machine, **_fit_factors(passes, computing, computing))
+    passes.pop(without, None)
+    machine = replace(machine, **{"launch": 0.0, "fixed": 0.0} | _fit_factors(passes, computing, computing))
 
     unshaped = [trial for trial in measured if trial.achieved is None]
 
@@ -189,8 +228,8 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
         step = trial.step
         slower = trial.computing / machine.compute(step.parameters, step.tokens, len(step.units))
         seconds.append(max(0.0, (trial.in_steps - trial.computing - trial.stepping) / slower - coding))
-    terms = {name: busy(**{name: 1.0}) for name in ("unit", "element", "message", "sent")}
-    engine = _fit_factors(terms, seconds, [trial.in_steps for trial in unshaped])
+    terms = {name: busy(**{name: 1.0}) for name in ("unit", "element", "message", "sent") if name != without}
+    engine = {"message": 0.0} | _fit_factors(terms, seconds, [trial.in_steps for trial in unshaped])
     stepping = [trial.stepping / sum(unit.shard for unit in trial.step.units) for trial in measured]
     fitted = replace(
         machine,
@@ -200,8 +239,7 @@ def fit(machine: Machine, measured: Sequence[Measured]) -> Machine:
         # The probe's tiny all-gather is a message of the engine, whose cost was fitted as `message`.
         latency=max(0.0, machine.latency - engine["message"]),
     )
-    errors = [math.log(trial.wall / step_of(fitted, trial.step).seconds) for trial in measured]
-    return replace(fitted, spread=max(machine.spread, float(np.sqrt(np.mean(np.square(errors))))))
+    return replace(fitted, spread=max(machine.spread, _error(fitted, measured)))
 
 
 def _fit_factors(

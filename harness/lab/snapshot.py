@@ -22,6 +22,7 @@ from harness.measure.unsharded_loss import packed
 from harness.strategies import optimizers
 from harness.suites.peers import DEEPSPEED, family_of
 from harness.suites.trial import Trial
+from harness.whole_file import written_whole
 from harness.workloads import models
 from harness.workloads.rank_batches import RankBatches
 from impl.policy.policy import MemoryLimits, Policy
@@ -92,7 +93,8 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
             report(f"saved step {step} of {max(steps)}")
     metadata = {"nodes": str(topology.nodes), "ranks_per_node": str(topology.ranks_per_node)}
     try:
-        save_file(tensors, path, metadata)
+        with written_whole([path]) as (unfinished,):
+            save_file(tensors, unfinished, metadata)
     except SafetensorError as error:
         raise Refusal(f"{path}: cannot be written: {error}; name another file with --out") from None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Final
 from pydantic import TypeAdapter, ValidationError
 
 from harness.errors import Refusal, suggestion
-from harness.records.trial_record import wrong_field
+from harness.records.trial_record import write_whole, wrong_field
 from impl import regular_file
 from impl.plan.step_time import Machine
 
@@ -55,13 +55,15 @@ def write(path: Path, machine: Machine) -> None:
     """Write a machine's fields that differ from their defaults, so that :func:`read` returns an equal machine."""
     values = asdict(machine)
     codecs: Mapping[str, Mapping[str, float]] = values.pop("codecs")
+    alternatives: Sequence[Mapping[str, float]] = values.pop("alternatives")
     defaults = {field.name: field.default for field in fields(Machine)}
     # Numbers, booleans and text have the same form in TOML as in JSON.
     lines = [f"{name} = {json.dumps(value)}" for name, value in values.items() if value != defaults[name]]
     for codec, cost in codecs.items():
         lines += ["", f"[codecs.{json.dumps(codec)}]", *(f"{key} = {json.dumps(cost[key])}" for key in cost)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for changes in alternatives:
+        lines += ["", "[[alternatives]]", *(f"{key} = {json.dumps(changes[key])}" for key in changes)]
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def check_host(path: Path, machine: Machine, host: str) -> None:

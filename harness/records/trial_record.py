@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
 from harness.suites.answering_quantity import ChosenQuantity
+from harness.whole_file import written_whole
 from impl import regular_file
 from impl.deepspeed.config_to_policy import Finding
 from impl.policy.shard_layout import padding_share
@@ -455,17 +454,13 @@ def with_digest(record: Model) -> Model:
 
 
 def write_whole(target: Path, content: str | bytes) -> None:
-    """Write a file atomically (temporary file, fsync, rename); raises a RecordError if that fails."""
+    """Write a file whole or not at all, and make its folder; raises a RecordError if that fails."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
-            with (Path(folder) / target.name).open("wb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
-                file.flush()
-                os.fsync(file.fileno())
-            (Path(folder) / target.name).replace(target)
+        with written_whole([target]) as (unfinished,):
+            unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        raise RecordError(f"{target}: cannot write the file: {error.strerror or error}") from error
+        raise RecordError(f"{target}: cannot be written: {error.strerror or error}") from error
 
 
 def read(path: Path) -> Record:

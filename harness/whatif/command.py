@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from harness import plan_rows, terminal_table
+from harness.cluster import interrupts
 from harness.errors import Refusal
 from harness.measure import machine_file
 from harness.suites.parse_quantity import parse_rate
@@ -23,13 +25,25 @@ from impl.policy.topology import Topology
 
 MOST_RANKS: Final = 1024  # traces that are read
 MOST_PREDICTED: Final = 1 << 16  # ranks of a predicted run
+
+
+def _speed_up_mark(row: Mapping[str, Any]) -> str:
+    """Return the interval of a row's speed-up for the table, with a mark if 1 lies inside it."""
+    low, high = (f"{row[f'{end}_speed_up']:.2f}" for end in ("low", "high"))
+    return ("" if low == high else f" ({low} to {high})") + (" ?" if _undecided(row) else "")
+
+
+def _undecided(row: Mapping[str, Any]) -> bool:
+    return bool(row["low_speed_up"] < 1 < row["high_speed_up"])
+
+
 _COLUMNS: Final = (
     Column("policy", always=True),
     Column("rate_mbit", "rate", ",.4g", "Mbit/s", always=True),
     Column("seconds", "step", ".4g", "s", always=True),
     Column("low_seconds", "from", ".4g", "s"),
     Column("high_seconds", "to", ".4g", "s"),
-    Column("speed_up", "speed-up", ".2f", always=True),
+    Column("speed_up", "speed-up", ".2f", always=True, mark=_speed_up_mark),
     Column("exposed_seconds", "exposed", ".3g", "s", rank=1),
     Column("link_seconds", "on the link", ".3g", "s", rank=2),
     Column("bound", "bound by", rank=1),
@@ -123,6 +137,7 @@ def whatif(
     files = {} if export is None else exporting.paths(export, traced, targets[0])
     predictions = [predict(traced, target) for target in targets]
     if files:
+        interrupts.take_over()  # so that Ctrl-C removes the unfinished files
         exporting.write(files, traced, predictions[0])
     rows, lines = [row(prediction) for prediction in predictions], about(traced, errors)
     if as_json:
@@ -132,16 +147,26 @@ def whatif(
     if as_csv:
         sys.stdout.write(plan_rows.as_csv(rows))
         return
+    fits = ""
+    if calibrated is not None:
+        count = len(calibrated.fits)
+        fits = (
+            f", over all {count} fits of the machine file"
+            if count > 1
+            else "; the machine file states one fit"
+        )
     out = terminal_table.console()
     for line in lines:
         terminal_table.say(line, out)
     terminal_table.show(rows, _COLUMNS, out, whole="--json and --csv print all of them")
     terminal_table.say(
-        "from, to: the step if a collective's overhead scales with its bytes over the rate, and if it is constant. "
-        "Speed-up: over the program as traced, at the same rate and topology. Break-even: above this rate the policy "
-        "does not pay.",
+        "from, to: the step if a collective's overhead scales with its bytes over the rate, and if it is constant"
+        f"{fits}. Speed-up: over the program as traced, at the same rate and topology, with its interval. "
+        "Break-even: above this rate the policy does not pay.",
         out,
     )
+    if any(map(_undecided, rows)):
+        terminal_table.say("?: the interval includes 1, so that it is not known which is faster.", out)
     for note in dict.fromkeys(f"{one['policy']}: {one['notes']}." for one in rows if one["notes"]):
         terminal_table.say(note, out)
     if files:

@@ -30,6 +30,7 @@ from harness.whatif.policies import Target
 from harness.whatif.predict import Prediction, row
 from harness.whatif.predict import in_words as rate_in_words
 from harness.whatif.schedules import COMPUTING, HOST, Activity, Message, RankSchedule, ranks_of, schedules
+from harness.whole_file import written_whole
 
 RANK: Final = "{rank}"  # in the name of a file, stands for the rank's number
 MOST: Final = 1024  # ranks that are written
@@ -97,24 +98,17 @@ def write(files: Mapping[int, Path], traced: Traced, prediction: Prediction) -> 
     before it may still run.
 
     Raises:
-        OSError: if a file cannot be written, or exists; then none is left.
+        OSError: if a file cannot be written, or exists; then none is written.
     """
     steps = [*schedules(traced, prediction.target)]
     steps = [steps[0], *steps]
     groups, lengths = _groups_and_lengths(steps, files, prediction.target)
     begins = [0.0, *itertools.accumulate(lengths)]
-    written = list[Path]()
-    try:
-        for rank, path in files.items():
+    with written_whole([*files.values()], new=True) as unfinished:
+        for rank, path in zip(files, unfinished, strict=True):
             of_rank = [(step(rank), begin) for step, begin in zip(steps, begins, strict=False)]
             text = "".join(_lines(rank, of_rank, groups, prediction)).encode()
-            with path.open("xb") as file:
-                written.append(path)
-                file.write(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
-    except BaseException:
-        for path in written:
-            path.unlink(missing_ok=True)
-        raise
+            path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 
 def in_words(files: Mapping[int, Path], target: Target) -> str:

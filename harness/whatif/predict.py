@@ -29,11 +29,13 @@ class Prediction:
 
     target: Target
     seconds: float  # if overheads scale with bytes over the rate
-    low: float  # the smaller of the predictions by the two hypotheses on overheads
-    high: float  # the larger of the two
+    low: float  # the smallest of the predictions by both hypotheses on overheads and all fits of the machine
+    high: float  # the largest of them
     exposed: float
     link: float
     speed_up: float  # over the program as it was traced, at the same rate and topology
+    low_speed_up: float  # the smallest speed-up by both hypotheses and all fits
+    high_speed_up: float  # the largest of them
     # Bytes a second above which the policy does not pay; None if there is no such rate.
     break_even: float | None
     notes: Sequence[str]
@@ -102,12 +104,19 @@ def predict(traced: Traced, target: Target) -> Prediction:
             "--nodes 1: one node has no link whose rate a step could depend on: choose two or more nodes"
         )
     policies.check(target.policy, traced)
-    by_hypothesis = {
-        overheads: _median(traced.steps, traced, target, overheads) for overheads in get_args(Overheads)
+    # A rewritten step has nothing of a machine but the seconds of its codecs, in which its fits agree.
+    fits = (target.machine,) if target.machine is None or target.policy in REWRITES else target.machine.fits
+    found = {
+        overheads: [_median(traced.steps, traced, replace(target, machine=fit), overheads) for fit in fits]
+        for overheads in get_args(Overheads)
     }
-    scaled, seconds = by_hypothesis["scale"], [one.seconds for one in by_hypothesis.values()]
     same = replace(target, policy=SAME)
-    base = scaled if target.policy == SAME else _median(traced.steps, traced, same, "scale")
+    bases = {
+        overheads: ours[0] if target.policy == SAME else _median(traced.steps, traced, same, overheads)
+        for overheads, ours in found.items()
+    }
+    scaled, seconds = found["scale"][0], [one.seconds for ours in found.values() for one in ours]
+    speed_ups = [bases[overheads].seconds / one.seconds for overheads, ours in found.items() for one in ours]
     return Prediction(
         target=target,
         seconds=scaled.seconds,
@@ -115,7 +124,9 @@ def predict(traced: Traced, target: Target) -> Prediction:
         high=max(seconds),
         exposed=scaled.exposed,
         link=scaled.link,
-        speed_up=base.seconds / scaled.seconds,
+        speed_up=bases["scale"].seconds / scaled.seconds,
+        low_speed_up=min(speed_ups),
+        high_speed_up=max(speed_ups),
         break_even=None if target.policy == SAME else break_even(traced, target),
         notes=_notes(traced, target),
     )
@@ -221,6 +232,8 @@ def row(prediction: Prediction) -> dict[str, Any]:
         "low_seconds": prediction.low,
         "high_seconds": prediction.high,
         "speed_up": prediction.speed_up,
+        "low_speed_up": prediction.low_speed_up,
+        "high_speed_up": prediction.high_speed_up,
         "exposed_seconds": prediction.exposed,
         "link_seconds": prediction.link,
         "bound": prediction.bound,

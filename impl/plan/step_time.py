@@ -21,7 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from impl.codecs.codec import Codec
 from impl.plan.hops import Hop, gather_hops, in_phase, outer_hops, reduction_hops
@@ -35,6 +35,11 @@ from impl.policy.topology import Topology
 
 BACKWARD: Final = 2.0  # ratio of a backward pass's operations to those of a forward pass
 FLOPS_PER_TOKEN: Final = 8  # per parameter: forward 2, repeated for activation checkpointing 2, backward 4
+ALTERNATIVE: Final = (
+    "fixed", "per_token", "efficiency", "latency", "inside", "launch", "unit", "element", "message", "sent",
+    "optimizer",
+)  # fmt: skip
+"""The fields of a :class:`Machine` that an alternative fit may change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +57,8 @@ class Machine:
     Seconds are those of one processor (a core or a GPU) that serves one rank; they are stretched where more
     ranks than processors share a host.
 
-    Raises ValueError: naming a field that is negative, not finite, or out of its range.
+    Raises ValueError: naming a field that is negative, not finite, or out of its range, or a field that an alternative
+    fit cannot change.
     """
 
     name: str
@@ -82,6 +88,9 @@ class Machine:
     # sheets.  Empty: a calibration if there is a host, else unknown.
     nature: Literal["", "calibration", "published steps", "data sheet"] = ""
     codecs: Mapping[str, CodecCost] = field(default_factory=dict)  # costs by a codec's text, as ``int4:128``
+    # Other fits that explain the measurements as well as the fields above.  Each has the fields that differ, by name
+    # (some of :data:`ALTERNATIVE`).
+    alternatives: Sequence[Mapping[str, float]] = ()
 
     def __post_init__(self) -> None:
         numbers = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -100,6 +109,23 @@ class Machine:
             raise ValueError(
                 f"machine {self.name}: fixed and per_token are both 0, so no step would take time: set one of them"
             )
+        for number, changes in enumerate(self.alternatives, 1):
+            for name in changes:
+                if name not in ALTERNATIVE:
+                    raise ValueError(
+                        f"machine {self.name}: alternative {number} changes {name!r}, expected one of "
+                        f"{', '.join(ALTERNATIVE)}"
+                    )
+            self._changed({"name": f"{self.name}, alternative {number}", **changes})  # checks the values
+
+    @property
+    def fits(self) -> tuple[Machine, ...]:
+        """This machine and one machine for each alternative fit, this machine first; none of them has alternatives."""
+        return self._changed({}), *(self._changed(changes) for changes in self.alternatives)
+
+    def _changed(self, changes: Mapping[str, Any]) -> Machine:
+        """Returns a machine without alternatives, with these fields changed."""
+        return replace(self, alternatives=(), **changes)
 
     def compute(self, parameters: float, tokens: float, units: int = 0) -> float:
         """Returns the seconds of forward and backward over ``tokens``, for a rank with a processor of its own."""

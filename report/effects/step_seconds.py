@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -208,23 +208,28 @@ def _speed(pairs: pd.DataFrame, source: str) -> StepSpeed:
 def _of_model(derived: Derived, source: StepSource, own: str, base: str) -> list[StepSpeed]:
     """Return the speed-up that a machine's model of steps predicts; none if it does not model one of the two.
 
-    The interval reaches over two standard deviations of the calibration's errors, taken as independent for the two
-    steps; without such errors its ends equal the estimate.
+    The interval reaches over all fits of the machine, and further by two standard deviations of the calibration's
+    errors, taken as independent for the two steps; with one fit and without such errors its ends equal the estimate.
     """
     machine = source.machine
     assert machine is not None  # noqa: S101  # the caller has looked
-    steps = [_predicted(derived, source, identity) for identity in (own, base)]
-    if steps[0] is None or steps[1] is None:
-        return []
-    seconds, base_seconds = steps[0].seconds, steps[1].seconds
-    wide = math.exp(2 * math.hypot(steps[0].spread, steps[1].spread))
-    ratio = base_seconds / seconds
-    basis = machine.basis(known=steps[0].calibrated and steps[1].calibrated)
+    pairs = list[tuple[StepTime, StepTime]]()
+    for fit in machine.fits:
+        alone = replace(source, machine=fit)
+        step, base_step = _predicted(derived, alone, own), _predicted(derived, alone, base)
+        if step is None or base_step is None:
+            return []
+        pairs.append((step, base_step))
+    (best, best_base), *_ = pairs
+    ratios = [base_step.seconds / step.seconds for step, base_step in pairs]
+    wide = math.exp(2 * math.hypot(best.spread, best_base.spread))
+    basis = machine.basis(known=best.calibrated and best_base.calibrated)
     cluster = derived.frames.trial_of[own].cluster
     where = f"{cluster.nodes}x{cluster.ranks_per_node} ranks"
     where += f", {rate_text(source.rate or cluster.rate)}" if cluster.nodes > 1 else ""
-    speedup = Interval(ratio, ratio / wide, ratio * wide, 0)
-    return [StepSpeed(speedup, seconds, base_seconds, f"model {machine.name}, {basis}", where)]
+    speedup = Interval(ratios[0], min(ratios) / wide, max(ratios) * wide, 0)
+    name = f"model {machine.name}, {basis}"
+    return [StepSpeed(speedup, best.seconds, best_base.seconds, name, where)]
 
 
 def _predicted(derived: Derived, source: StepSource, identity: str) -> StepTime | None:

@@ -287,7 +287,7 @@ def test_the_recorders_ring_is_as_large_as_the_larger_of_both_wishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user's own size is kept if it is larger."""
-    for size, expected in (("50000", "50000"), ("0", "10000"), ("", "10000")):
+    for size, expected in (("50000", "50000"), ("0", "5000"), ("", "5000")):
         monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", size)
         assert run.environment(tmp_path)["TORCH_FR_BUFFER_SIZE"] == expected
 

@@ -191,6 +191,31 @@ def test_every_entry_is_read_once(recorded: tuple[Witness, _Recorder]) -> None:
     assert found.events == []
 
 
+def test_the_recorder_is_not_copied_again_after_the_last_group(recorded: tuple[Witness, _Recorder]) -> None:
+    """It was read before the default group was destroyed; calls after that are read."""
+    found, recorder = recorded
+    recorder.entries = [entry(0)]
+    found.closed = True
+    assert found.recorded() == []
+    assert recorder.stacks == []
+    found.since = 1
+    assert len(found.recorded()) == 1
+
+
+@pytest.mark.parametrize(("waited", "reads"), [(0.0, True), (1e6, False)])
+def test_reading_is_limited_by_processor_time(
+    monkeypatch: pytest.MonkeyPatch, waited: float, *, reads: bool
+) -> None:
+    """One percent of the processor seconds of 100 s pays for a reading of 0.5 s; seconds of waiting do not."""
+    found, read = Witness(None), list[bool]()
+    monkeypatch.setattr(found, "_read", lambda *, final: read.append(final))
+    monkeypatch.setattr(witness.time, "process_time", lambda: 1.0 if waited else 101.0)
+    monkeypatch.setattr(witness.time, "monotonic", lambda: 101.0 + waited)
+    found.steps, found.first_step, found.cost = witness.FIRST_STEPS, 1.0, 0.5
+    found.mark()
+    assert bool(read) == reads
+
+
 def test_overwritten_entries_are_reported(recorded: tuple[Witness, _Recorder]) -> None:
     """A gap in the numbers means that the ring overflowed."""
     found, recorder = recorded

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.bench.calibration import Measured, fit, trials
+from harness.bench.calibration import EQUAL, Measured, _error, fit, fit_all, trials
 from harness.errors import Refusal
 from harness.measure import machine_file
 from harness.runs.feasibility import any_host, forecast
-from impl.plan.step_time import CodecCost, Machine, step_of
+from impl.plan.step_time import ALTERNATIVE, CodecCost, Machine, step_of
 
 TRUTH = Machine(
     name="truth", source="made up", fixed=3e-9, per_token=5e-11, launch=1e-3, efficiency=0.96, fewest=1,
@@ -60,8 +60,36 @@ def test_the_machine_behind_the_trials_is_fitted(factor: float, sent: float) -> 
 
 def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
     """Writing a machine to TOML and reading it back gives an equal machine, codecs included."""
-    machine_file.write(tmp_path / "m.toml", TRUTH)
-    assert machine_file.read(tmp_path / "m.toml") == TRUTH
+    for machine in (TRUTH, replace(TRUTH, alternatives=({"sent": 5e-9}, {"sent": 7e-9, "unit": 0.0}))):
+        machine_file.write(tmp_path / "m.toml", machine)
+        read = machine_file.read(tmp_path / "m.toml")
+        assert replace(read, alternatives=tuple(read.alternatives)) == machine
+
+
+BLANK = replace(TRUTH, per_token=0.0, launch=0.0, unit=0.0, element=0.0, message=0.0, sent=0.0)
+
+
+@settings(max_examples=2, deadline=None)
+@given(st.lists(st.floats(0.8, 1.25), min_size=11, max_size=11))
+def test_alternatives_fit_as_well_as_the_best(noise: list[float]) -> None:
+    """The best fit is that of all trials, and each alternative differs from it and has an error at most 1 % larger."""
+    measured = [
+        replace(trial, wall=factor * trial.wall, in_steps=factor * trial.in_steps)
+        for trial, factor in zip(_measured(TRUTH), noise, strict=True)
+    ]
+    best, *others = fit_all(BLANK, measured).fits
+    assert best == fit(BLANK, measured)
+    for other in others:
+        assert _error(other, measured) <= _error(best, measured) + EQUAL
+        assert any(getattr(other, name) != getattr(best, name) for name in ALTERNATIVE)
+
+
+def test_a_cost_that_measurements_do_not_need_is_left_out_in_an_alternative() -> None:
+    """A launch cost of a microsecond is 0 in an alternative; the cost of sending is needed in every fit."""
+    fits = fit_all(BLANK, _measured(replace(TRUTH, launch=1e-6))).fits
+    assert fits[0].launch > 0
+    assert any(other.launch == 0 for other in fits)
+    assert all(other.sent > 0 for other in fits)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +102,16 @@ def test_a_machine_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("overlop = 'none'", "did you mean 'overlap'"),
         ("[codecs.bf16]\nencode = -1\ndecode = 0", "codecs.bf16.encode"),
         ("[codecs.bf16]\nencode = 1", "codecs.bf16.decode"),
+        (
+            "[[alternatives]]\nspread = 0.1",
+            "alternative 1 changes 'spread', expected one of fixed, per_token",
+        ),
+        (
+            "[[alternatives]]\nsent = 1.0\n[[alternatives]]\nefficiency = 2.0",
+            "alternative 2: efficiency is 2",
+        ),
+        ("[[alternatives]]\nsent = 'much'", "alternatives.0.sent"),
+        ("alternatives = 3", "alternatives"),
         ("[[", "not TOML"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -298,7 +299,7 @@ def test_what_cannot_be_written_is_refused(
 
 
 def test_a_file_that_cannot_be_written_leaves_none(tmp_path: Path) -> None:
-    """If the last rank's file appears while the files are written, those before it are removed."""
+    """If the last rank's file appears while the files are written, no file is written."""
     traced = of(tmp_path, "ddp")
     target = Target("same", TRACED, TWO)
     prediction, files = predict(traced, target), export.paths(str(tmp_path / "p{rank}"), traced, target)
@@ -307,6 +308,25 @@ def test_a_file_that_cannot_be_written_leaves_none(tmp_path: Path) -> None:
         export.write(files, traced, prediction)
     assert not files[0].exists()
     assert files[1].read_text() == "theirs"
+
+
+def test_an_export_that_dies_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk is full at the last rank's file, there is no file of any rank, and nothing else is left."""
+    traced = of(tmp_path, "ddp")
+    target = Target("same", TRACED, TWO)
+    prediction, files = predict(traced, target), export.paths(str(tmp_path / "p{rank}"), traced, target)
+    before, write_bytes = sorted(tmp_path.iterdir()), Path.write_bytes
+
+    def write_half(path: Path, content: bytes) -> int:
+        if path.name == "p0":
+            return write_bytes(path, content)
+        write_bytes(path, content[: len(content) // 2])
+        raise OSError(28, os.strerror(28), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    with pytest.raises(OSError, match="No space left"):
+        export.write(files, traced, prediction)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_weights_that_are_kept_let_no_rank_wait(tmp_path: Path) -> None:

@@ -167,6 +167,21 @@ def test_break_even(tmp_path: Path) -> None:
     assert above < 1 < below
 
 
+def test_an_interval_reaches_over_all_fits_of_the_machine(tmp_path: Path) -> None:
+    """For our engine, step and speed-up lie in intervals that further fits widen; rewritten messages need no fit."""
+    one = Machine(
+        name="m", source="", fixed=1, per_token=0, efficiency=1, fewest=0, most=9, overlap="schedule", unit=1e-3,
+    )  # fmt: skip
+    several, traced = replace(one, alternatives=({"unit": 5e-3}, {"unit": 0.0})), two(tmp_path)
+    for policy in ("zeropp", "bf16"):
+        alone, found = (predict(traced, Target(policy, 1e3 * RATE, TWO, fit)) for fit in (one, several))
+        assert (found.seconds, found.speed_up) == (alone.seconds, alone.speed_up)
+        assert found.low <= found.seconds <= found.high
+        assert found.low_speed_up <= found.speed_up <= found.high_speed_up
+        wider = found.low_speed_up < alone.low_speed_up and found.high_speed_up > alone.high_speed_up
+        assert wider == (policy == "zeropp")
+
+
 @given(at=st.floats(1e3, 1e9))
 def test_crossings_are_found(at: float) -> None:
     """The rate at which a gain changes its sign is found; without such a rate there is none."""

@@ -471,6 +471,23 @@ def test_a_folder_that_is_named_on_the_command_line_must_fit(tmp_path: Path) -> 
     assert [each.step.source for each in net_speeds(derived) if each.step] == ["model cluster, data sheet"]
 
 
+def test_an_interval_of_a_machine_reaches_over_all_its_fits(tmp_path: Path) -> None:
+    """A machine with alternatives gives the best fit's speed-up, and an interval over the speed-ups of all fits."""
+    mine = folder_of(tmp_path / "mine", trained(BETTER, FREE))
+    found = []
+    for number, changes in enumerate(({}, {"per_token": 10 * MODEL["per_token"] + 1e-9})):
+        path = tmp_path / f"{number}.toml"
+        machine_file.write(path, Machine(**MODEL | {"alternatives": (changes,) if changes else ()}))
+        (one,) = (
+            each.step for each in net_speeds(derive_folder(mine, StepsFrom((), path, 10.0))) if each.step
+        )
+        found.append(one.speedup)
+    alone, several = found
+    assert several.estimate == alone.estimate
+    assert several.low < alone.low or several.high > alone.high
+    assert several.low <= several.estimate <= several.high
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_a_page_with_seconds_from_elsewhere_is_not_the_usual_one(tmp_path: Path) -> None:
     """`zeropp run` draws its own again; tables hold the number as CSV, Markdown and LaTeX."""

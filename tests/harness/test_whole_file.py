@@ -1,0 +1,89 @@
+"""Files appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from harness.records.trial_record import RecordError, write_whole
+from harness.whole_file import written_whole
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from harness.whole_file import written_whole
+with written_whole([Path(name) for name in sys.argv[2:]]) as unfinished:
+    for path in unfinished:
+        path.write_text("half")
+    os.kill(os.getpid(), int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_writer_that_is_killed_changes_no_target(tmp_path: Path, number: signal.Signals) -> None:
+    """A process that is killed while it writes leaves old files as they were, and makes no new ones."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.write_text("whole")
+    command = [sys.executable, "-c", DIES, str(int(number)), str(old), str(new)]
+    assert subprocess.run(command, check=False).returncode == -number
+    assert old.read_text() == "whole"
+    assert not new.exists()
+
+
+def _write(
+    targets: Sequence[Path], text: str, *, new: bool = False, before: Callable[[], object] = str
+) -> None:
+    """Write ``text`` into all targets, and call ``before`` before they are renamed."""
+    with written_whole(targets, new=new) as unfinished:
+        for path in unfinished:
+            path.write_text(text)
+        before()
+
+
+def test_a_writer_that_raises_leaves_nothing(tmp_path: Path) -> None:
+    """If writing fails, no file is written, and no temporary file is left."""
+    (tmp_path / "0").write_text("whole")
+    with pytest.raises(ZeroDivisionError):
+        _write([tmp_path / "0", tmp_path / "1"], "half", before=lambda: 1 / 0)
+    assert [*tmp_path.iterdir()] == [tmp_path / "0"]
+    assert (tmp_path / "0").read_text() == "whole"
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the file and the reason."""
+    target = tmp_path / "table.csv"
+    write_whole(target, "whole")
+
+    def full(_: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RecordError, match=r"table\.csv: cannot be written: No space left on device"):
+        write_whole(target, "half")
+    assert target.read_text() == "whole"
+
+
+def test_new_files_replace_none(tmp_path: Path) -> None:
+    """With ``new``, a file that appears meanwhile stays, and none of the others is written."""
+    targets = [tmp_path / "0", tmp_path / "1"]
+    with pytest.raises(FileExistsError):
+        _write(targets, "mine", new=True, before=lambda: targets[1].write_text("theirs"))
+    assert [*tmp_path.iterdir()] == targets[1:]
+    assert targets[1].read_text() == "theirs"
+
+
+def test_links_and_pipes_stay(tmp_path: Path) -> None:
+    """A link to a file is followed; a target such as a pipe is written directly."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder" / "file")
+    write_whole(tmp_path / "link", "text")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "folder" / "file").read_text() == "text"
+    write_whole(Path(os.devnull), "text")
+    assert Path(os.devnull).is_char_device()
