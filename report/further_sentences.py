@@ -16,7 +16,7 @@ from report.data.text import counted, listed, number
 from report.effects import effects, loss_verdicts
 from report.effects.effects import Effect, Key
 from report.effects.one_field import one_field
-from report.sentence import differences_of, evidence, foremost, likewise, on_largest
+from report.sentence import Difference, differences_of, evidence, foremost, likewise, on_largest
 
 _FIELDS: Final = {"secondary": "hpZ's group"}  # fields that pages call by another name
 _MOST_NAMES: Final = 2  # a sentence names so many configurations that send equal bytes, or else their number
@@ -61,8 +61,8 @@ def _on_one_field(
 ) -> str:
     """Return the sentence on the largest significant difference between configurations that differ in one field.
 
-    A decrease of a loss is preferred to an increase.  The text is empty if there are too few such configurations, or if
-    nothing about them is known.
+    A decrease of a loss is preferred to an increase, even to a larger one.  The text is empty if there are too few such
+    configurations, or if no difference between them has an interval and a conclusive verdict.
     """
     pairs = one_field(derived)
     if pairs is None:
@@ -78,7 +78,11 @@ def _on_one_field(
     if kind == "loss":
         nets, bases = effects.net_speeds(pairs.derived), effects.beside(pairs.derived)
         differences = [
-            replace(each, notes=_bytes(derived, key, bases[key][0], found) + _net(each.base, nets.get(key)))
+            replace(
+                each,
+                notes="",
+                facts=_bytes(derived, key, bases[key][0], each, found) + _net(each, nets.get(key)),
+            )
             for key, each in zip(compared, differences, strict=True)
         ]
     shown = "tokens" if asked == "tokens" else kind
@@ -103,26 +107,33 @@ def _by_interval(effect: Effect) -> Effect:
     return replace(effect, verdict="better" if effect.change.high < 0 else "worse")
 
 
-def _bytes(derived: Derived, key: Key, counterpart: str, found: Found) -> str:
-    """Return ``, for 0.481 instead of 0.323 of ZeRO-3's bytes between nodes``; empty if a number is not known."""
+def _bytes(derived: Derived, key: Key, counterpart: str, difference: Difference, found: Found) -> str:
+    """Return a sentence on the bytes of a configuration and of its counterpart, after a space.
+
+    For example, `` X sends 0.481 of ZeRO-3's bytes between nodes, and ZeRO++ sends 0.323.``  The text is empty if a
+    number is not known.
+    """
     sent, bases = found.get("bytes", {}), effects.beside(derived).get(key, ())
     other = (key[0], counterpart)
     if key not in sent or not bases or (counterpart not in bases and other not in sent):
         return ""
     own = _three_digits(sent[key].change.estimate)
-    of = f"of {spelled(bases[0])}'s bytes between nodes"
+    text = f" {difference.name} sends {own} of {spelled(bases[0])}'s bytes between nodes"
     if counterpart in bases:
-        return f", for {own} {of}"
+        return f"{text}."
     before = _three_digits(sent[other].change.estimate)
-    return f", for {own} {of}, as without it" if own == before else f", for {own} instead of {before} {of}"
+    if own == before:
+        return f"{text}, as {difference.base} does."
+    return f"{text}, and {difference.base} sends {before}."
 
 
-def _net(base: str, net: Effect | None) -> str:
-    """Return ``, with a net speed-up over ZeRO++ of 1.02 (95 % CI ...)``; empty unless it has an interval."""
+def _net(difference: Difference, net: Effect | None) -> str:
+    """Return `` The net speed-up of X over ZeRO++ is 1.02 (95 % CI ...).``; empty if it has no interval."""
     if net is None or net.why or not net.change.known:
         return ""
     equal = "" if net.significant else ", not significant"
-    return f", with a net speed-up over {base} of {net.change.estimate:.2f}{evidence('net', net)}{equal}"
+    of = f"of {difference.name} over {difference.base}"
+    return f" The net speed-up {of} is {net.change.estimate:.2f}{evidence('net', net)}{equal}."
 
 
 def _on_fewest_bytes(derived: Derived, asked: Quantity, found: Found) -> str:

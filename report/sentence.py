@@ -56,6 +56,7 @@ class Difference:
     notes: str = ""  # after the claim
     sequel: str = ""  # further sentences, each after a space
     preset: bool = True  # whether the configuration is a strategy without changes, or a control
+    facts: str = ""  # sentences on the configuration right after the claim's sentence, each after a space
 
     @property
     def known(self) -> bool:
@@ -117,9 +118,9 @@ def on_largest(
     claim = top.place + claim
     if top.known and top.effect.significant:
         counts = _counts(kind, differences, controls, such=bool(among))
-        return f"{capitalised(among + claim + interval + top.notes + counts)}.{top.sequel}"
+        return f"{capitalised(among + claim + interval + top.notes + counts)}.{top.facts}{top.sequel}"
     if not any(each.known for each in differences):
-        return f"Inconclusive ({_why(kind, top.effect)}): {among}{claim}{of_all}{top.notes}.{top.sequel}"
+        return f"Inconclusive ({_why(kind, top.effect)}): {among}{claim}{of_all}{top.notes}.{top.facts}{top.sequel}"
     base = "its counterpart" if among else "its baseline"
     base = top.base if len({each.base for each in differences}) == 1 else base
     if top.effect.counted:
@@ -179,11 +180,11 @@ def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> str:
         if each.effect.steps == top.effect.steps:
             claim = claim.removeprefix(_after(top.effect))
         if not each.known:
-            sentences.append(f"Inconclusive ({_why(kind, each.effect)}): {each.place}{claim}")
+            sentences.append(f"Inconclusive ({_why(kind, each.effect)}): {each.place}{claim}.")
             continue
         equal = "" if each.effect.significant else ", not significant"
-        sentences.append(capitalised(each.place + claim + interval + equal + each.notes))
-    return "".join(f" {each}." for each in sentences)
+        sentences.append(f"{capitalised(each.place + claim + interval + equal + each.notes)}.{each.facts}")
+    return "".join(f" {each}" for each in sentences)
 
 
 def foremost(kind: str, differences: Sequence[Difference], *, gains: bool = False) -> Difference:

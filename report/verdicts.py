@@ -226,8 +226,8 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
         )
     if "net" in shown:
         notes.append(
-            "The net speed-up compares times to the baseline's final loss; their seconds of a step are from "
-            f"{sources(derived)}."
+            "The net speed-up compares the times in which a configuration and the baseline reach the baseline's final "
+            f"loss; the seconds of a step in these times are from {sources(derived)}."
         )
     if one_value:
         notes.append(

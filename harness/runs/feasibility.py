@@ -448,7 +448,10 @@ def check_inputs(folder: Path, trials: Mapping[str, Trial], records: Sequence[Re
 
 
 def input_text(trial: Trial, name: str) -> str:
-    """Return words for a message, such as ``model 'mine:Net'``, from the name that an input has in a record."""
+    """Name an input of a trial, such as its corpus or a user's model, for an error message: ``model 'mine:Net'``.
+
+    ``name`` is the input's name in the trial's record, a key of what ``digests`` returns.
+    """
     kind, _, rest = name.partition(" ")
     source = trial.corpus if name == "corpus" else own_objects(trial).get(name, rest or name)
     return f"{kind} {source!r}"

@@ -371,13 +371,16 @@ class Sharded(Strategy):
         return owners_of(self.zero.policy, self.zero.wire.mesh.topology, self.units)
 
     def _declared(self) -> Declared:
-        """Return the messages of a reduction that users' own methods declare, by unit."""
+        """Return, for each unit that a user's own method reduces, the messages that it declares for a reduction."""
         topology = self.zero.wire.mesh.topology
         owns = {unit.geometry.name: unit.reduction.own for unit in self.zero.units}
         return {name: own.messages(topology) for name, own in owns.items() if own is not None}
 
     def _declared_gathers(self) -> DeclaredGathers:
-        """Return by unit a function of the messages of one gather, as the user's own method declares them."""
+        """Return, for each unit that a user's own method gathers, a function that returns the messages of one gather.
+
+        The method itself declares these messages.
+        """
         topology = self.zero.wire.mesh.topology
         gathers = {unit.geometry.name: unit.weight_gather for unit in self.zero.units}
         return {

@@ -143,7 +143,7 @@ def _axes(file: SuiteTables) -> list[list[Point]]:
     tables += [(dict(flatten(table)), f"[[zip]] #{number}") for number, table in enumerate(file.zip, 1)]
     if sum(len(columns) for columns, _ in tables) > MOST_AXES:
         raise SuiteError(
-            f"[matrix] and [[zip]] have more than {MOST_AXES} fields: set single values in [defaults]"
+            f"[matrix] and [[zip]] have more than {MOST_AXES} fields: move fields that have one value to [defaults]"
         )
     axes: list[list[Point]] = []
     taken: list[str] = []

@@ -152,7 +152,7 @@ def _changed_text(field: str, value: str) -> str:
     if field == "secondary":
         return f"hpZ {value}" if value != "0" else "no hpZ"
     if field == "schedule" and value != "none":
-        return value
+        return f"schedule: {value}"
     return f"no {field}" if value == "none" else f"{field} {_without_module(field, value)}"
 
 
