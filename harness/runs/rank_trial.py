@@ -200,6 +200,8 @@ class TrialRun:
         self.checked.trainable, self._read = trained, read
         if (zero := self.strategy.zero) is not None:
             checks.matrix = self.comparison.watched_matrix(zero, self.loop.optimizer)
+            compare = self.comparison.compare_drawn_step
+            checks.compare = partial(compare, strategy=self.strategy, zero=zero)
         # All ranks built the same model; from here on each draws its own random numbers, as for dropout.
         torch.manual_seed(draw(f"{trial.seed}/{rank.rank}/torch", 2**63))
         self.checked.random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
@@ -432,6 +434,8 @@ class TrialRun:
             self.sent_until, self.events_before = [self._sent_in_training()], len(self.events)
         waited = self.strategy.exposed_seconds()
         stepped = self.loop.step(index, warmup=index < self.trial.warmup)
+        if not stepped.done:
+            self.comparison.forget_step(index)
         if self.scheduled and stepped.done:  # otherwise an overflow: the schedule goes on with the next step
             self.sent_until.append(self._sent_in_training())
         zero, matrix = self.strategy.zero, self.checks.matrix

@@ -20,7 +20,7 @@ These checks run outside the timed parts of a step, and send no messages.  Each 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -70,6 +70,8 @@ class TrainingChecks:
         self._trial, self._data, self._rank = trial, data, rank
         self._read, self._optimizer = read, OptimizerWitness(trial, rank, optimizer)
         self.matrix: MatrixWitness | None = None  # watches one matrix, if Muon steps a sharded model
+        # Called with the number of each step when its backward passes have ended, if set; compares the drawn step.
+        self.compare: Callable[[int], None] | None = None
         self._batches = BatchWitness(trial, data.dataset)
         self._outer = None
         if zero is not None and zero.policy.local_steps is not None and not trial.own_strategy:
@@ -107,6 +109,8 @@ class TrainingChecks:
             loss: Mean of the losses that the step's passes returned.
             scale: The loss scale that the gradients are multiplied by.
         """
+        if self.compare is not None:
+            self.compare(index)
         self.checked.losses.append(loss)
         self._note(self._optimizer.before(index))
         self._note(None if self.matrix is None else self.matrix.before(index))

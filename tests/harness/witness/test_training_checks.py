@@ -260,14 +260,14 @@ def ignored_nodes(_: Rank) -> Iterator[None]:
 
 
 LATER: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
-    "gradients divided by 4 after step 6": (quartered_late, "before step [78] rank .'s reduced gradient of"),
+    "gradients divided by 4 after step 6": (quartered_late, "in step [78] rank .'s reduced gradient of"),
     "a stale copy in a repeat": (
         stale_secondary,
         "secondary of .* but the vNMSE of the copied weights is",
     ),
     "a late update in a repeat": (a_late_update, "had other gradients than its backward passes left"),
-    "a mean one step late": (a_mean_one_step_late, "before step [78] rank .'s reduced gradient of"),
-    "ignored nodes": (ignored_nodes, "before step [78] rank .'s reduced gradient of"),
+    "a mean one step late": (a_mean_one_step_late, "in step [78] rank .'s reduced gradient of"),
+    "ignored nodes": (ignored_nodes, "in step [78] rank .'s reduced gradient of"),
     "a better loss in a repeat": (
         better_loss,
         "in step [78] rank . trained at a loss of .* but a single process",
@@ -283,7 +283,7 @@ SABOTAGES: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a clock that stops early": (stops_early, "the clock misses a part"),
     "steps of three quarters": (three_quarters, "the clock misses a part"),
     "another codec of equal bytes": (another_codec, "gradients of .* were sent as int4:64:clip in hop"),
-    "half a loss": (half_a_loss, "before step 2 rank .'s reduced gradient of unit"),
+    "half a loss": (half_a_loss, "in step 2 rank .'s reduced gradient of unit"),
     "a better loss on record": (better_loss, "in step 2 rank . trained at a loss of"),
     "no clipping": (
         no_clipping,
