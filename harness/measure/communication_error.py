@@ -60,7 +60,8 @@ class ReductionObserver(Observer):
     """Observes the reductions of one rank: sums the errors of each hop, and keeps gradients and means.
 
     Args:
-        unit: The only unit to observe; None for all.
+        unit: The only unit to observe; None for all.  Messages of a single unit are compared with what the reference
+            backend encodes, and the errors of its hops are not measured.
     """
 
     def __init__(self, unit: str | None = None) -> None:
@@ -85,9 +86,12 @@ class ReductionObserver(Observer):
             return
         exact = values.detach().float()
         decoded = exact
-        if frames is not None:
-            if self._unit is not None and self.unlike is None:
+        if self._unit is not None:
+            self.hops[unit, hop] = np.full(2, math.nan)
+            if frames is not None and self.unlike is None:
                 self.unlike = _unlike_reference(unit, hop, exact, frames)
+            return
+        if frames is not None:
             decoded = torch.empty(exact.shape, device=exact.device)
             ops.decode(hop.codec, frames.view(*exact.shape[:-1], -1), decoded)
         self.hops[unit, hop] += squared_sums(decoded, exact)

@@ -60,6 +60,7 @@ from harness.strategies.strategy import Strategy
 from harness.strategies.training_loop import run_passes
 from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import Trial
+from harness.witness.check_costs import counted
 from harness.witness.matrix_witness import MatrixWitness
 from harness.witness.training_checks import TrainingChecks
 from harness.workloads import models
@@ -136,6 +137,7 @@ class Compared:
     drawn: list[tuple[Place, list[float]]] = field(default_factory=list)
     wrong: str | None = None  # the first fault of the drawn unit's messages that this rank found itself
     seconds: float = 0.0  # of all comparisons before later steps
+    costs: dict[str, float] = field(default_factory=dict)  # CPU seconds by check
 
 
 class Comparison:
@@ -143,12 +145,13 @@ class Comparison:
 
     def __init__(self, trial: Trial, model: nn.Module, data: Batches, rank: Rank) -> None:
         self.trial, self.data, self.rank = trial, data, rank
-        self.expected, self.gradient = self._single_process(model)
+        self.compared = Compared()
+        with counted(self.compared.costs, "before training"):
+            self.expected, self.gradient = self._single_process(model)
         total = trial.warmup + trial.steps
         # Further repeats would only measure the same errors again.
         self.measures = trial.measure_quantisation and trial.repeat == 0
         self.steps = sorted(communication_error.measured_steps(total)) if self.measures else []
-        self.compared = Compared()
         drawn = communication_error.drawn_step(trial.seed, trial.repeat, trial.warmup, total)
         # The check needs messages outside of the wire, and transport "staged" carries none.  In workload rlhf, the
         # model itself generates the batch.
@@ -168,6 +171,10 @@ class Comparison:
 
     def before_training(self, strategy: Strategy) -> None:
         """Compare the sharded model's loss and reduced gradients with a single process's."""
+        with counted(self.compared.costs, "before training"):
+            self._compare_before_training(strategy)
+
+    def _compare_before_training(self, strategy: Strategy) -> None:
         if strategy.zero is not None and strategy.zero.policy.own_gather is not None:
             with _rehearsal(strategy):  # the single process computes with the weights that the class gathers
                 model, gathered = self._same_masters(strategy, strategy.zero)
@@ -225,13 +232,17 @@ class Comparison:
         drawn = units[draw(key, len(units))]
         unit = drawn.geometry.name
         with _rehearsal(strategy, unit) as observed:
-            errors = communication_error.weight_errors(index, zero, unit)
-            gathered = next(sums for place, sums in errors.items() if place.purpose == "weights")
-            wrong = communication_error.too_exact(index, zero, unit, gathered)
-            wrong = wrong or _copied_between_nodes(zero, unit, count)
+            costs = self.compared.costs
+            with counted(costs, "drawn step: weights"):
+                errors = communication_error.weight_errors(index, zero, unit)
+                gathered = next(sums for place, sums in errors.items() if place.purpose == "weights")
+                wrong = communication_error.too_exact(index, zero, unit, gathered)
+            with counted(costs, "drawn step: copies across nodes"):
+                wrong = wrong or _copied_between_nodes(zero, unit, count)
             if zero.current_policy.differences is None and zero.policy.budget is None:
                 if self._rehearses:
-                    self._compare_passes(index, strategy, zero, FirstSequences(self.data), drawn.geometry)
+                    with counted(costs, "drawn step: rehearsal"):
+                        self._compare_passes(index, strategy, zero, FirstSequences(self.data), drawn.geometry)
                 else:
                     self._await_step(index, zero, drawn)
             errors |= {
@@ -247,11 +258,13 @@ class Comparison:
         Only the messages of this reduction are of interest; the step's own reductions are not observed, since that
         would take time in the step.
         """
-        model = models.with_values(self.trial, zero.full_state_dict(device=None))
-        clock = Clock(self.trial.seed, zero.clock.step)
-        expected, gradient = self._single_process(model, index, clock, unit=unit.geometry)
+        with counted(self.compared.costs, "drawn step: single process"):
+            model = models.with_values(self.trial, zero.full_state_dict(device=None))
+            clock = Clock(self.trial.seed, zero.clock.step)
+            expected, gradient = self._single_process(model, index, clock, unit=unit.geometry)
         assert gradient is not None and gradient.latest is not None  # noqa: S101, PT018  # the unit has a gradient
-        unit.reduction.average(gradient.latest)
+        with counted(self.compared.costs, "drawn step: messages"):
+            unit.reduction.average(gradient.latest)
         self._awaited = replace(expected, sharded=None), gradient
 
     def compare_drawn_step(self, index: int, strategy: Strategy, zero: Zero) -> None:
@@ -265,7 +278,8 @@ class Comparison:
         self.compared.losses.append(expected)
         # Errors that were carried from earlier steps are in the reduced gradient, and not in the single process's.
         if zero.current_policy.feedback is None:
-            self.compared.gradient_errors += _gradient_errors(gradient, strategy)
+            with counted(self.compared.costs, "drawn step: gradient"):
+                self.compared.gradient_errors += _gradient_errors(gradient, strategy)
 
     def forget_step(self, index: int) -> None:
         """Drop the comparison of gradients of step ``index``, which was skipped since they overflowed."""
