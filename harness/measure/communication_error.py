@@ -129,7 +129,8 @@ def _unlike_reference(unit: str, hop: EncodedHop, values: Tensor, frames: Tensor
 def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
     """Return the fp64 sums of squared errors and of squared exact values of two tensors of equal shape."""
     exact = exact.double()
-    return np.array([float((decoded.double() - exact).square().sum()), float(exact.square().sum())])
+    error = decoded.to(torch.float64, copy=True).sub_(exact).square_().sum()
+    return np.array([float(error), float(exact.square().sum())])
 
 
 def gradient_errors(

@@ -53,6 +53,7 @@ from harness.measure.unsharded_loss import (
     evaluating,
     mean_loss,
     packed,
+    quantise,
 )
 from harness.records.trial_record import LosslessSize, QuantisationError, Validation
 from harness.strategies.optimizers import group_of, muon_arguments, set_rates
@@ -259,7 +260,12 @@ class Comparison:
         would take time in the step.
         """
         with counted(self.compared.costs, "drawn step: single process"):
-            model = models.with_values(self.trial, zero.full_state_dict(device=None))
+            values = {
+                slot.spec.name: value
+                for each in zero.units
+                for slot, value in zip(each.geometry.slots, WholeValues(each).masters(), strict=True)
+            }
+            model = models.with_values(self.trial, values)
             clock = Clock(self.trial.seed, zero.clock.step)
             expected, gradient = self._single_process(model, index, clock, unit=unit.geometry)
         assert gradient is not None and gradient.latest is not None  # noqa: S101, PT018  # the unit has a gradient
@@ -443,7 +449,10 @@ class Comparison:
                 columns = dict(gathered[1])
             elif policy is not None and family != "ddp":  # DDP has whole weights on every rank
                 columns = by_columns(model, policy, units)
-                entered.enter_context(as_gathered(model, policy, units, clock or Clock(trial.seed)))
+                if unit is None:
+                    entered.enter_context(as_gathered(model, policy, units, clock or Clock(trial.seed)))
+                else:  # the caller needs the model no more
+                    quantise(model, policy, units, clock or Clock(trial.seed))
             computed = as_computed(trial, model)
             if trial.workload == "generate" or layouts is None:
                 loss = mean_loss(computed, batches_of(data, step))

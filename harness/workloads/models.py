@@ -224,15 +224,18 @@ def of_trial(trial: Trial) -> nn.Module:
 def with_values(trial: Trial, values: Mapping[str, Tensor]) -> nn.Module:
     """Build a trial's model, a preset, with ``values`` by name as its parameters; none are drawn or copied.
 
-    Parameters that the model ties stay tied.
+    Parameters that the model ties stay tied, and ``values`` has one of their names.
     """
     with unfilled():
         model = of_trial(trial)
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for name, empty in [*model.named_parameters(remove_duplicate=False)]:
+    named = [*model.named_parameters(remove_duplicate=False)]
+    made = {
+        empty: nn.Parameter(values[name], requires_grad=empty.requires_grad)
+        for name, empty in named
+        if name in values
+    }
+    for name, empty in named:
         owner, _, last = name.rpartition(".")
-        if empty not in made:
-            made[empty] = nn.Parameter(values[name], requires_grad=empty.requires_grad)
         setattr(model.get_submodule(owner), last, made[empty])
     return model
 
