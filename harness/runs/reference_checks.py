@@ -178,7 +178,7 @@ class Comparison:
     def _compare_before_training(self, strategy: Strategy) -> None:
         if strategy.zero is not None and strategy.zero.policy.own_gather is not None:
             with _rehearsal(strategy):  # the single process computes with the weights that the class gathers
-                model, gathered = self._same_masters(strategy, strategy.zero)
+                model, gathered = self._same_masters(strategy.zero)
                 assert gathered is not None  # noqa: S101  # a user's class gathers
                 self.compared.wrong = communication_error.beyond_bound(strategy.zero, gathered[0])
                 self.expected, self.gradient = self._single_process(model, gathered=gathered)
@@ -260,12 +260,7 @@ class Comparison:
         would take time in the step.
         """
         with counted(self.compared.costs, "drawn step: single process"):
-            values = {
-                slot.spec.name: value
-                for each in zero.units
-                for slot, value in zip(each.geometry.slots, WholeValues(each).masters(), strict=True)
-            }
-            model = models.with_values(self.trial, values)
+            model, _ = self._same_masters(zero)
             clock = Clock(self.trial.seed, zero.clock.step)
             expected, gradient = self._single_process(model, index, clock, unit=unit.geometry)
         assert gradient is not None and gradient.latest is not None  # noqa: S101, PT018  # the unit has a gradient
@@ -360,7 +355,7 @@ class Comparison:
             unit: The only unit whose gradient is compared; None for all.  With a unit, the result's ``trained`` is the
                 loss of the step's whole batches in evaluation mode, and None for a user's model.
         """
-        model, gathered = self._same_masters(strategy, zero)
+        model, gathered = self._same_masters(zero)
         clock = Clock(self.trial.seed, zero.clock.step)
         expected, gradient = self._single_process(model, index, clock, data, unit, gathered=gathered)
         with evaluating(strategy.model):
@@ -374,14 +369,21 @@ class Comparison:
         self.compared.losses.append(replace(expected, sharded=passes.mean))
         return expected
 
-    def _same_masters(self, strategy: Strategy, zero: Zero) -> tuple[nn.Module, _Gathered | None]:
+    def _same_masters(self, zero: Zero) -> tuple[nn.Module, _Gathered | None]:
         """Return an unsharded model with the engine's masters and, with a user's own gather, what it gathers of them.
 
         The passes that follow gather the same weights again, since these do not change.
         """
-        with next(strategy.model.parameters()).device:
-            model = models.of_trial(self.trial)
-        model.load_state_dict(zero.full_state_dict())
+        if ":" in self.trial.model.name:  # may have buffers
+            with next(zero.model.parameters()).device:
+                model = models.of_trial(self.trial)
+            model.load_state_dict(zero.full_state_dict())
+        else:
+            values: dict[str, Tensor] = {}
+            for unit in zero.units:
+                names = [slot.spec.name for slot in unit.geometry.slots]
+                values.update(zip(names, WholeValues(unit).masters(), strict=True))
+            model = models.with_values(self.trial, values)
         own = zero.policy.own_gather is not None
         return model, communication_error.gathered_weights(zero) if own else None
 
