@@ -171,7 +171,7 @@ class Comparison:
         self.events: list[Event] = []  # passes before training, for ``impl.plan.traffic``
 
     def before_training(self, strategy: Strategy) -> None:
-        """Compare the sharded model's loss and reduced gradients with a single process's."""
+        """Compare the sharded model's loss and reduced gradients with a single process's; note both in ``compared``."""
         with counted(self.compared.costs, "before training"):
             self._compare_before_training(strategy)
 
@@ -217,8 +217,9 @@ class Comparison:
     ) -> None:
         """Compare one unit's weights with its masters, and compute with a single process what the step should give.
 
-        The unit is drawn by the trial's seed and repeat.  :meth:`compare_drawn_step` compares the step itself.  If it
-        cannot be compared, a rehearsal is compared here, in which ranks read only the first sequence of each of their
+        Differences are noted in ``compared``.  The unit is drawn by the trial's seed and repeat.
+        :meth:`compare_drawn_step` compares the step itself later.  If the trial's model or method is the user's own, a
+        rehearsal of the step is compared here instead, in which ranks read only the first sequence of each of their
         batches.
 
         Args:
@@ -254,10 +255,10 @@ class Comparison:
         self.compared.wrong = self.compared.wrong or wrong or observed.unlike
 
     def _await_step(self, index: int, zero: Zero, unit: Unit) -> None:
-        """Compute with a single process what step ``index`` should give, and reduce this rank's gradient of ``unit``.
+        """Compute with a single process the loss of step ``index`` and the mean gradient of ``unit``; keep both.
 
-        Only the messages of this reduction are of interest; the step's own reductions are not observed, since that
-        would take time in the step.
+        This rank's gradient is then reduced once, so that the wire's observer sees the messages of a reduction.  Those
+        of the step itself are not observed, since observing them would take time in a timed step.
         """
         with counted(self.compared.costs, "drawn step: single process"):
             model, _ = self._same_masters(zero)
@@ -269,9 +270,10 @@ class Comparison:
         self._awaited = replace(expected, sharded=None), gradient
 
     def compare_drawn_step(self, index: int, strategy: Strategy, zero: Zero) -> None:
-        """Compare what the backward passes of step ``index`` have left with a single process, if it is the drawn step.
+        """Compare the reduced gradient of step ``index`` with the single process's, before the optimizer changes it.
 
-        It sends nothing.  The loss is compared when the ranks' outcomes are merged.
+        The difference is noted in ``compared``.  Does nothing unless :meth:`before_drawn_step` has prepared this step.
+        Sends no message.  The step's loss is compared later, by :mod:`harness.runs.merge_ranks`.
         """
         if self._awaited is None or index != self.drawn:
             return
@@ -283,7 +285,7 @@ class Comparison:
                 self.compared.gradient_errors += _gradient_errors(gradient, strategy)
 
     def forget_step(self, index: int) -> None:
-        """Drop the comparison of gradients of step ``index``, which was skipped since they overflowed."""
+        """Remove the gradient errors of step ``index`` from ``compared``, because its gradients have overflowed."""
         errors = self.compared.gradient_errors
         self.compared.gradient_errors = [error for error in errors if error.step != index]
 
@@ -370,9 +372,10 @@ class Comparison:
         return expected
 
     def _same_masters(self, zero: Zero) -> tuple[nn.Module, _Gathered | None]:
-        """Return an unsharded model with the engine's masters and, with a user's own gather, what it gathers of them.
+        """Return an unsharded model with the engine's masters, and the weights that a user's own gather makes of them.
 
-        The passes that follow gather the same weights again, since these do not change.
+        The weights are None without such a gather.  The passes that follow gather the same weights, since the masters
+        do not change before.
         """
         if ":" in self.trial.model.name:  # may have buffers
             with next(zero.model.parameters()).device:
