@@ -60,7 +60,8 @@ class ReductionObserver(Observer):
     """Observes the reductions of one rank: sums the errors of each hop, and keeps gradients and means.
 
     Args:
-        unit: The only unit to observe; None for all.
+        unit: The only unit to observe; None for all.  Messages of a single unit are compared with what the reference
+            backend encodes, and the errors of its hops are not measured.
     """
 
     def __init__(self, unit: str | None = None) -> None:
@@ -85,9 +86,12 @@ class ReductionObserver(Observer):
             return
         exact = values.detach().float()
         decoded = exact
-        if frames is not None:
-            if self._unit is not None and self.unlike is None:
+        if self._unit is not None:
+            self.hops[unit, hop] = np.full(2, math.nan)
+            if frames is not None and self.unlike is None:
                 self.unlike = _unlike_reference(unit, hop, exact, frames)
+            return
+        if frames is not None:
             decoded = torch.empty(exact.shape, device=exact.device)
             ops.decode(hop.codec, frames.view(*exact.shape[:-1], -1), decoded)
         self.hops[unit, hop] += squared_sums(decoded, exact)
@@ -125,7 +129,8 @@ def _unlike_reference(unit: str, hop: EncodedHop, values: Tensor, frames: Tensor
 def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
     """Return the fp64 sums of squared errors and of squared exact values of two tensors of equal shape."""
     exact = exact.double()
-    return np.array([float((decoded.double() - exact).square().sum()), float(exact.square().sum())])
+    error = decoded.to(torch.float64, copy=True).sub_(exact).square_().sum()
+    return np.array([float(error), float(exact.square().sum())])
 
 
 def gradient_errors(

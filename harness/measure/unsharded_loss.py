@@ -21,7 +21,7 @@ from harness.workloads.models import under_autocast
 from harness.workloads.rank_batches import Batch
 from impl.adapters.traffic import GroupGeometry
 from impl.codecs import reference
-from impl.codecs.codec import Blocked, Codec
+from impl.codecs.codec import Blocked, Codec, Raw
 from impl.codecs.planes import turn
 from impl.codecs.reference import DTYPES
 from impl.codecs.rounding_noise import Clock
@@ -62,13 +62,21 @@ def as_gathered(
         units: Units or parameter groups of the model, whose shards are encoded one by one.
         clock: Decides the random bits of stochastic codecs.
     """
-    with _restored(model.named_parameters()) as parameters:
-        for unit in units:
-            unit_policy = _policy_of(unit, policy)
-            codecs = (unit_policy.weights, unit_policy.copy_codec)
-            for codec in codecs if unit_policy.sends_copy else codecs[:1]:
-                _encode_and_decode(codec, unit, parameters, clock)
+    with _restored(model.named_parameters()):
+        quantise(model, policy, units, clock)
         yield
+
+
+def quantise(
+    model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry], clock: Clock
+) -> None:
+    """Change the weights of an unsharded model as :func:`as_gathered` does, for good."""
+    parameters = dict(model.named_parameters())
+    for unit in units:
+        unit_policy = _policy_of(unit, policy)
+        codecs = (unit_policy.weights, unit_policy.copy_codec)
+        for codec in codecs if unit_policy.sends_copy else codecs[:1]:
+            _encode_and_decode(codec, unit, parameters, clock)
 
 
 def by_columns(
@@ -157,6 +165,13 @@ def _places(geometry: UnitGeometry | GroupGeometry, whole: Tensor) -> Iterator[t
         yield spec.name, whole[:, start:end]
 
 
+def _names(geometry: UnitGeometry | GroupGeometry) -> list[str]:
+    """Return the names of the parameters of a unit or parameter group."""
+    if isinstance(geometry, UnitGeometry):
+        return [slot.spec.name for slot in geometry.slots]
+    return [spec.name for spec in geometry.parameters]
+
+
 def _policy_of(unit: UnitGeometry | GroupGeometry, policy: Policy) -> Policy:
     return policy.for_unit(unit) if isinstance(unit, UnitGeometry) else policy
 
@@ -186,6 +201,11 @@ def _encode_and_decode(
     If ``rows`` is not 0, bands of so many rows are transposed before encoding and back after decoding, as the
     second of two planes is.
     """
+    if isinstance(codec, Raw):  # a cast, wherever an element lies
+        for name in _names(geometry):
+            parameter = parameters[name]
+            parameter.copy_(parameter.to(DTYPES[codec.dtype]))
+        return
     device, noise = next(iter(parameters.values())).device, None
     shards, turned = packed(geometry, parameters, device), list[tuple[Band, ...]]()
     if isinstance(geometry, UnitGeometry):

@@ -130,6 +130,7 @@ class Checked:
     between: Spent = field(default_factory=Spent)
     checks: Spent = field(default_factory=Spent)
     seconds: float = 0.0  # seconds of all checks, also in warm-up steps
+    costs: dict[str, float] = field(default_factory=dict)  # CPU seconds by check, also in warm-up steps
     laps: float = 0.0  # seconds of all laps from the first timed step to the last
     passed: float = 0.0  # the same seconds as measured by another clock of the system
     encodes: bool = False  # whether the policy has codecs other than casts, or a reduction of the user's own

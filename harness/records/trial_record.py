@@ -370,6 +370,8 @@ class Record(_Part):
     first_gradients: list[GradientCheck] = []
     # Untimed seconds of checks in steps and of comparisons before later steps, on the rank where they took longest.
     check_seconds: _Seconds | None = None
+    # CPU seconds by check, also of the comparison before training, on the rank where they add up to most.
+    check_cpu_seconds: dict[str, _Seconds] = {}
     decoded_sha256: list[str] = []
     machine_use: list[NodeUse] = []
     processor_use: ProcessorUse | None = None

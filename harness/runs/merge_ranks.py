@@ -43,6 +43,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
     first, compared = outcomes[0], [outcome.compared for outcome in outcomes]
     ranks, spent = [outcome.record for outcome in outcomes], [outcome.spent for outcome in outcomes]
     predicted, processor_use = None, spent[0]
+    costs = [outcome.compared.costs | outcome.checked.costs for outcome in outcomes]
     trained = blank.trial.get("workload", "train") == "train"
     if first.predicted is not None:
         ledgers, unpredicted = [outcome.predicted or [] for outcome in outcomes], list(first.unpredicted)
@@ -71,6 +72,10 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "reference_loss": math.fsum(rank.losses[0].reference for rank in compared) / len(compared),
             "first_gradients": _gradient_checks([e for rank in compared for e in rank.gradient_errors]),
             "check_seconds": round(max(o.compared.seconds + o.checked.seconds for o in outcomes), 6),
+            "check_cpu_seconds": {
+                check: round(seconds, 6)
+                for check, seconds in max(costs, key=lambda by_check: math.fsum(by_check.values())).items()
+            },
             "communication_errors": communication_error.combine([dict(c.communicated) for c in compared]),
             "quantisation": compared[0].errors,
             "lossless": compared[0].lossless,
@@ -210,9 +215,10 @@ def _reference_errors(rank: int, outcome: Outcome, *, later: bool, gradients: bo
     """
     trained = {step.index: step.loss for step in outcome.record.steps}
     for loss in outcome.compared.losses:
-        if bool(loss.step) == later and not same_loss(loss.sharded, loss.expected):
+        sharded = loss.expected if loss.sharded is None else loss.sharded
+        if bool(loss.step) == later and not same_loss(sharded, loss.expected):
             yield (
-                f"{_when(loss.step)} the loss of rank {rank} is {loss.sharded:.6f}, but a single process with "
+                f"{_when(loss.step)} the loss of rank {rank} is {sharded:.6f}, but a single process with "
                 f"equal weights and batches has {loss.expected:.6f}: they differ by more than {TOLERANCE:g}"
             )
         if later and loss.trained is not None and not same_loss(trained[loss.step], loss.trained):
@@ -230,4 +236,4 @@ def _reference_errors(rank: int, outcome: Outcome, *, later: bool, gradients: bo
 
 
 def _when(step: int) -> str:
-    return f"before step {step}" if step else "before training"
+    return f"in step {step}" if step else "before training"

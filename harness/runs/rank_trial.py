@@ -61,6 +61,7 @@ from harness.suites import folder
 from harness.suites.peers import family_of
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
+from harness.witness.check_costs import counted
 from harness.witness.training_checks import TrainingChecks, watch_inputs, wrong_kernel
 from harness.witness.witness_clock import Kind
 from harness.workloads import models, trial_dataset
@@ -201,6 +202,8 @@ class TrialRun:
         self.checked.trainable, self._read = trained, read
         if (zero := self.strategy.zero) is not None:
             checks.matrix = self.comparison.watched_matrix(zero, self.loop.optimizer)
+            compare = self.comparison.compare_drawn_step
+            checks.compare = partial(compare, strategy=self.strategy, zero=zero)
         # All ranks built the same model; from here on each draws its own random numbers, as for dropout.
         torch.manual_seed(draw(f"{trial.seed}/{rank.rank}/torch", 2**63))
         self.checked.random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
@@ -208,7 +211,8 @@ class TrialRun:
             codecs = (*policy.codecs, *(policy.owned if trial.optimizer.orthogonalises else ()))
             coded = any(not isinstance(codec, Raw) for codec in codecs)
             self.checked.encodes = coded or policy.own_reduce is not None  # whose computation is not known
-            self.checked.kernel = wrong_kernel(codecs, self.device)
+            with counted(self.checked.costs, "kernels"):
+                self.checked.kernel = wrong_kernel(codecs, self.device)
         self.events = self.loop.events
         self.events += self.comparison.events
         self.generator = self._generator() if trial.workload == "generate" else None
@@ -439,6 +443,8 @@ class TrialRun:
             self.sent_until, self.events_before = [self._sent_in_training()], len(self.events)
         waited = self.strategy.exposed_seconds()
         stepped = self.loop.step(index, warmup=index < self.trial.warmup)
+        if not stepped.done:
+            self.comparison.forget_step(index)
         if self.scheduled and stepped.done:  # otherwise an overflow: the schedule goes on with the next step
             self.sent_until.append(self._sent_in_training())
         zero, matrix = self.strategy.zero, self.checks.matrix
@@ -610,7 +616,7 @@ def without_seconds(outcome: Outcome) -> Outcome:
     unknown = ("cpu_seconds", "generate", "score", *(f"exposed_{part}" for part in _WAITED))
     nothing |= dict.fromkeys(unknown)
     checked = replace(
-        checked, steps=[], between=Spent(), checks=Spent(), seconds=0.0, laps=0.0, passed=0.0, waited=None,
+        checked, steps=[], between=Spent(), checks=Spent(), seconds=0.0, costs={}, laps=0.0, passed=0.0, waited=None,
         sleeps_counted=False,
     )  # fmt: skip
     steps = [step.model_copy(update=nothing) for step in record.steps]
@@ -620,7 +626,7 @@ def without_seconds(outcome: Outcome) -> Outcome:
         record=record.model_copy(update={"steps": steps, "tokens": tokens}),
         validations=[each.model_copy(update={"train_seconds": 0.0}) for each in outcome.validations],
         checked=checked,
-        compared=replace(outcome.compared, seconds=0.0),
+        compared=replace(outcome.compared, seconds=0.0, costs={}),
     )
 
 

@@ -6,8 +6,9 @@
   exact values (:mod:`harness.measure.communication_error`).  Before the middle and last step, loss and gradients are
   also compared again, with a single process that has that step's masters.
 - Before one step of the second half, which seed and repeat determine, in every trial of our engine: the weights of one
-  unit, and hpZ's copy of them, are compared with the masters.  Loss and reduced gradients of one sequence per rank are
-  compared with a single process.
+  unit, and hpZ's copy of them, are compared with the masters, and one gradient of the unit is reduced to see its
+  messages.  A single process computes the step's loss and the unit's mean gradient; the step itself is compared with
+  them as soon as its backward passes have ended.
 - After the last step, if the suite measures errors: a grid of codecs is tried on the trained weights and gradients,
   without messages (:mod:`harness.measure.quantisation_error`).
 
@@ -51,6 +52,8 @@ from harness.measure.unsharded_loss import (
     computing_with,
     evaluating,
     mean_loss,
+    packed,
+    quantise,
 )
 from harness.records.trial_record import LosslessSize, QuantisationError, Validation
 from harness.strategies.optimizers import group_of, muon_arguments, set_rates
@@ -58,6 +61,7 @@ from harness.strategies.strategy import Strategy
 from harness.strategies.training_loop import run_passes
 from harness.suites.peers import PEERS, family_of
 from harness.suites.trial import Trial
+from harness.witness.check_costs import counted
 from harness.witness.matrix_witness import MatrixWitness
 from harness.witness.training_checks import TrainingChecks
 from harness.workloads import models
@@ -75,6 +79,7 @@ from impl.plan.traffic import Event
 from impl.policy.policy import Policy
 from impl.policy.shard_layout import UnitGeometry
 from impl.policy.topology import Topology
+from impl.unit.unit import Unit
 from impl.unit.whole_values import WholeValues
 from impl.zero import Zero, find_blocks, plan_units
 
@@ -116,7 +121,8 @@ class ComparedLoss:
     # as with dropout.
     trained: float | None = None
     step: int = 0  # the step before which they were compared; 0 is before training
-    sharded: float = math.nan  # loss of the sharded model; NaN until it has run
+    # Loss of the sharded model; NaN until it has run, None if only the loss of the step itself is compared.
+    sharded: float | None = math.nan
 
 
 @dataclass(slots=True)
@@ -132,6 +138,7 @@ class Compared:
     drawn: list[tuple[Place, list[float]]] = field(default_factory=list)
     wrong: str | None = None  # the first fault of the drawn unit's messages that this rank found itself
     seconds: float = 0.0  # of all comparisons before later steps
+    costs: dict[str, float] = field(default_factory=dict)  # CPU seconds by check
 
 
 class Comparison:
@@ -139,12 +146,13 @@ class Comparison:
 
     def __init__(self, trial: Trial, model: nn.Module, data: Batches, rank: Rank) -> None:
         self.trial, self.data, self.rank = trial, data, rank
-        self.expected, self.gradient = self._single_process(model)
+        self.compared = Compared()
+        with counted(self.compared.costs, "before training"):
+            self.expected, self.gradient = self._single_process(model)
         total = trial.warmup + trial.steps
         # Further repeats would only measure the same errors again.
         self.measures = trial.measure_quantisation and trial.repeat == 0
         self.steps = sorted(communication_error.measured_steps(total)) if self.measures else []
-        self.compared = Compared()
         drawn = communication_error.drawn_step(trial.seed, trial.repeat, trial.warmup, total)
         # The check needs messages outside of the wire, and transport "staged" carries none.  In workload rlhf, the
         # model itself generates the batch.
@@ -154,13 +162,23 @@ class Comparison:
         self.drawn = drawn if checks and drawn not in self.steps else None
         # A step of one matrix.
         self.stepped_again = drawn if checks and trial.optimizer.orthogonalises else None
+        policy = trial.resolved_policy()
+        own = policy is not None and (policy.own_reduce is not None or policy.own_gather is not None)
+        # A user's model may compute at random in training, and a user's method may give other values when it is called
+        # again.  In these trials a rehearsal in evaluation mode is compared, in others the drawn step itself.
+        self._rehearses = own or ":" in trial.model.name
+        self._awaited: tuple[ComparedLoss, FirstGradient] | None = None  # what the drawn step should compute
         self.events: list[Event] = []  # passes before training, for ``impl.plan.traffic``
 
     def before_training(self, strategy: Strategy) -> None:
         """Compare the sharded model's loss and reduced gradients with a single process's; note both in ``compared``."""
+        with counted(self.compared.costs, "before training"):
+            self._compare_before_training(strategy)
+
+    def _compare_before_training(self, strategy: Strategy) -> None:
         if strategy.zero is not None and strategy.zero.policy.own_gather is not None:
             with _rehearsal(strategy):  # the single process computes with the weights that the class gathers
-                model, gathered = self._same_masters(strategy, strategy.zero)
+                model, gathered = self._same_masters(strategy.zero)
                 assert gathered is not None  # noqa: S101  # a user's class gathers
                 self.compared.wrong = communication_error.beyond_bound(strategy.zero, gathered[0])
                 self.expected, self.gradient = self._single_process(model, gathered=gathered)
@@ -197,10 +215,12 @@ class Comparison:
     def before_drawn_step(
         self, index: int, strategy: Strategy, zero: Zero, count: Callable[[], NDArray[np.int64]]
     ) -> None:
-        """Compare one unit's weights with its masters, and a small pass with a single process.
+        """Compare one unit's weights with its masters, and compute with a single process what the step should give.
 
-        Differences are noted in ``compared``.  The unit is drawn by the trial's seed and repeat.  Ranks read only the
-        first sequence of each of their batches, so that the check takes a small part of the trial's time.
+        Differences are noted in ``compared``.  The unit is drawn by the trial's seed and repeat.
+        :meth:`compare_drawn_step` compares the step itself later.  If the trial's model or method is the user's own, a
+        rehearsal of the step is compared here instead, in which ranks read only the first sequence of each of their
+        batches.
 
         Args:
             index: Number of the step.
@@ -211,21 +231,63 @@ class Comparison:
         self.rank.report(Progress("checking a drawn step"))
         units = [unit for unit in zero.units if unit.geometry.trainable] or zero.units
         key = f"{self.trial.seed}/{self.trial.repeat}/checked unit"
-        unit = units[draw(key, len(units))].geometry.name
-        data = FirstSequences(self.data)
+        drawn = units[draw(key, len(units))]
+        unit = drawn.geometry.name
         with _rehearsal(strategy, unit) as observed:
-            errors = communication_error.weight_errors(index, zero, unit)
-            gathered = next(sums for place, sums in errors.items() if place.purpose == "weights")
-            wrong = communication_error.too_exact(index, zero, unit, gathered)
-            wrong = wrong or _copied_between_nodes(zero, unit, count)
+            costs = self.compared.costs
+            with counted(costs, "drawn step: weights"):
+                errors = communication_error.weight_errors(index, zero, unit)
+                gathered = next(sums for place, sums in errors.items() if place.purpose == "weights")
+                wrong = communication_error.too_exact(index, zero, unit, gathered)
+            with counted(costs, "drawn step: copies across nodes"):
+                wrong = wrong or _copied_between_nodes(zero, unit, count)
             if zero.current_policy.differences is None and zero.policy.budget is None:
-                self._compare_passes(index, strategy, zero, data, unit)
+                if self._rehearses:
+                    with counted(costs, "drawn step: rehearsal"):
+                        self._compare_passes(index, strategy, zero, FirstSequences(self.data), drawn.geometry)
+                else:
+                    self._await_step(index, zero, drawn)
             errors |= {
                 Place(index, "gradients", name, hop.number, hop.axis, str(hop.codec)): sums
                 for (name, hop), sums in observed.hops.items()
             }
         self.compared.drawn += [(place, sums.tolist()) for place, sums in errors.items()]
         self.compared.wrong = self.compared.wrong or wrong or observed.unlike
+
+    def _await_step(self, index: int, zero: Zero, unit: Unit) -> None:
+        """Compute with a single process the loss of step ``index`` and the mean gradient of ``unit``; keep both.
+
+        This rank's gradient is then reduced once, so that the wire's observer sees the messages of a reduction.  Those
+        of the step itself are not observed, since observing them would take time in a timed step.
+        """
+        with counted(self.compared.costs, "drawn step: single process"):
+            model, _ = self._same_masters(zero)
+            clock = Clock(self.trial.seed, zero.clock.step)
+            expected, gradient = self._single_process(model, index, clock, unit=unit.geometry)
+        assert gradient is not None and gradient.latest is not None  # noqa: S101, PT018  # the unit has a gradient
+        with counted(self.compared.costs, "drawn step: messages"):
+            unit.reduction.average(gradient.latest)
+        self._awaited = replace(expected, sharded=None), gradient
+
+    def compare_drawn_step(self, index: int, strategy: Strategy, zero: Zero) -> None:
+        """Compare the reduced gradient of step ``index`` with the single process's, before the optimizer changes it.
+
+        The difference is noted in ``compared``.  Does nothing unless :meth:`before_drawn_step` has prepared this step.
+        Sends no message.  The step's loss is compared later, by :mod:`harness.runs.merge_ranks`.
+        """
+        if self._awaited is None or index != self.drawn:
+            return
+        (expected, gradient), self._awaited = self._awaited, None
+        self.compared.losses.append(expected)
+        # Errors that were carried from earlier steps are in the reduced gradient, and not in the single process's.
+        if zero.current_policy.feedback is None:
+            with counted(self.compared.costs, "drawn step: gradient"):
+                self.compared.gradient_errors += _gradient_errors(gradient, strategy)
+
+    def forget_step(self, index: int) -> None:
+        """Remove the gradient errors of step ``index`` from ``compared``, because its gradients have overflowed."""
+        errors = self.compared.gradient_errors
+        self.compared.gradient_errors = [error for error in errors if error.step != index]
 
     def watched_matrix(self, zero: Zero, optimizer: torch.optim.Optimizer) -> MatrixWitness | None:
         """Return a witness that notes one step of one matrix, so that :meth:`after_step` can repeat the step.
@@ -289,7 +351,7 @@ class Comparison:
                 checks.note_rehearsal(index)
 
     def _compare_passes(
-        self, index: int, strategy: Strategy, zero: Zero, data: Batches, unit: str | None = None
+        self, index: int, strategy: Strategy, zero: Zero, data: Batches, unit: UnitGeometry | None = None
     ) -> ComparedLoss:
         """Compare a rehearsal of step ``index`` with a single process, and return the single process's losses.
 
@@ -301,7 +363,7 @@ class Comparison:
             unit: The only unit whose gradient is compared; None for all.  With a unit, the result's ``trained`` is the
                 loss of the step's whole batches in evaluation mode, and None for a user's model.
         """
-        model, gathered = self._same_masters(strategy, zero)
+        model, gathered = self._same_masters(zero)
         clock = Clock(self.trial.seed, zero.clock.step)
         expected, gradient = self._single_process(model, index, clock, data, unit, gathered=gathered)
         with evaluating(strategy.model):
@@ -315,15 +377,22 @@ class Comparison:
         self.compared.losses.append(replace(expected, sharded=passes.mean))
         return expected
 
-    def _same_masters(self, strategy: Strategy, zero: Zero) -> tuple[nn.Module, _Gathered | None]:
+    def _same_masters(self, zero: Zero) -> tuple[nn.Module, _Gathered | None]:
         """Return an unsharded model with the engine's masters, and the weights that a user's own gather makes of them.
 
         The weights are None without such a gather.  The passes that follow gather the same weights, since the masters
         do not change before.
         """
-        with next(strategy.model.parameters()).device:
-            model = models.of_trial(self.trial)
-        model.load_state_dict(zero.full_state_dict())
+        if ":" in self.trial.model.name:  # may have buffers
+            with next(zero.model.parameters()).device:
+                model = models.of_trial(self.trial)
+            model.load_state_dict(zero.full_state_dict())
+        else:
+            values: dict[str, Tensor] = {}
+            for unit in zero.units:
+                names = [slot.spec.name for slot in unit.geometry.slots]
+                values.update(zip(names, WholeValues(unit).masters(), strict=True))
+            model = models.with_values(self.trial, values)
         own = zero.policy.own_gather is not None
         return model, communication_error.gathered_weights(zero) if own else None
 
@@ -342,7 +411,7 @@ class Comparison:
         step: int = 0,
         clock: Clock | None = None,
         data: Batches | None = None,
-        unit: str | None = None,
+        unit: UnitGeometry | None = None,
         *,
         gathered: _Gathered | None = None,
     ) -> tuple[ComparedLoss, FirstGradient | None]:
@@ -391,14 +460,25 @@ class Comparison:
                 columns = dict(gathered[1])
             elif policy is not None and family != "ddp":  # DDP has whole weights on every rank
                 columns = by_columns(model, policy, units)
-                entered.enter_context(as_gathered(model, policy, units, clock or Clock(trial.seed)))
+                if unit is None:
+                    entered.enter_context(as_gathered(model, policy, units, clock or Clock(trial.seed)))
+                else:  # the caller needs the model no more
+                    quantise(model, policy, units, clock or Clock(trial.seed))
             computed = as_computed(trial, model)
             if trial.workload == "generate" or layouts is None:
                 loss = mean_loss(computed, batches_of(data, step))
                 return ComparedLoss(reference, loss, None, step), None
             if unit is not None:
-                layouts = [layout for layout in layouts if layout.geometry.name == unit]
-            loss, gradient = self._gradient(computed, layouts, data, step, columns=columns, policy=policy)
+                layouts = [layout for layout in layouts if layout.geometry.name == unit.name]
+                names = {slot.spec.name for slot in unit.slots}
+                for name, parameter in computed.named_parameters():
+                    if name not in names:  # its gradient is not compared
+                        parameter.requires_grad_(False)
+            loss, gradient = self._gradient(
+                computed, layouts, data, step, columns=columns, policy=policy, unit=unit
+            )
+            if data is self.data and unit is not None:
+                return ComparedLoss(loss, loss, loss, step), gradient
             if unit is not None:
                 # Presets have no dropout, so their loss in evaluation mode is their loss in training.  A check in
                 # evaluation mode runs other code than the training that it checks.
@@ -428,6 +508,7 @@ class Comparison:
         *,
         columns: Mapping[str, Tensor],
         policy: Policy | None,
+        unit: UnitGeometry | None,
     ) -> tuple[float, FirstGradient]:
         """Return this rank's mean loss of a step's batches, and all ranks' mean gradient.
 
@@ -439,6 +520,8 @@ class Comparison:
             columns: By parameter, values with which backward passes compute in place of the model's own
                 (with ``policy.planes`` other than 1, weights are quantised by rows forward and by columns backward).
             policy: The policy of the step; None for a peer.
+            unit: The only unit whose gradient is computed; None for all.  With a unit, the result has this rank's
+                gradient of the last micro-batch as ``latest``.
         """
         trial, policy = self.trial, None if self.trial.host is not None else policy
         compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
@@ -458,7 +541,9 @@ class Comparison:
                     losses.append(float(loss.detach()))
                     with computing_with(model, columns):
                         (loss * times).backward()
-                first.add({name: parameter.grad for name, parameter in parameters.items()}, times)
+                gradients = {name: parameter.grad for name, parameter in parameters.items()}
+                first.add(gradients, times)
+                first.latest = None if unit is None else packed(unit, gradients).view(-1)
                 for parameter in parameters.values():
                     parameter.grad = None
         first.average()

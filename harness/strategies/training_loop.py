@@ -15,6 +15,7 @@ from harness.measure.unsharded_loss import evaluating
 from harness.strategies.optimizers import set_rates
 from harness.strategies.strategy import Strategy
 from harness.suites.trial import Trial
+from harness.witness.check_costs import counted
 from harness.witness.training_checks import TrainingChecks
 from harness.workloads.generation import decode
 from harness.workloads.preset_parameters import shape_of
@@ -106,7 +107,7 @@ class TrainingLoop:
         clock.end(index=index, warmup=warmup, loss=passes.mean, norm=stepped.norm)
         if self.checks is not None:
             drawn = passes.batches if experience is None else experience.drawn
-            with clock.witness.lap("check"):
+            with clock.witness.lap("check"), counted(self.checks.checked.costs, "batches"):
                 self.checks.note_batches(index, drawn, passes.batches)
         return stepped
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -256,6 +257,7 @@ def local(tensor: Any) -> Tensor:
     return whole.detach()
 
 
+@lru_cache(64)  # the same tensors are sampled in each step
 def _evenly(numel: int) -> Tensor:
     return torch.linspace(0, numel - 1, min(_KEPT, numel), dtype=torch.float64).long()
 

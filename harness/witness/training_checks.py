@@ -20,7 +20,7 @@ These checks run outside the timed parts of a step, and send no messages.  Each 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -30,6 +30,7 @@ from harness.records.training_faults import Checked, Norms
 from harness.suites.peers import family_of
 from harness.suites.trial import Trial
 from harness.witness.batch_witness import BatchWitness, digest, same_inputs, shared_split
+from harness.witness.check_costs import counted
 from harness.witness.matrix_witness import MatrixWitness
 from harness.witness.optimizer_witness import OptimizerWitness, local
 from harness.witness.outer_witness import OuterWitness
@@ -68,8 +69,12 @@ class TrainingChecks:
     ) -> None:
         self.checked = Checked(warmup=trial.warmup, timed=trial.steps, clip=trial.clip)
         self._trial, self._data, self._rank = trial, data, rank
-        self._read, self._optimizer = read, OptimizerWitness(trial, rank, optimizer)
+        self._read, costs = read, self.checked.costs
+        with counted(costs, "optimizer"):
+            self._optimizer = OptimizerWitness(trial, rank, optimizer)
         self.matrix: MatrixWitness | None = None  # watches one matrix, if Muon steps a sharded model
+        # Called with the number of each step when its backward passes have ended, if set; compares the drawn step.
+        self.compare: Callable[[int], None] | None = None
         self._batches = BatchWitness(trial, data.dataset)
         self._outer = None
         if zero is not None and zero.policy.local_steps is not None and not trial.own_strategy:
@@ -85,11 +90,11 @@ class TrainingChecks:
             self.checked.elements = sum(local(parameter).numel() for parameter in trained)
         # Norm of the gradient after the last backward pass, and the loss scale in it.
         self._reduced = self._scale = 0.0
-        held_out = data.validation and digest(data.validation) != digest(self._batches.held_out(data.ranks))
-        if held_out:
-            self._note(f"rank {rank} validates on other samples than those held out for it")
-        if (shared := shared_split(data.dataset)) is not None:
-            self._note(f"on rank {rank} {shared}")
+        with counted(costs, "validation samples"):
+            if data.validation and digest(data.validation) != digest(self._batches.held_out(data.ranks)):
+                self._note(f"rank {rank} validates on other samples than those held out for it")
+            if (shared := shared_split(data.dataset)) is not None:
+                self._note(f"on rank {rank} {shared}")
 
     def _note(self, wrong: str | None) -> None:
         """Keep the first fault; later ones, and None, are ignored."""
@@ -107,19 +112,23 @@ class TrainingChecks:
             loss: Mean of the losses that the step's passes returned.
             scale: The loss scale that the gradients are multiplied by.
         """
+        if self.compare is not None:
+            self.compare(index)
         self.checked.losses.append(loss)
-        self._note(self._optimizer.before(index))
-        self._note(None if self.matrix is None else self.matrix.before(index))
+        with counted(self.checked.costs, "optimizer"):
+            self._note(self._optimizer.before(index))
+            self._note(None if self.matrix is None else self.matrix.before(index))
         self._reduced, self._scale = self._norm(), scale
 
     def replay(self, index: int, *, done: bool) -> None:
         """Check step ``index``, which the optimizer has just taken or, if not ``done``, has skipped."""
         if done and self._shown:
             self.checked.norms[index] = Norms(self._reduced, self._norm(), self._scale)
-        self._note(self._optimizer.after(index, done=done))
-        self._note(None if self.matrix is None else self.matrix.after(index, done=done))
-        if self._outer is not None:
-            self._outer.after(index, done=done)
+        with counted(self.checked.costs, "optimizer"):
+            self._note(self._optimizer.after(index, done=done))
+            self._note(None if self.matrix is None else self.matrix.after(index, done=done))
+            if self._outer is not None:
+                self._outer.after(index, done=done)
         self.checked.replayed, self.checked.linked = self._optimizer.replayed, self._optimizer.linked
 
     def note_batches(self, step: int, drawn: Iterable[Batch], given: Iterable[Batch]) -> None:
@@ -153,7 +162,8 @@ class TrainingChecks:
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None] if self._shown else []
         if not gradients:
             return 0.0
-        return math.sqrt(math.fsum(float(norm) ** 2 for norm in torch._foreach_norm(gradients)))  # noqa: SLF001
+        with counted(self.checked.costs, "norms"):
+            return math.sqrt(math.fsum(float(norm) ** 2 for norm in torch._foreach_norm(gradients)))  # noqa: SLF001
 
 
 def watch_inputs(model: nn.Module) -> list[Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final
@@ -218,6 +218,25 @@ def of_trial(trial: Trial) -> nn.Module:
     model = build(trial.model, trial.sequence)
     if trial.activation_checkpointing:
         checkpoint_activations(model)
+    return model
+
+
+def with_values(trial: Trial, values: Mapping[str, Tensor]) -> nn.Module:
+    """Build a trial's model, a preset, with ``values`` by name as its parameters; none are drawn or copied.
+
+    Parameters that the model ties stay tied, and ``values`` has one of their names.
+    """
+    with unfilled():
+        model = of_trial(trial)
+    named = [*model.named_parameters(remove_duplicate=False)]
+    made = {
+        empty: nn.Parameter(values[name], requires_grad=empty.requires_grad)
+        for name, empty in named
+        if name in values
+    }
+    for name, empty in named:
+        owner, _, last = name.rpartition(".")
+        setattr(model.get_submodule(owner), last, made[empty])
     return model
 
 

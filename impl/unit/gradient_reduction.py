@@ -336,6 +336,18 @@ class GradientReduction:
         reduction.close()
         self.progress = Progress.REDUCED
 
+    def average(self, gradient: Tensor) -> Tensor:
+        """Return the mean (S,) fp32 of the ranks' ``gradient`` (P,) without giving it to the masters.
+
+        For checks outside of backward passes, which restore the carried errors afterwards; all ranks must call it.
+        """
+        reduction = self.collective
+        key = self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None
+        reduction.start(gradient.to(self._dtype), key=key, errors=self.feedback())
+        mean = reduction.finish()
+        reduction.close()
+        return mean
+
     def _take(self, mean: Tensor) -> None:
         """Hand the mean (S,) to the master shard, with zeros in padding, and show it to the wire's observer, if any."""
         for start, end in self._pads:

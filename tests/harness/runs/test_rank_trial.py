@@ -19,6 +19,7 @@ from harness.cluster.link import open_link
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import LaunchError, run_ranks
 from harness.measure.cpu_usage import busy_seconds
+from harness.measure.gradient_bounds import GradientError
 from harness.measure.machine import cores
 from harness.measure.quantisation_error import BITS, BLOCKS
 from harness.records.packet_sizes import HEADER_BYTES
@@ -26,7 +27,7 @@ from harness.records.trial_record import AdapterCounters, LedgerRow, Record, Val
 from harness.runs.feasibility import any_host, forecast
 from harness.runs.merge_ranks import assemble
 from harness.runs.rank_trial import Assignment, Outcome, run
-from harness.runs.reference_checks import TrialError
+from harness.runs.reference_checks import Compared, Comparison, TrialError
 from harness.suites.trial import Trial
 from harness.workloads.models import GPT, GPTShape
 from impl.codecs.codec import parse
@@ -624,3 +625,12 @@ def test_every_policy_everywhere(text: str, tmp_path: Path, strategy: str, nodes
     cluster = {"nodes": nodes, "ranks_per_node": per_node}
     record = result(trial(text, strategy, cluster=cluster, validate_every=1), tmp_path / "log")
     assert record.predicted.equal
+
+
+def test_a_skipped_step_is_not_compared() -> None:
+    """Of a drawn step whose gradients have overflowed, no gradient is judged; those of other steps still are."""
+    comparison = object.__new__(Comparison)
+    errors = [GradientError("unit", 1, 2.0, math.inf, 1.0, 1.0, step=step) for step in (0, 3)]
+    comparison.compared = Compared(gradient_errors=errors)
+    comparison.forget_step(3)
+    assert comparison.compared.gradient_errors == errors[:1]

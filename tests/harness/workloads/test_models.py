@@ -17,7 +17,7 @@ from harness.errors import Refusal
 from harness.suites.model_sizes import IMAGE_SIDE, PATCHES, PRESETS, GPTShape, step_flops
 from harness.suites.trial import Model, Trial
 from harness.workloads.generation import decode
-from harness.workloads.models import GPT, build
+from harness.workloads.models import GPT, build, of_trial, with_values
 from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import RankBatches
 
@@ -180,3 +180,28 @@ def test_patches_that_make_no_image_are_refused() -> None:
         Refusal, match=r"cannot be cut into sequence = 128 patches; expected one of 1, 4, 16, 64, 256, 1024"
     ):
         build(Model(name="vit-tiny"), 128)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_with_given_values_is_the_model_itself(tied: bool) -> None:
+    """Built with another model's weights, a model has that model's loss and gradients; tied weights stay tied, and
+    nothing is drawn.
+    """
+    arguments = {"layers": 1, "width": 32, "heads": 2, "tied": tied}
+    trial = Trial(
+        strategy="zero3", model=Model(name="gpt-tiny", arguments=arguments), sequence=16, tokens_per_rank=32,
+        activation_checkpointing=True,
+    )  # fmt: skip
+    model, tokens = of_trial(trial), torch.arange(32).view(2, 16)
+    values = {name: value.detach().clone() for name, value in model.named_parameters()}
+    before = torch.get_rng_state()
+    again = with_values(trial, values)
+    assert torch.equal(before, torch.get_rng_state())
+    assert (again.head.weight is again.embedding.weight) == tied
+    losses = [each(tokens, tokens.flip(1)) for each in (model, again)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    grads = [{name: p.grad for name, p in each.named_parameters()} for each in (model, again)]
+    assert grads[0].keys() == grads[1].keys()
+    assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
