@@ -87,7 +87,9 @@ class ReductionObserver(Observer):
         exact = values.detach().float()
         decoded = exact
         if self._unit is not None:
-            self.hops[unit, hop] = np.full(2, math.nan)
+            # An error of 0 stands for what is not measured: only the hop counts, by which its codec is checked.  The
+            # sum of exact values must not be 0, since combine() would leave the hop out.
+            self.hops[unit, hop] = np.array([0.0, 1.0])
             if frames is not None and self.unlike is None:
                 self.unlike = _unlike_reference(unit, hop, exact, frames)
             return

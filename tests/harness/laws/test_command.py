@@ -181,7 +181,10 @@ def test_a_kernel_of_ones_own_is_compared_bit_for_bit(
             "block None: expected a number of elements of 1 or more, or 'shard'",
         ),
         (("--codec", "users:Certain"), "promises the law 'unbiased', but is not stochastic"),
-        (("--codec", "users:Odd"), "users:Odd: codec 'int9:4': int9: integer codecs"),
+        (
+            ("--codec", "users:Odd"),
+            "users:Odd: its attribute 'codec' is wrong: codec 'int9:4': int9: integer",
+        ),
         (("--codec", "users:Wide"), "kinds ['fp64']: expected a list with some of fp32, bf16, fp16"),
         (("--codec", "users:Elsewhere"), "users:Elsewhere: device 'nonsense': expected any, cpu, cuda"),
         (("--codec", "users:Raising"), "users:Raising: raised RuntimeError: boom"),

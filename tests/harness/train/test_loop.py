@@ -322,7 +322,11 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
 @pytest.mark.parametrize(
     ("table", "flags", "message"),
     [
-        (None, ["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2: only 1"),
+        (
+            None,
+            ["--tensor-model-parallel-size", "2"],
+            "-size 2: there is no tensor, model or pipeline",
+        ),
         (None, ["--fp16", "--bf16"], "fp16.enabled = true: contradicts bf16.enabled = true"),
         (None, ["--hidden-size", "65"], "a width of 65 is not divisible by 4 heads"),
         (None, ["--deepspeed_config", "none.json"], "none.json: cannot be read"),

@@ -162,13 +162,12 @@ def test_the_sentence_of_a_page_names_the_break_even() -> None:
 
     twice = sentence({25: 0.5, 100: 2.1, 400: 0.5})
     assert twice.startswith("With 100 Mbit/s, ZeRO++ is 2.1")
-    assert twice.partition(". ZeRO++ breaks even at ")[2].count(" to ") == 2
+    assert twice.partition(". ZeRO++ breaks even at ")[2].partition(" Mbit/s")[0].count(" to ") == 2
     slower = sentence({25: 0.9, 100: 0.6})
     assert slower.startswith("With 100 Mbit/s, a step of ZeRO++ takes 1.6")
-    assert slower.endswith(". ZeRO++ is faster at no measured rate, up to 100 Mbit/s.")
-    assert sentence({25: 3.0, 100: 2.0}).endswith(
-        ". ZeRO++ is faster at every measured rate, up to 100 Mbit/s."
-    )
+    assert slower.count(". ZeRO++ is faster at no measured rate, up to 100 Mbit/s.") == 1
+    faster = sentence({25: 3.0, 100: 2.0})
+    assert faster.count(". ZeRO++ is faster at every measured rate, up to 100 Mbit/s.") == 1
     unclear = sentence({25: 2.0, 100: 1.01, 400: 1.01}, spread=3)
     assert ". ZeRO++'s break-even is not determined: its speed-up, interpolated between " in unclear
 

@@ -192,7 +192,7 @@ def test_bytes_without_loss_stand_beside_those_of_the_codecs_that_were_tried() -
     assert rows.loc[("gradients", "lossless:zlib:bf16"), "vnmse"] == pytest.approx(1e-6)
     assert rows.loc[("weights", "int4:256"), "bytes"] == pytest.approx((4 + 32 / 256) / 8)
     assert len(rows) == 2 * (2 + 7)
-    assert "nothing of this was sent" in table.description
+    assert "none of them were sent" in table.description
 
 
 @pytest.mark.parametrize("suite", ["quickstart", "algorithms"])
