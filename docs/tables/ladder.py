@@ -424,7 +424,7 @@ def _measured(ladder: Ladder) -> list[str]:
         return [f"No records of [{ladder.axis.suite}](../suites/README.md) are committed yet."]
     rows = [
         (rung.configuration, f"{rung.parameters:,}", f"{rung.tokens / 1e6:.2f}", rung.topology,
-         len(rung.seeds), f"{rung.base_loss:.3f}", _difference(rung))
+         len(rung.seeds), f"{rung.base_loss:.3f}", _difference(rung), _between_seeds(rung))
         for rung in sorted(ladder.rungs, key=lambda rung: (rung.configuration, ladder.at(rung)))
     ]  # fmt: skip
     head = (
@@ -435,6 +435,7 @@ def _measured(ladder: Ladder) -> list[str]:
         "seeds",
         f"{BASELINE}'s loss",
         "difference",
+        "deviation between seeds",
     )
     names = listed([f"`{suite}`" for suite in (ladder.axis.suite, *ladder.axis.others)])
     shown = f"![Loss difference over {ladder.axis.name}](figures/{_figure(ladder.axis).name})"
@@ -444,6 +445,11 @@ def _measured(ladder: Ladder) -> list[str]:
         "registered intervals."
     )
     return [f"Records: {names}.", markdown.table(head, rows), shown, caption]
+
+
+def _between_seeds(rung: Rung) -> str:
+    """Return the standard deviation of a rung's differences; ``-`` for one seed."""
+    return f"{np.std(rung.differences, ddof=1):.4f}" if len(rung.seeds) > 1 else "-"
 
 
 def _difference(rung: Rung) -> str:
@@ -459,8 +465,9 @@ def _fitted(ladders: Sequence[Ladder]) -> list[str]:
         "parameters or ranks, and a constant. Few sizes bear no more: a power law cannot change its sign, and three "
         "points do not tell it from a line. A difference that changes in one direction and levels off lies between the "
         "two forms beyond the last size. A predicted interval therefore reaches over both forms' 95 % prediction "
-        "intervals. It assumes that seeds vary by the same amount at all sizes, and that beyond the fitted sizes the "
-        "difference does not change faster than within them."
+        "intervals. It assumes that beyond the fitted sizes the difference changes no faster than within them, and "
+        "that seeds vary by the same amount at all sizes. The tables above show how far the latter holds: where "
+        "deviations between seeds fall with the size, an interval for a larger size is too wide."
     )
     formulas = """\
     line:      a + b x +- t(n - 2) s sqrt(1 / k + 1 / n + (x - mean of x)^2 / sum of (x_i - mean of x)^2)

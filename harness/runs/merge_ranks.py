@@ -164,7 +164,7 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
     for errors in (record.communication_errors, drawn):
         if errors and not control:
             policy = Trial.from_canonical(record.trial).resolved_policy() or Policy()
-            if (error := communication_error.refusal(errors, policy)) is not None:
+            if (error := communication_error.refusal(errors, policy, len(outcomes))) is not None:
                 yield error
     if scaler is not None and count and scaler["skipped"] >= count:
         yield (

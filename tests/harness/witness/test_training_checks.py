@@ -20,7 +20,7 @@ from torch import Tensor
 from harness.cluster.rank import Rank
 from harness.cluster.rank_processes import run_ranks
 from harness.measure import communication_error
-from harness.measure.communication_error import BF16_VNMSE, GROWTH, refusal
+from harness.measure.communication_error import BF16_VNMSE, GROWTH, growth, refusal
 from harness.measure.step_clock import StepClock
 from harness.records.trial_record import CommunicationError
 from harness.runs.rank_trial import Assignment, Outcome, run
@@ -452,16 +452,21 @@ def _error(step: int, purpose: str, error: float) -> CommunicationError:
     )  # fmt: skip
 
 
-@given(first=st.floats(0, 1), factor=st.floats(0, 100), carried=st.booleans())
-@example(first=1e-6, factor=20.0, carried=False)
-def test_an_error_that_grows_is_refused(first: float, factor: float, carried: bool) -> None:
-    """An error above GROWTH times that of the first step is refused, except with error feedback or below a cast's
-    error.
+@given(first=st.floats(0, 1), factor=st.floats(0, 100), carried=st.booleans(), ranks=st.integers(1, 256))
+@example(first=1e-6, factor=20.0, carried=False, ranks=4)
+@example(first=0.00335, factor=8.75, carried=False, ranks=4)
+@example(
+    first=0.00335, factor=8.75, carried=False, ranks=128
+)  # qgZ in 4 bits on 16x8 ranks of 16 tokens each
+def test_an_error_that_grows_is_refused(first: float, factor: float, carried: bool, ranks: int) -> None:
+    """An error that has grown by more than the factor for so many ranks is refused, except with error feedback or below
+    a cast's error; up to 16 ranks the factor is GROWTH.
     """
     later = first * factor
     policy = Policy(feedback=Feedback() if carried else None)
-    wrong = refusal([_error(0, "gradients", first), _error(9, "gradients", later)], policy)
-    assert (wrong is None) == (carried or later <= GROWTH * max(first, BF16_VNMSE))
+    wrong = refusal([_error(0, "gradients", first), _error(9, "gradients", later)], policy, ranks)
+    assert (wrong is None) == (carried or later <= growth(ranks) * max(first, BF16_VNMSE))
+    assert growth(min(ranks, 16)) == GROWTH
 
 
 @given(st.floats(1e-6, 1), st.floats(0, 2))
@@ -471,7 +476,7 @@ def test_a_copy_may_err_by_its_own_rounding_alone(error: float, factor: float) -
     errors = [_error(0, "weights", error), _error(0, "secondary", factor * error)]
     for kept, rounding in (("frames", 0.0), ("bf16", BF16_VNMSE)):
         policy = Policy(weights=parse("int8:64"), secondary="node", secondary_format=kept)  # type: ignore[arg-type]
-        assert (refusal(errors, policy) is None) == (factor * error <= 1.001 * error + rounding)
+        assert (refusal(errors, policy, 4) is None) == (factor * error <= 1.001 * error + rounding)
 
 
 @pytest.mark.parametrize(
