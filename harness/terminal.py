@@ -55,9 +55,9 @@ _WHOLE: Final = "--json and --csv print all of them"
 
 
 def _interval(row: Mapping[str, Any], quantity: str, form: str) -> str:
-    """Return a row's interval of a modelled quantity over the machine's fits; empty if it has no width."""
-    low, high = row.get(f"modelled_fits_low_{quantity}"), row.get(f"modelled_fits_high_{quantity}")
-    return "" if low is None or high is None or low == high else f" ({low:{form}} to {high:{form}})"
+    """Return as text a row's interval of a modelled quantity over the machine's fits; empty if it has no width."""
+    low, high = (row.get(f"modelled_fits_{end}_{quantity}") for end in ("low", "high"))
+    return terminal_table.interval(low, high, form)
 
 
 _PLANNED: Final = (

@@ -68,6 +68,11 @@ class Column:
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
+def interval(low: float | None, high: float | None, form: str) -> str:
+    """Return `` (low to high)``, to follow a cell's value; empty if an end is None, or if both are equal."""
+    return "" if low is None or high is None or low == high else f" ({low:{form}} to {high:{form}})"
+
+
 def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> Iterator[Column]:
     """Yield the columns with the text of their cells.
 

@@ -444,7 +444,11 @@ def _measured(ladder: Ladder) -> list[str]:
         "many seeds, are those of the registered fit or, without one, of the fit of all records. Red bars are "
         "registered intervals."
     )
-    return [f"Records: {names}.", markdown.table(head, rows), shown, caption]
+    failed = sum(kept.record.failure is not None for kept in ladder.records.values())
+    left_out = (
+        f" {counted(failed, 'failed trial')} {'is' if failed == 1 else 'are'} left out." if failed else ""
+    )
+    return [f"Records: {names}.{left_out}", markdown.table(head, rows), shown, caption]
 
 
 def _between_seeds(rung: Rung) -> str:

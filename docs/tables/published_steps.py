@@ -40,7 +40,7 @@ from scipy.optimize import least_squares
 from docs import numbers
 from docs.tables import markdown
 from harness.measure import machine_file
-from impl.plan.step_time import FLOPS_PER_TOKEN, Machine, Work, flops, least_seconds, step_time
+from impl.plan.step_time import EQUAL_FITS, FLOPS_PER_TOKEN, Machine, Work, flops, least_seconds, step_time
 from report.data import published
 from report.figures.predictions import measured_over, score, score_in_words
 
@@ -53,7 +53,6 @@ NEEDED: Final = (
 )  # fmt: skip
 _MEASURED: Final = ("volume_m", "seconds", "tflops_per_gpu")  # optional
 _PARALLEL: Final = ("accumulation", "tp", "pp")  # optional, 1 by default
-NOISE: Final = 0.01  # fits whose errors are at most this much larger than the best fit's are equally good
 APART: Final = (
     1.25  # ratio of the largest to the smallest speed-up of these fits, above which nothing is known
 )
@@ -200,7 +199,7 @@ def fit(rows: pd.DataFrame, efficiency: float | None = None) -> Machine:
 
 
 def equal_fits(rows: pd.DataFrame) -> list[Machine]:
-    """Return the machines whose error of fit to the rows is at most :data:`NOISE` larger than the best machine's.
+    """Return the machines whose error of fit to the rows is at most :data:`EQUAL_FITS` larger than the best machine's.
 
     One machine is fitted for each efficiency of adapters in :data:`EFFICIENCIES`.
     """
@@ -211,7 +210,7 @@ def equal_fits(rows: pd.DataFrame) -> list[Machine]:
 
     fits = [fit(rows), *(fit(rows, float(share)) for share in EFFICIENCIES)]
     errors = [error(machine) for machine in fits]
-    return [machine for machine, each in zip(fits, errors, strict=True) if each <= min(errors) + NOISE]
+    return [machine for machine, each in zip(fits, errors, strict=True) if each <= min(errors) + EQUAL_FITS]
 
 
 def machine_of(rows: pd.DataFrame, name: str, source: str) -> Machine:
@@ -404,8 +403,8 @@ def _identified(rows: pd.DataFrame) -> str:
     ranges = [speed_up_range(machines, work, share) for work in bases["work"]]
     widest = max(ranges, key=lambda pair: pair[1] / pair[0])
     low, high = min(one.efficiency for one in machines), max(one.efficiency for one in machines)
-    fits = f"""{len(machines)} fits with efficiencies of adapters from {low:.0%} to {high:.0%} are within {NOISE:.0%} of
-    the best one."""
+    found = f"{len(machines)} fits with efficiencies of adapters from {low:.0%} to {high:.0%}"
+    fits = f"{found} are within {EQUAL_FITS:.0%} of\nthe best one."
     if widest[1] / widest[0] > APART:
         return f"""{fits} They predict speed-ups of ZeRO++ over ZeRO-3 that are too far apart, as from
         {widest[0]:.2f} to {widest[1]:.2f} in one row: these rows do not tell computation from sending, so no speed-up

@@ -36,7 +36,7 @@ from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Trial
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
-from impl.plan.step_time import ALTERNATIVE, CodecCost, Machine, Step, step_of
+from impl.plan.step_time import ALTERNATIVE, EQUAL_FITS, CodecCost, Machine, Step, step_of
 from impl.plan.traffic import Tag
 from impl.policy.topology import Topology
 
@@ -51,15 +51,8 @@ _CODEC_SECONDS: Final = 0.2  # spent on each operation of a codec
 _CODEC_MEBIBYTES: Final = 2  # of elements that are encoded: about a shard of a small model
 _MESSAGES: Final = 200  # tiny messages sent one after the other, whose median time is the latency
 _TIMEOUT_SECONDS: Final = 600.0
-EQUAL: Final = 0.01  # fits whose errors are at most this much larger than the best fit's are equally good
-_OPTIONAL: Final = (
-    "launch",
-    "fixed",
-    "unit",
-    "element",
-    "message",
-    "sent",
-)  # costs that an alternative may lack
+# Costs that an alternative may lack.
+_OPTIONAL: Final = ("launch", "fixed", "unit", "element", "message", "sent")
 _SAME: Final = 1e-3  # relative difference up to which two fits' values are one
 _TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the link is slow
     ("gpt-small", 2, 256, "zero3", False),
@@ -171,12 +164,12 @@ def fit_all(machine: Machine, measured: Sequence[Measured]) -> Machine:
     """Return ``machine`` with its costs fitted to the trials, and with the alternatives that fit them equally well.
 
     Each alternative is fitted without one of the trials, or without one of the costs.  It is kept if its error of all
-    trials is at most :data:`EQUAL` larger than the best fit's.
+    trials is at most :data:`~impl.plan.step_time.EQUAL_FITS` larger than the best fit's.
     """
     best = fit(machine, measured)
     others = [fit(machine, [one for one in measured if one is not left_out]) for left_out in measured]
     others += [fit(machine, measured, without=name) for name in _OPTIONAL]
-    most, alternatives = _error(best, measured) + EQUAL, list[dict[str, float]]()
+    most, alternatives = _error(best, measured) + EQUAL_FITS, list[dict[str, float]]()
     for other in others:
         changes = {
             name: getattr(other, name)

@@ -167,9 +167,8 @@ class FirstGradient:
     rounding: float  # difference that rounding alone may cause, relative to ``m``: an entry of ROUNDING
     step: int = 0  # index of the step that the gradient is of
     ranks: int = 0  # ranks of a group, over which gradients are averaged; 0 for all ranks
-    latest: Tensor | None = (
-        None  # (P,) this rank's gradient of one unit in the last micro-batch, if it is kept
-    )
+    # (P,) this rank's gradient of one unit in the last micro-batch, if it is kept.
+    latest: Tensor | None = None
     # By layout: the (windows,) numbers of the drawn windows; and (windows, window + 1) fp32 with the mean
     # gradient of each window and, in the last column, the mean of its largest magnitudes.
     _drawn: dict[Layout, tuple[Tensor, Tensor]] = field(default_factory=dict)

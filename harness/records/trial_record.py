@@ -482,9 +482,10 @@ def read_as(model: type[Model], path: Path) -> Model:
         data = json.loads(regular_file.read_text(path))
     except OSError as error:
         raise RecordError(f"{path}: cannot read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise RecordError(f"{path}: is not a record: {error}; delete the file and run again") from error
-    except (ValueError, RecursionError) as error:  # not JSON, or beyond Python's limits on numbers and depth
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not UTF-8, not JSON, or beyond Python's limits on numbers and depth
         raise RecordError(f"{path}: is not a record: {error}{_REMEDY}") from None
     if not isinstance(data, dict) or "schema_version" not in data:
         raise RecordError(f"{path}: is not a record: it has no schema_version{_REMEDY}")

@@ -29,8 +29,8 @@ MOST_PREDICTED: Final = 1 << 16  # ranks of a predicted run
 
 def _speed_up_mark(row: Mapping[str, Any]) -> str:
     """Return the interval of a row's speed-up for the table, with a mark if 1 lies inside it."""
-    low, high = (f"{row[f'{end}_speed_up']:.2f}" for end in ("low", "high"))
-    return ("" if low == high else f" ({low} to {high})") + (" ?" if _undecided(row) else "")
+    mark = " ?" if _undecided(row) else ""
+    return terminal_table.interval(row["low_speed_up"], row["high_speed_up"], ".2f") + mark
 
 
 def _undecided(row: Mapping[str, Any]) -> bool:

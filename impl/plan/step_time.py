@@ -40,6 +40,8 @@ ALTERNATIVE: Final = (
     "optimizer",
 )  # fmt: skip
 """The fields of a :class:`Machine` that an alternative fit may change."""
+EQUAL_FITS: Final = 0.01
+"""Fits whose errors are at most this much larger than the best fit's count as equally good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ def _row(derived: Derived, group: pd.DataFrame, base: pd.DataFrame) -> Row:
     margin = _margin(derived, base)
     target = float(base_by_seed.mean()) + margin
     seconds, base_seconds = (_seconds_to(derived, trials, target) for trials in (group, base))
-    reached = seconds[np.isfinite(seconds["step"])]
+    reached = seconds[seconds["reached"]]
     row |= {"margin": margin, "target": target, "reached": int(reached["seed"].nunique())}
     row["seconds"] = float(undisturbed(reached)["seconds"].median())
     differences = list((losses_by_seed - base_by_seed).dropna())
@@ -229,18 +229,18 @@ def first_at(loss: Floats, place: Floats, target: float) -> float:
 
 
 def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.DataFrame:
-    """Return the step and the training seconds at which each trial's validation loss is at most ``target``.
+    """Return whether each trial's validation loss is ever at most ``target``, and after how many training seconds.
 
-    Both are computed by :func:`first_at`.  Seconds are NaN in trials that were not timed.
+    The columns are ``reached`` and ``seconds`` (:func:`first_at`), which are NaN in trials that were not timed.
     """
-    curves, steps, seconds = derived.frames.validations, {}, {}
+    curves, reached, seconds = derived.frames.validations, {}, {}
     curves = curves[curves["id"].isin(trials["id"])].sort_values("step")
     for identity, curve in curves.groupby("id"):
         loss = curve["loss"].to_numpy()
-        steps[identity] = first_at(loss, curve["step"].to_numpy(), target)
+        reached[identity] = bool((loss <= target).any())
         seconds[identity] = first_at(loss, curve["train_seconds"].to_numpy(), target)
     return trials[["id", "seed", "occasion", "disturbed"]].assign(
-        step=trials["id"].map(steps).astype(float), seconds=trials["id"].map(seconds).astype(float)
+        reached=trials["id"].map(reached).eq(True), seconds=trials["id"].map(seconds).astype(float)
     )
 
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.bench.calibration import EQUAL, Measured, _error, fit, fit_all, trials
+from harness.bench.calibration import Measured, _error, fit, fit_all, trials
 from harness.errors import Refusal
 from harness.measure import machine_file
 from harness.runs.feasibility import any_host, forecast
-from impl.plan.step_time import ALTERNATIVE, CodecCost, Machine, step_of
+from impl.plan.step_time import ALTERNATIVE, EQUAL_FITS, CodecCost, Machine, step_of
 
 TRUTH = Machine(
     name="truth", source="made up", fixed=3e-9, per_token=5e-11, launch=1e-3, efficiency=0.96, fewest=1,
@@ -80,7 +80,7 @@ def test_alternatives_fit_as_well_as_the_best(noise: list[float]) -> None:
     best, *others = fit_all(BLANK, measured).fits
     assert best == fit(BLANK, measured)
     for other in others:
-        assert _error(other, measured) <= _error(best, measured) + EQUAL
+        assert _error(other, measured) <= _error(best, measured) + EQUAL_FITS
         assert any(getattr(other, name) != getattr(best, name) for name in ALTERNATIVE)
 
 

@@ -24,14 +24,19 @@ STEPS = 120
 
 
 def records(
-    last_losses: Mapping[str, Iterable[float]], *, repeats: int = 1, steps: int = STEPS, pace: float = 1.0
+    last_losses: Mapping[str, Iterable[float]],
+    *,
+    repeats: int = 1,
+    steps: int = STEPS,
+    pace: float = 1.0,
+    cluster: Cluster = Cluster(rate="50 Mbit/s"),  # noqa: B008  # immutable
 ) -> list[Record]:
     """Trials with losses that fall from 5 to the last, by strategy and seed; ZeRO++ is ``pace`` as fast."""
     return [
         ending_at(
             Trial(
                 strategy=strategy, seed=seed, repeat=repeat, steps=steps, warmup=0, validate_every=30,
-                cluster=Cluster(rate="50 Mbit/s"),
+                cluster=cluster,
             ),
             loss,
             seconds=100.0 / (pace if strategy == "zeropp" else 1.0),
@@ -105,6 +110,17 @@ def test_seeds_that_scatter_say_nothing() -> None:
     table = all_tables.losses(derive(frames_of(trials)))
     assert "no power" in table.markdown()
     assert "the margin is 1% of ZeRO-3's loss (here 0.020 nats)" in table.description
+
+
+def test_seeds_that_reach_the_target_are_counted_without_seconds() -> None:
+    """With ranks as threads, whose steps are not timed, all seeds reach the target, and after how long is not known."""
+    level = [2.0 + 0.001 * seed for seed in range(6)]
+    trials = records({"zero3": level, "zeropp": level}, cluster=Cluster(ranks="threads"))
+    row = row_of(trials)
+    assert row["reached"] == 6
+    assert math.isnan(row["seconds"])
+    assert row["gain"].n == 0
+    assert "seeds reach it" not in all_tables.losses(derive(frames_of(trials))).markdown()
 
 
 def test_time_to_the_target_is_paired_and_has_an_interval() -> None:

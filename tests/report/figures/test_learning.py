@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pandas as pd
 import pytest
 
+from harness.suites.trial import Cluster, Trial
+from report.data.frames import frames_of
+from report.data.metrics import derive
 from report.figures import learning
+from tests.report.records import ending_at
 
 
 @pytest.mark.parametrize(
@@ -14,3 +20,18 @@ from report.figures import learning
 def test_the_number_of_seeds_agrees_with_its_verb(seeds: list[int], beginning: str) -> None:
     """One seed "is", several "are"."""
     assert learning._seeds_in_words(pd.DataFrame({"seed": seeds})).startswith(beginning)
+
+
+@pytest.mark.parametrize(("ranks", "panels"), [("processes", 3), ("threads", 2)])
+def test_a_panel_of_seconds_needs_timed_trials(ranks: Literal["processes", "threads"], panels: int) -> None:
+    """Losses are drawn over steps, seconds and bytes; ranks that are threads have no seconds, and no empty panel."""
+    trials = [
+        ending_at(
+            Trial(strategy=strategy, steps=120, warmup=0, validate_every=30, cluster=Cluster(ranks=ranks)),
+            2.0,
+        )
+        for strategy in ("zero3", "zeropp")
+    ]
+    found = set(learning._curves(derive(frames_of(trials)))["panel"])
+    assert len(found) == panels
+    assert any("seconds" in panel for panel in found) == (ranks == "processes")
