@@ -14,6 +14,7 @@ import torch
 
 from harness.audit import run
 from harness.audit.calls import CSV, PAGE, Calls, read
+from harness.audit.witness import RING
 from harness.errors import Refusal
 
 ALONE = """
@@ -213,9 +214,9 @@ def test_a_program_that_forks_is_recorded_in_each_process(tmp_path: Path) -> Non
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="gloo has a recorder from torch 2.13 on")
 def test_a_full_recorder_is_reported(tmp_path: Path) -> None:
     """Where nothing reads the ring in time, the number of lost calls is said."""
-    text = """
+    text = f"""
     from torch.distributed._functional_collectives import all_reduce
-    for _ in range(10_050):
+    for _ in range({RING + 50}):
         all_reduce(torch.ones(1), "sum", [0])
     """
     calls = audited(tmp_path, ALONE + textwrap.dedent(text))

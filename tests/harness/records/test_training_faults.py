@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.records.training_faults import Checked, Norms, Spent, slowed, training_fault
-from harness.records.trial_record import Record
+from harness.records.trial_record import Alone, LedgerRow, Record
 from harness.suites.trial import Trial
 from tests.report.records import record_of
 
@@ -93,3 +93,29 @@ def test_a_slow_configuration_must_be_explained() -> None:
     assert "nothing explains 0.6" in (slowed(idle, bare) or "")
     busy = [replace(check, steps=[Spent(0.4, 0.05, 0.1, 0.25)] * 3) for check in checked]
     assert slowed(busy, bare) is None
+
+
+@pytest.mark.parametrize(("used", "slow"), [(0.036, False), (0.2, True)])
+def test_messages_of_a_tiny_model_are_no_slow_configuration(used: float, slow: bool) -> None:
+    """Four ranks on two processors needed 0.036 s for messages, where the model needs 0.003 s; 0.2 s is too much."""
+    checked, record = clean(4, sleeps_counted=True)
+    alone = Alone(
+        when="before", forward=0.001, backward=0.002, optimizer=0.0004,
+        cpu_seconds=0.003, optimizer_cpu_seconds=0.0004,
+    )  # fmt: skip
+    sent = LedgerRow(
+        phase="forward", purpose="weights", unit="blocks.0", hop="node", link="inter",
+        bytes=4 * 630_784, messages=132,
+    )  # fmt: skip
+    ranks = [
+        rank.model_copy(
+            update={
+                "alone": [alone],
+                "ledger": [sent],
+                "steps": [step.model_copy(update={"cpu_seconds": used}) for step in rank.steps],
+            }
+        )
+        for rank in record.ranks
+    ]
+    found = slowed(checked, record.model_copy(update={"ranks": ranks})) or ""
+    assert ("but the model alone takes 0.003 s" in found) == slow
