@@ -20,20 +20,20 @@ TRAINING: Final = (
 
 
 def without_training(memory: dict[str, int]) -> dict[str, int]:
-    """Return bytes by part without the parts that only training needs."""
+    """Return bytes by part, without the parts that only training needs, such as gradients."""
     return {part: size for part, size in memory.items() if part not in TRAINING}
 
 
 def on_device(memory: dict[str, int]) -> dict[str, int]:
-    """Return bytes by part without the parts that are offloaded to the host."""
+    """Return bytes by part, without the parts in host memory."""
     return {part: size for part, size in memory.items() if not part.startswith(HOST)}
 
 
 def on_host(memory: dict[str, int]) -> dict[str, int]:
-    """Return bytes by part, for the parts that are offloaded to the host only."""
+    """Return bytes by part, without the parts that are not in host memory."""
     return {part: size for part, size in memory.items() if part.startswith(HOST)}
 
 
 def sum_parts(memory: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """Return bytes by part, summed over two engines on one rank."""
+    """Return bytes by part, each part summed over two engines on one rank."""
     return {part: memory.get(part, 0) + other.get(part, 0) for part in memory | other}
