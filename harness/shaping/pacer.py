@@ -15,8 +15,9 @@ from pathlib import Path
 class Pacer:
     """Rate limiter that the ranks of a node share.
 
-    A small shared file holds, for each node, the time at which its link is free again, as one float64.  Ranks book
-    messages in turn under a lock on that file, which the kernel releases when a rank dies.
+    A small shared file holds one float64 for each node: the time at which the node's link is free again.  Ranks book
+    messages in turn.  Each rank locks its node's number in the file meanwhile, and the kernel releases the lock when
+    the rank dies.
     """
 
     def __init__(self, path: Path, node: int, rate_mbit: float, latency_ms: float = 0.0) -> None:
@@ -42,7 +43,10 @@ class Pacer:
         return path
 
     def book(self, nbytes: int) -> float:
-        """Book ``nbytes`` to other nodes; returns when the last byte arrives, as ``time.monotonic()``."""
+        """Book the time that ``nbytes`` to other nodes take on this node's link.
+
+        Returns when the last byte arrives, on the clock ``time.monotonic()``.
+        """
         if self.open:
             return time.monotonic() + self._latency
         fcntl.lockf(self._file, fcntl.LOCK_EX, 8, self._offset)
