@@ -53,7 +53,7 @@ class BatchWitness:
         return read
 
     def held_out(self, ranks: Sequence[int]) -> list[Batch]:
-        """Return the validation batches that these ranks should read: first all batches of the first rank, and so on."""
+        """Return the validation batches that these ranks should read, ordered by rank."""
         dataset, count, world = self._dataset, self._sequences, self._trial.topology().world
         batches = self._trial.validation_batches
         last, gaps = dataset.count(dataset.validation) - 1, max(batches * world * count - 1, 1)
