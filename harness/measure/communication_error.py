@@ -265,8 +265,7 @@ def beyond_bound(zero: Zero, gathered: Mapping[str, Tensor]) -> str | None:
 
 
 def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
-    """Return a sentence if a unit's gathered weights are closer to the masters than their codec can bring them; else
-    None.
+    """Return a sentence if a unit's gathered weights are closer to the masters than the codec allows; else None.
 
     Such weights did not pass through the codec.  They are too close if their squared error, over all ranks, is less
     than half of the squared error that the codec makes.  Returns None too if the weights are not the masters in one
@@ -342,13 +341,13 @@ def combine(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[Com
 
 
 def growth(ranks: int) -> float:
-    """Return how many times as large as in the first measured step an error may become.
+    """Return the largest allowed quotient of a later error and the error in the first measured step.
 
-    The factor is half the number of ranks, and at least :data:`GROWTH`.  The squared error of a reduction is in
-    proportion to the mean over ranks of the squared gradients.  The vNMSE divides it by the square of the mean
-    gradient.  The quotient of these two numbers is 1 if all ranks have the same gradient, and equals the number of
-    ranks if the gradients are orthogonal.  Training moves it from the first case towards the second.  In runs without a
-    fault, the vNMSE grew by a factor of 4.1 on 4 ranks, 5.4 on 16 ranks and 8.8 on 128 ranks.
+    It is half the number of ranks, and at least :data:`GROWTH`.  The squared error of a reduction is in proportion to
+    the mean over ranks of the squared gradients.  The vNMSE divides the squared error by the square of the mean
+    gradient.  The quotient of the mean square and the squared mean is 1 if all ranks have the same gradient, and equals
+    the number of ranks if the gradients are orthogonal.  In training it moves from the first case towards the second.
+    In runs without a fault, the vNMSE grew by a factor of 4.1 on 4 ranks, 5.4 on 16 ranks and 8.8 on 128 ranks.
     """
     return max(GROWTH, ranks / 2)
 

@@ -25,8 +25,12 @@ _SHARE: Final = 8  # one sample before, and one after, for so many timed micro-b
 def samples(micro_batches: int, when: Literal["before", "after"]) -> int:
     """Return how many samples :func:`measure` takes before, or after, the timed steps.
 
-    ``micro_batches`` is the number of micro-batches of all timed steps together.  Each 8 of them give one sample, up to
-    :data:`MOST`.  Before the timed steps, at least 2 samples are taken.
+    Every 8 micro-batches of the timed steps give one sample, up to :data:`MOST`.  Before the timed steps, at least 2
+    samples are taken.
+
+    Args:
+        micro_batches: Number of micro-batches of all timed steps together.
+        when: Whether the samples are taken before or after the timed steps.
     """
     share = micro_batches // _SHARE
     return min(MOST, share if when == "after" else max(2, share))

@@ -48,7 +48,7 @@ class GradientError:
     reduced: float
     expected: float  # the single process's value
     allowed: float  # the largest difference that the codecs and rounding allow
-    step: int = 0
+    step: int = 0  # index of the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class FirstGradient:
     # (P,) this rank's gradient of one unit in the last micro-batch; None if the caller compares all units.
     latest: Tensor | None = None
     # By layout: the (windows,) numbers of the drawn windows; and (windows, window + 1) fp32 with the mean
-    # gradient of each window and, in the last column, the mean of its largest magnitudes.
+    # gradient of each window and, in the last column, the mean over ranks of its largest magnitude.
     _drawn: dict[Layout, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _finite: bool = (
         True  # False if the single process's gradient overflowed, so that nothing can be compared with it

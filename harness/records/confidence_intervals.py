@@ -7,7 +7,8 @@ The formulas are in docs/reference/metrics.md.  How many values an interval need
 - Seconds depend on the occasion at which they were measured: one start of one machine.  From several occasions, each
   occasion's mean or median counts as one value, because values of one occasion share the machine's state.  Medians
   then need :data:`FEWEST` occasions, because the range of five values holds the median in less than 95 % of samples.
-- From one occasion, an interval is over its values and holds within this start of the machine only.
+- If all values are from one occasion, the interval is computed from them, and holds within this start of the machine
+  only.
 
 With fewer values the ends of the interval are NaN, and :attr:`Interval.why_none` says what is missing.
 """

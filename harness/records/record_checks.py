@@ -45,7 +45,8 @@ _BARRIERS: Final = 4
 def ledger_mismatch(record: Record) -> str | None:
     """Return a sentence on the first difference between the recorded ledgers and the predicted ledgers.
 
-    Returns None if they are equal, or if the record has no predictions.
+    Returns None if they are equal, or if the record has no predictions.  With a schedule, the bytes of each step are
+    compared too.  The record's field ``predicted.equal`` must agree with the result.
     """
     if record.predicted is None:
         return None
@@ -123,7 +124,7 @@ def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> 
 
 
 def codec_mismatch(record: Record) -> str | None:
-    """Return which message was encoded with a codec that the trial's policy does not have; None if there is none."""
+    """Return a sentence on the first message whose codec the trial's policy does not have; None if there is none."""
     if not record.communication_errors:
         return None
     policy = Trial.from_canonical(record.trial).resolved_policy()

@@ -1,7 +1,7 @@
 """Reads traces of single steps, which ``zeropp trace`` writes next to the records.  No torch.
 
 A trace is a file in Chrome's trace format, for Perfetto.  Each rank is a process with a few lanes: computing, coding,
-sending inside and between nodes, and waiting.  Reports read back the spans of these lanes, and the trial.
+sending inside and between nodes, and waiting.  Reports read the spans of these lanes, and the id of the traced trial.
 """
 
 from __future__ import annotations

@@ -211,7 +211,10 @@ def _wrong_steps(rank: int, check: Checked, record: RankRecord) -> Iterator[str]
 
 
 def _wrong_validations(checked: Sequence[Checked], validations: Sequence[Validation]) -> Iterator[str]:
-    """Yield a sentence for each validation whose recorded loss is not the mean over ranks of its passes' losses."""
+    """Yield a sentence for each validation with a wrong recorded loss.
+
+    The loss must be the mean over ranks of the losses that the validation's passes returned.
+    """
     for number, validation in enumerate(validations):
         losses = [check.validated[number] for check in checked if number < len(check.validated)]
         mean = math.fsum(losses) / max(len(losses), 1)
@@ -288,7 +291,7 @@ def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iter
     The settings ask for SGD with Nesterov momentum on the mean of the groups' movements since the last outer step.  The
     new masters, the learning rate and the momentum so far determine the mean that the engine must have used.  This mean
     is compared with the mean of the movements that the groups noted.  Each outer step begins from the weights that were
-    noted after the last one, so that a codec's errors do not add up over outer steps.
+    noted after the outer step before it, so that a codec's errors do not add up.
 
     Args:
         checked: Notes of the ranks that hold the same shards, one rank of each group.

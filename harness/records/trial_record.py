@@ -216,7 +216,9 @@ class ChosenCodec(_Part):
     unit: str
     hop: str  # axis of the hop; empty for weights
     codec: str
-    vnmse: float  # of the codec in the step before, over all ranks; for gradients, on the hop's input
+    # vNMSE of the codec over all ranks.  For weights, it is measured on the masters after these steps.  For gradients, it
+    # is measured on the values that the hop encoded in the last of these steps.
+    vnmse: float
 
 
 class LinkRecord(_Part):

@@ -61,8 +61,8 @@ def seconds_of(record: Record | None) -> float | None:
     """Return one number of seconds for a trial, from its record.
 
     If the trial trains, the number is the median over steps, where each step has the seconds of its slowest rank.  If
-    the trial generates, the number is the geometric mean of the generations' seconds.  It is None if the record is
-    missing or has no result.
+    the trial generates, the number is the geometric mean over generations, where each token has the seconds of its
+    slowest rank.  Returns None if the record is missing or has no result.
     """
     if record is None or record.failure is not None or not record.ranks:
         return None

@@ -1,4 +1,4 @@
-"""Finds this process's place among those that a launcher started: torchrun, Slurm or ssh.
+"""Finds this process's place among the processes that a launcher started: torchrun, Slurm or ssh.
 
 A launcher starts one supervisor per node with the same command line.  The supervisor of node 0 leads: it runs the
 sweep, and has the others start their ranks (:mod:`harness.cluster.node_supervisors`).  The place is read from the

@@ -52,7 +52,11 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def model_to_plan(trial: Trial, models: Models) -> nn.Module | Listed | Refusal:
-    """Return a trial's model for planning: a list of its parameters if that is enough, else on the meta device."""
+    """Return a trial's model for planning.
+
+    This is the list of its parameters (:class:`Listed`) if the list is enough, else the model on the meta device.
+    Returns a Refusal if the model cannot be built.
+    """
     policy = trial.resolved_policy()
     cut = policy is not None and policy.memory.largest_unit
     if ":" in trial.model.name or trial.host is not None or trial.workload == "rlhf" or cut:
@@ -64,7 +68,10 @@ def model_to_plan(trial: Trial, models: Models) -> nn.Module | Listed | Refusal:
 
 
 def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refusal:
-    """Build the model on the meta device, unless ``models`` has it already; returns a Refusal if that fails."""
+    """Return the model on the meta device; build it unless ``models`` has it already.
+
+    Returns a Refusal if the model cannot be built.  The model or the Refusal is added to ``models``.
+    """
     key = f"{model.model_dump_json()}/{sequence}"
     if key not in models:
         from harness.workloads import models as workload
@@ -273,7 +280,7 @@ def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometr
 
 
 def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
-    """Return the bytes that one rank of a peer holds, by part.  It is also used for a policy inside FSDP2 or DDP.
+    """Return the bytes that one rank of a peer holds, by part.  The peer may be the host engine of a policy.
 
     Weights and gradients are fp32.  FSDP2 shards weights, gradients and optimizer state over all ranks or, with
     ``peer.group = "node"``, over the ranks of a node.  DeepSpeed shards the optimizer state from stage 1, gradients

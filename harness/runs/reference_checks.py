@@ -140,7 +140,9 @@ class Compared:
     lossless: list[LosslessSize] = field(default_factory=list)  # over all ranks
     # Sums of errors of one unit's messages before the drawn step; they are judged, but not recorded.
     drawn: list[tuple[Place, list[float]]] = field(default_factory=list)
-    wrong: str | None = None  # the first fault of the drawn unit's messages that this rank found itself
+    wrong: str | None = (
+        None  # the first fault that this rank found itself, in gathered weights or in messages
+    )
     seconds: float = 0.0  # of all comparisons before later steps
     costs: dict[str, float] = field(default_factory=dict)  # CPU seconds by check
 
@@ -311,10 +313,11 @@ class Comparison:
         return MatrixWitness(optimizer, matrix, master, part, self.stepped_again, self.rank.rank)
 
     def after_step(self, index: int, strategy: Strategy, zero: Zero, witness: MatrixWitness) -> str | None:
-        """Repeat step ``index`` of the witness's matrix without sharding it; all ranks must call this method.
+        """Take step ``index`` of the witness's matrix again, on the whole matrix; all ranks must call this method.
 
         Returns:
-            A sentence on the element that differs most from the training's; None if all are within the tolerance.
+            A sentence on the element that differs most between training and this repetition.  Returns None if all
+            elements are within the tolerance, or if the optimizer skipped the step.
         """
         assert strategy.wire is not None  # noqa: S101  # the engine has one
         parts, unit, slot = witness.parts, zero.units[witness.matrix.unit], witness.matrix.slot
@@ -424,15 +427,15 @@ class Comparison:
         Args:
             model: The unsharded model.
             step: The step whose batches are used.
-            clock: Determines the stochastic rounding of weights; by default that of the first step.
-            data: Where batches come from; by default the trial's.
-            unit: The only unit whose gradient is returned; None for all.  With a unit, only the loss that the
-                sharded model should have is computed, and it is returned as the reference too.
+            clock: Determines the stochastic rounding of weights; by default the clock of the first step.
+            data: Where batches come from; by default the trial's batches.
+            unit: The only unit whose gradient is returned; None for all units.  With a unit, only the loss that the
+                sharded model should have is computed.  This loss is then returned as the reference too.
             gathered: With a user's own gather, the weights that it has gathered for forward and backward passes.
 
         Returns:
-            The losses on this rank's batches; and the mean gradient of all ranks, or None if the trial only decodes
-            or its peer (DeepSpeed) does not show its gradients.
+            (losses on this rank's batches, mean gradient of all ranks).  The gradient is None if the trial only
+            decodes, or if its peer (DeepSpeed) does not show its gradients.
         """
         trial, topology, whole = self.trial, self.rank.topology, self.trial.resolved_policy()
         policy = None if whole is None else whole.policy_at(clock.step if clock else 0)
@@ -580,11 +583,11 @@ def muon_step(  # noqa: PLR0917  # its arguments are one step
         value: The matrix (rows, columns) before the step.
         momentum: The momentum, of the same shape, before the step.
         gradient: The mean gradient, of the same shape.
-        owned: Codecs of the momentum's and of the update's parts.
-        places: The bounds of each rank's part in the matrix.
+        owned: The codec in which parts of the momentum are sent, and the codec in which parts of the update are sent.
+        places: The (first, end) elements of each rank's part in the matrix.
 
     Returns:
-        The matrix after the step, and the learning rate as Muon adjusts it to the shape.
+        (matrix after the step, learning rate as Muon adjusts it to the matrix's shape).
     """
 
     def sent(codec: Codec, whole: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 Every node is an anonymous network namespace, which a small child of this process holds open; nothing is created in the
 host's own namespace.  Two nodes are joined by one veth pair, more nodes by a bridge in the keeper's own namespace.
-When the keeper ends, the kernel kills its children (``PR_SET_PDEATHSIG``), and removes namespaces and interfaces with
-the last process inside.  Without root, the keeper makes them inside a user namespace of its own.
+When the keeper ends, the kernel kills its children (``PR_SET_PDEATHSIG``).  The kernel removes namespaces and
+interfaces with the last process inside.  Without root, the keeper makes all namespaces and interfaces inside a user
+namespace of its own.
 
 A ``tbf`` queue limits what leaves each interface.  The limit can be lifted for messages that are not timed: as long as
 a process is connected to the keeper's Unix-domain socket, the link has no rate.  When that process closes its side of
@@ -212,7 +213,8 @@ def _hold() -> int:
 def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str]:
     """Make the nodes' interfaces ``names``, each in the network namespace of the process in ``holders``.
 
-    Two nodes share a veth pair; more nodes get a bridge with a port towards each, whose names begin with ``prefix``.
+    Two nodes share a veth pair.  More nodes get a bridge with a port towards each node; the names of the bridge and of
+    its ports begin with ``prefix``.
 
     Returns:
         The names of the bridge's ports; empty for two nodes.
@@ -289,8 +291,8 @@ def _keep(prefix: str, rates: Sequence[float | None], latency_ms: float, inner_m
     Args:
         prefix: Beginning of the interfaces' names.
         rates: Each node's rate in Mbit/s; None for no rate.
-        latency_ms: Delay of packets that leave a node.
-        inner_mbit: Rate between the ranks of a node; None for no rate.
+        latency_ms: Delay in milliseconds of packets that leave a node.
+        inner_mbit: Rate in Mbit/s between the ranks of a node; None for no rate.
     """
     mode, nodes = _enter_own_namespace(), range(len(rates))
     names, holders = [f"{prefix}n{node}" for node in nodes], [_hold() for _ in nodes]

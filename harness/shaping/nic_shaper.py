@@ -149,6 +149,8 @@ def _check_route(route: Any, index: int, interface: str, other: str) -> None:
 def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
     """Return the kind of the interface's queue, which must be the queue that the kernel made by default (handle 0).
 
+    ``segment`` is the interface's usual largest packet in bytes, for the advice in an error.
+
     Raises:
         OSError: If the interface has a queue that someone has set up, or that another run has left.
     """

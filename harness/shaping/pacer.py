@@ -26,8 +26,8 @@ class Pacer:
         Args:
             path: The file that :meth:`create` made.
             node: This rank's node.
-            rate_mbit: Rate of each node's link.
-            latency_ms: Latency in one direction.
+            rate_mbit: Rate of each node's link in Mbit/s.
+            latency_ms: Latency in one direction, in milliseconds.
         """
         self._file = path.open("r+b", buffering=0)
         self._memory = mmap.mmap(self._file.fileno(), 0)
@@ -38,14 +38,15 @@ class Pacer:
 
     @staticmethod
     def create(path: Path, nodes: int) -> Path:
-        """Make the shared file for ``nodes`` nodes, whose links are all free."""
+        """Make the shared file for ``nodes`` nodes, whose links are all free, and return its path."""
         path.write_bytes(bytes(8 * nodes))
         return path
 
     def book(self, nbytes: int) -> float:
         """Book the time that ``nbytes`` to other nodes take on this node's link.
 
-        Returns when the last byte arrives, on the clock ``time.monotonic()``.
+        Returns when the last byte arrives, on the clock ``time.monotonic()``.  While :attr:`open` is set, messages take
+        only the latency, and nothing is booked.
         """
         if self.open:
             return time.monotonic() + self._latency

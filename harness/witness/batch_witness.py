@@ -79,9 +79,8 @@ def shared_split(dataset: Dataset) -> str | None:
     """Return a sentence if the validation part of a data set is also part of its training data; else None.
 
     In every data set, parts that share memory are found.  In a text, a few windows of the validation part are also
-    searched for in the training part.  The search has two limits.  Training parts above 64 MiB are not searched.  A
-    text that repeats itself is not judged: then a few windows of the training part occur more than once in the training
-    part.
+    searched for in the training part.  The search is left out if the training part has more than 64 MiB.  Its result is
+    ignored if the text repeats itself, so that a window of the training part occurs there more than once.
     """
     shared = "validation samples are part of the training data"
     if isinstance(dataset, OwnPairs):

@@ -57,9 +57,7 @@ class MatrixWitness:
         self._value, self._momentum = self._read()
 
     def before(self, index: int) -> str | None:
-        """Return a sentence if something else than the optimizer has changed weights or momentum of this part; else
-        None.
-        """
+        """Return a sentence if weights or momentum of this part changed outside the optimizer's steps; else None."""
         value, momentum = self._read()
         if torch.equal(value, self._value) and torch.equal(momentum, self._momentum):
             return None

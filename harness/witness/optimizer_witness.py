@@ -47,8 +47,8 @@ class _Drawn:
 
     places: list[tuple[int, Tensor]]  # number of a master, and the drawn places in it
     value: Tensor
-    first: Tensor  # AdamW's moments
-    second: Tensor
+    first: Tensor  # AdamW's first moments
+    second: Tensor  # AdamW's second moments
 
 
 class OptimizerWitness:

@@ -138,12 +138,12 @@ class TrainingChecks:
         self.checked.replayed, self.checked.linked = self._optimizer.replayed, self._optimizer.linked
 
     def note_batches(self, step: int, drawn: Iterable[Batch], given: Iterable[Batch]) -> None:
-        """Check the batches of a step, and note two digests for
-        :func:`~harness.records.training_faults.training_fault`.
+        """Check that the model read a step's batches, and note two digests of batches.
 
-        The first digest is of the batches that the data set gave this rank.  The second digest is of the batches that
-        the seed gives the next rank; it is compared with the next rank's first digest.  If one process reads the
-        batches of all ranks, the second digest is of the batches of all ranks.
+        :func:`~harness.records.training_faults.training_fault` compares the digests of all ranks.  The first digest is
+        of the batches that the data set gave this rank.  The second digest is of the batches that the seed gives the
+        next rank; it must equal the next rank's first digest.  If one process reads the batches of all ranks, the
+        second digest is of the batches of all ranks.
 
         Args:
             step: Number of the step.
