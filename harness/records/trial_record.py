@@ -216,8 +216,8 @@ class ChosenCodec(_Part):
     unit: str
     hop: str  # axis of the hop; empty for weights
     codec: str
-    # vNMSE of the codec over all ranks.  For weights, it is measured on the masters after these steps.  For gradients, it
-    # is measured on the values that the hop encoded in the last of these steps.
+    # vNMSE of the codec over all ranks: for weights, of the masters after these steps; for gradients, of the values
+    # that the hop encoded in the last of these steps.
     vnmse: float
 
 

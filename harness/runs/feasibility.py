@@ -262,7 +262,7 @@ def _unread(trial: Trial) -> dict[str, str]:
 
 
 def _check_own_codecs(device: str, codecs: Sequence[Codec]) -> None:
-    """Raise an error if one of these users' codecs does not support ``device``."""
+    """Raise an error if one of ``codecs``, which are users' own, does not support ``device``."""
     import torch
 
     from impl.ops import check_devices

@@ -54,12 +54,12 @@ def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Ite
         others: Addresses of the other nodes, which must be reached through this interface.
 
     Yields:
-        A dictionary of the ``interface``, its ``mtu``, its largest packet ``segment`` in bytes, the kind of the queue
-        that it had ``before``, and the host's ``congestion`` control.
+        A dict with the keys ``interface`` (its name), ``mtu``, ``segment`` (its largest packet in bytes before the
+        change), ``before`` (the kind of the queue that it had), and ``congestion`` (the host's congestion control).
 
     Raises:
-        LinkError: If the interface may not be shaped, or the keeper's queue could not be removed afterwards; the
-            message then has the command that removes the queue.
+        LinkError: If the interface may not be shaped.  Also if the keeper's queue could not be removed afterwards; this
+            message has the command that removes the queue.
     """
     try:
         keeper = Keeper("harness.shaping.nic_shaper", json.dumps([interface, rate_mbit, others]))

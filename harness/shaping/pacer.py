@@ -15,9 +15,9 @@ from pathlib import Path
 class Pacer:
     """Rate limiter that the ranks of a node share.
 
-    A small shared file holds one float64 for each node: the time at which the node's link is free again.  Ranks book
-    messages in turn.  Each rank locks its node's number in the file meanwhile, and the kernel releases the lock when
-    the rank dies.
+    A small shared file holds one float64 for each node: the time at which the node's link is free again.  While a rank
+    books a message, it locks the float64 of its node, so that the node's ranks book in turn.  The kernel releases the
+    lock when the rank dies.
     """
 
     def __init__(self, path: Path, node: int, rate_mbit: float, latency_ms: float = 0.0) -> None:
