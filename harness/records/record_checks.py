@@ -46,7 +46,7 @@ def ledger_mismatch(record: Record) -> str | None:
     """Return a sentence on the first difference between the recorded ledgers and the predicted ledgers.
 
     Returns None if they are equal, or if the record has no predictions.  With a schedule, the bytes of each step are
-    compared too.  The record's field ``predicted.equal`` must agree with the result.
+    compared too.  There is also a sentence if the record's field ``predicted.equal`` says otherwise.
     """
     if record.predicted is None:
         return None

@@ -191,9 +191,9 @@ class LosslessSize(_Part):
 class CommunicationError(_Part):
     """Error of one unit's messages in one step, summed over all ranks.
 
-    For a single hop, decoded values are compared with the values that were encoded there, which include carried
-    errors of error feedback.  End to end, the reduced gradient is compared with the exact mean, or the gathered
-    weights with the masters.
+    For a single hop, decoded values are compared with the values that the hop encoded; with error feedback, these
+    include carried errors.  End to end, the reduced gradient is compared with the exact mean, or the gathered weights
+    are compared with the masters.
     """
 
     step: int
@@ -205,6 +205,7 @@ class CommunicationError(_Part):
     repeated: int = 1  # number of repeated reductions whose mean was compared
     squared_error: _Squares  # sum of the errors' squares; None if values overflowed
     squared_value: _Squares  # sum of the exact values' squares; None if values overflowed
+    # Mean cosine over all pairs of ranks' gradients; None for hops, for weights, and if no gradient is usable.
     cosine: float | None = None
 
 

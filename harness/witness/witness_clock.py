@@ -40,8 +40,8 @@ class _Reading(NamedTuple):
     ``stalled`` is read twice; ``seconds`` is read between these two readings.
     """
 
-    seconds: float
-    ran: float
+    seconds: float  # time.perf_counter()
+    ran: float  # seconds that the thread has run on a CPU
     # Seconds that the thread has waited for a CPU, read before and after the other values; None if unknown.
     stalled: tuple[float, float] | None
     sleeps: int | None  # number of times that the thread gave its CPU up; None if not counted
