@@ -211,7 +211,7 @@ def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]
 
 
 def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Event]]]:
-    """Return (number of timed steps, policy, passes before the step) for each kind of step.
+    """Return (number of timed steps, policy, passes that precede the step) for each kind of step.
 
     Steps are of the same kind if they send the same bytes.  The passes bring the prediction to the state in which a
     step of this kind begins.
@@ -246,7 +246,7 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
 
 
 def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[tuple[int, list[Event]]]:
-    """Return (number of timed steps, events of the steps before) for each kind of step in a round of local steps.
+    """Return (number of timed steps, events that precede the step) for each kind of step in a round of local steps.
 
     Each step of a round after which groups exchange something is a kind of its own.  All other steps are one kind.
     With 4 steps in a round and an exchange after the 4th, there are two kinds: the 4th steps, and all others.
