@@ -81,7 +81,7 @@ def libraries() -> dict[str, str]:
         except RuntimeError as error:  # torch found another cuDNN than its own
             reason = str(error).partition(". ")[0]
             raise Refusal(
-                f"LD_LIBRARY_PATH = {os.environ.get('LD_LIBRARY_PATH', '')}: {reason}; remove the folder of that "
+                f"LD_LIBRARY_PATH = {os.environ.get('LD_LIBRARY_PATH', '')}: {reason}; remove the folder of this "
                 "cuDNN from LD_LIBRARY_PATH, or install the version that torch was compiled against"
             ) from error
     if dist.is_nccl_available():

@@ -59,7 +59,9 @@ def pack(folder: Path, into: Path) -> Path:
                 entry.size = len(content)
                 total += entry.size
                 if _NAME.fullmatch(entry.name) is None or entry.size > _MOST:
-                    reason = f"records, runs and traces do not have this name, or it is larger than {_MOST >> 20} MiB"
+                    reason = (
+                        f"has a name that no record, run or trace has, or is larger than {_MOST >> 20} MiB"
+                    )
                     raise RecordError(f"{path}: {reason}; move it out of the folder")
                 if total > _MOST_IN_ALL or len(files) > _MOST_ENTRIES:
                     limits = f"{_MOST_ENTRIES} files or {_MOST_IN_ALL >> 30} GiB in all"
