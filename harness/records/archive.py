@@ -38,8 +38,8 @@ def pack(folder: Path, into: Path) -> Path:
         The path of the archive.
 
     Raises:
-        RecordError: If the folder holds no records, or more files than an archive may have.  Also if a file cannot be
-            read, is too large, or has a name that records, runs and traces do not have.
+        RecordError: If the folder holds no records, or more files or bytes than an archive may have.  Also if a file
+            cannot be read, is too large, or has a name that records, runs and traces do not have.
     """
     files = sorted(folder.glob("*.json"))
     if not files:
