@@ -1,8 +1,9 @@
 """Measures the errors of communicated gradients and weights in one step, for each unit and each hop.
 
-Each reduced gradient is compared with the fp64 mean of all ranks' fp32 gradients, which are exchanged outside the
-wire for this purpose.  Gathered weights are compared with the fp32 master of the rank that owns them; each rank
-checks the shard of the next rank.  Errors are kept as sums of squares, so that ranks and units can be added up.
+Each reduced gradient is compared with the fp64 mean of the ranks' fp32 gradients, which are exchanged outside the wire
+for this purpose.  With local steps this is the mean over the ranks of one state group.  Gathered weights are compared
+with the fp32 master of the rank that owns them; each rank checks the shard of the next rank.  Errors are kept as sums
+of squares, so that the errors of ranks and of units can be added up.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ REPEATED: Final = 8  # number of reductions of the same gradients, where each re
 
 
 class Place(NamedTuple):
-    """Where an error was measured; fields are those of :class:`~harness.records.trial_record.CommunicationError`."""
+    """Names one measured error: its step, purpose, unit and hop.  The fields have the same meaning as the fields of
+    :class:`~harness.records.trial_record.CommunicationError`.
+    """
 
     step: int
     purpose: Communicated
@@ -50,19 +53,19 @@ class Place(NamedTuple):
 
 
 Sums = NDArray[np.float64]
-"""A rank's sum of squared errors and sum of squared values, (2,).
+"""A rank's sum of squared errors and its sum of squared exact values, (2,).
 
-For whole reductions, the world ** 2 inner products of the ranks' gradients follow, (2 + world ** 2,).
+For a whole reduction among n ranks, the n ** 2 inner products of these ranks' gradients follow: (2 + n ** 2,).
 """
 SumsByPlace = dict[Place, Sums]
 
 
 class ReductionObserver(Observer):
-    """Observes the reductions of one rank: sums the errors of each hop, and keeps gradients and means.
+    """Observes the reductions of one rank: sums the errors of each hop, and keeps local gradients and mean gradients.
 
     Args:
-        unit: The only unit to observe; None for all.  Messages of a single unit are compared with what the reference
-            backend encodes, and the errors of its hops are not measured.
+        unit: Name of the only unit to observe; None to observe all units.  With a name, each message of this unit is
+            compared byte by byte with the reference backend's encoding, and the errors of hops are not measured.
     """
 
     def __init__(self, unit: str | None = None) -> None:
@@ -108,9 +111,16 @@ class ReductionObserver(Observer):
 
 
 def _unlike_reference(unit: str, hop: EncodedHop, values: Tensor, frames: Tensor) -> str | None:
-    """Return how a message differs from what the reference backend encodes.
+    """Return a sentence that says how many bytes of a message differ from the reference backend's encoding.
 
-    None if both are equal, or if the codec permits a difference.
+    Returns None if all bytes are equal.  Returns None too for a stochastic codec and for a user's own codec, whose
+    messages are not compared.
+
+    Args:
+        unit: Name of the unit, for the sentence.
+        hop: The hop that the message belongs to.
+        values: (..., n) fp32 values that were encoded.
+        frames: (..., F) uint8, the encoding that was sent.
     """
     codec = hop.codec
     if codec.stochastic or isinstance(codec, OwnCodec):
@@ -130,7 +140,10 @@ def _unlike_reference(unit: str, hop: EncodedHop, values: Tensor, frames: Tensor
 
 
 def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
-    """Return the fp64 sums of squared errors and of squared exact values of two tensors of equal shape."""
+    """Return (2,) fp64: the sum of ``(decoded - exact) ** 2``, and the sum of ``exact ** 2``.
+
+    Both tensors have the same shape.
+    """
     exact = exact.double()
     error = decoded.to(torch.float64, copy=True).sub_(exact).square_().sum()
     return np.array([float(error), float(exact.square().sum())])
@@ -139,14 +152,15 @@ def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
 def gradient_errors(
     step: int, observer: ReductionObserver, *, repeated: int = 1, group: slice = slice(None)
 ) -> SumsByPlace:
-    """Return the errors of each hop and of the whole reduction; all ranks must call this.
+    """Return this rank's sums of squares for each hop and for each whole reduction; all ranks must call this.
 
     Args:
         step: Index of the step.
-        observer: The observer of the reductions.
-        repeated: How often the same gradients were reduced.  If more than once, the error of the mean over these
-            reductions is returned, and errors of hops are left out.
-        group: The ranks over which gradients are averaged, this rank's group with local steps; all by default.
+        observer: The observer of this rank's reductions.
+        repeated: Number of times that the same gradients were reduced.  If it is more than 1, the returned error is the
+            error of the mean over these reductions, and hops are left out.
+        group: The ranks over which gradients are averaged.  With local steps this is the state group of this rank.  By
+            default these are all ranks.
     """
     errors: SumsByPlace = {}
     if repeated == 1:
@@ -162,24 +176,26 @@ def gradient_errors(
 
 
 def exchange_gradients(gradient: Tensor, start: int, numel: int) -> Tensor:
-    """Exchange gradients so that each rank has all ranks' values of its own part; all ranks must call this.
+    """Return the values of all ranks' gradients in this rank's part of a unit; all ranks must call this.
 
     Args:
         gradient: (P,) fp32, this rank's whole gradient.
         start: Number of the first element of this rank's part.
-        numel: Elements of a part, the same on all ranks.
+        numel: Number of elements of a part, the same on all ranks.
 
     Returns:
-        (world, numel) fp32: a row for each rank.
+        (world, numel) fp32; row r holds the values of rank r's gradient.
     """
     starts = all_ranks.gather_objects(start)
     return all_ranks.swap(torch.stack([gradient[first : first + numel] for first in starts]))
 
 
 def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace:
-    """Return the errors of each unit's gathered weights, and of hpZ's copy; all ranks must call this.
+    """Gather each unit, and return this rank's sums of squared errors of the gathered weights.
 
-    If ``only`` names a unit, only the errors of this unit are returned.
+    All ranks must call this.  Each rank compares the next rank's shard with the next rank's masters.  With hpZ, the
+    weights of the secondary shards are gathered too, and have an entry of their own.  If ``only`` names a unit, only
+    this unit is gathered.
     """
     errors: SumsByPlace = {}
     for unit in zero.units:
@@ -200,10 +216,12 @@ def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace
 def gathered_weights(zero: Zero) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gather all weights as for a forward pass, and as for a backward pass; all ranks must call this.
 
-    Call this function in a rehearsal, since a user's own gather may have a state.
+    Call this function in a rehearsal (:mod:`harness.runs.reference_checks`).  A user's own gather may have a state,
+    which the rehearsal restores.
 
     Returns:
-        (weights of forward passes, weights of backward passes), each in fp32 by the parameter's name.
+        Two dicts from the parameter's name to its fp32 weights: the weights of forward passes, and the weights of
+        backward passes.
     """
     by_phase: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for unit in zero.units:
@@ -216,8 +234,14 @@ def gathered_weights(zero: Zero) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def beyond_bound(zero: Zero, gathered: Mapping[str, Tensor]) -> str | None:
-    """Return an error if weights that a user's own gather has ``gathered`` first differ from the masters by more than
-    its class promises; else None.  All ranks must call this; each checks the shard of the next rank.
+    """Return a sentence if a user's own gather broke the error bound that its class promises; else None.
+
+    All ranks must call this.  Each rank compares the next rank's shard in ``gathered`` with the next rank's masters.
+    Returns None too if the policy has no gather of the user's own.
+
+    Args:
+        zero: The engine.
+        gathered: fp32 weights by the parameter's name, as the user's gather returned them before training.
     """
     own, rank = zero.policy.own_gather, (zero.wire.mesh.rank + 1) % zero.wire.mesh.topology.world
     found = None
@@ -241,9 +265,12 @@ def beyond_bound(zero: Zero, gathered: Mapping[str, Tensor]) -> str | None:
 
 
 def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
-    """Return an error if a unit's gathered weights are closer to the masters than their codec allows; else None.
+    """Return a sentence if a unit's gathered weights are closer to the masters than the codec allows; else None.
 
-    Such weights did not pass through the codec.  All ranks must call this.
+    Such weights did not pass through the codec.  They are too close if their squared error, over all ranks, is less
+    than half of the squared error that the codec makes.  Returns None too if the weights are not the masters in one
+    deterministic encoding: with differences, a bit budget, ``planes`` other than 1, a user's own gather or codec, a
+    stochastic codec, or a cast.  All ranks must call this.
 
     Args:
         step: Index of the step.
@@ -276,9 +303,14 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
 
 
 def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the next rank's shard as this rank gathered it, and its exact values from ``masters``.
+    """Return the next rank's shard as this rank gathered it, and the exact values of the same elements.
 
-    ``masters`` are the (S,) fp32 shards of all ranks; padding is left out of both results.
+    Each of the two is a flat fp32 tensor without padding.  With local steps, the next rank is the next rank of this
+    rank's state group.
+
+    Args:
+        unit: The unit, whose weights are gathered now.
+        masters: The (S,) fp32 masters of all ranks, which give the exact values.
     """
     geometry, mesh = unit.geometry, unit.wire.mesh
     rank = (mesh.rank + 1) % mesh.topology.world
@@ -295,9 +327,10 @@ def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, T
 
 
 def combine(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[CommunicationError]:
-    """Add up the sums of all ranks for each unit, and over all units as unit ``""``.
+    """Add up the sums of all ranks, and return one error for each place.
 
-    Places where all exact values are 0 are left out, since no relative error is defined there.
+    A further error adds up all units that have the same step, purpose and hop; its unit is ``""``.  Places whose exact
+    values are all 0 are left out, since no relative error is defined there.
     """
     totals: dict[Place, Any] = defaultdict(float)
     for rank in ranks:
@@ -308,12 +341,13 @@ def combine(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[Com
 
 
 def growth(ranks: int) -> float:
-    """Return the largest factor by which an error may grow after the first measured step.
+    """Return the largest allowed quotient of a later error and the error in the first measured step.
 
-    Quantisation errors are in proportion to the mean of the squares of the ranks' gradients, and are given relative to
-    the square of their mean.  As training goes on, the gradients of single ranks resemble each other less, so that the
-    quotient of the two grows: from 1, if they are equal, to at most the number of ranks.  Half of this is allowed, and
-    never less than :data:`GROWTH`.  Without a fault the factor was 4.1 on 4 ranks, 5.4 on 16, and 8.8 on 128.
+    It is half the number of ranks, and at least :data:`GROWTH`.  The squared error of a reduction is in proportion to
+    the mean over ranks of the squared gradients.  The vNMSE divides the squared error by the square of the mean
+    gradient.  The quotient of the mean square and the squared mean is 1 if all ranks have the same gradient, and equals
+    the number of ranks if the gradients are orthogonal.  In training it moves from the first case towards the second.
+    In runs without a fault, the vNMSE grew by a factor of 4.1 on 4 ranks, 5.4 on 16 ranks and 8.8 on 128 ranks.
     """
     return max(GROWTH, ranks / 2)
 
@@ -321,12 +355,21 @@ def growth(ranks: int) -> float:
 def refusal(errors: Sequence[CommunicationError], policy: Policy, ranks: int) -> str | None:
     """Return a sentence on the first error that is larger than a correct engine's can be; None if there is none.
 
-    Two rules are checked on whole reductions and gathers.  First, an error grows at most by the factor :func:`growth`
-    after the first measured step.  Second, the error of hpZ's copy is at most the error of the copied weights, plus the
-    copy's own rounding.  The first rule does not apply to gradients with error feedback or a user's own reduction, to
-    weights with a user's own gather, to codecs that a budget changes, and to the first step of differences, since these
-    errors may grow.  With a schedule, it applies to the steps of one policy, and to no differences.  The second does
-    not apply to a copy that holds another plane than the forward pass computes with.
+    Only whole reductions and gathers are checked, by two rules.
+
+    1. After the first measured step, an error is at most :func:`growth` times as large as in that step.  An error below
+       :data:`BF16_VNMSE` in the first measured step counts as :data:`BF16_VNMSE`.
+    2. The error of hpZ's copy is at most the error of the copied weights, plus the rounding of the copy itself.
+
+    Rule 1 is not applied where a correct engine's error may grow:
+
+    - gradients with error feedback or a user's own reduction;
+    - weights with a user's own gather;
+    - weights or gradients whose codecs a budget changes;
+    - weights sent as differences: the first step and, with a schedule, all steps.
+
+    With a schedule, rule 1 compares only steps that have the same policy.  Rule 2 is not applied with ``planes`` other
+    than 1, where hpZ's copy holds another plane than forward passes compute with.
     """
     ends = [
         (error, error.squared_error / error.squared_value)
@@ -373,9 +416,9 @@ def _error(place: Place, sums: Sums) -> CommunicationError:
 
 
 def mean_cosine(products: NDArray[np.float64]) -> float | None:
-    """Return the mean cosine over all pairs of ranks, from the (world ** 2,) inner products of their gradients.
+    """Return the mean cosine over all pairs of n ranks' gradients, from their (n ** 2,) inner products.
 
-    Pairs with a gradient that is zero or not finite are left out; returns None if no pair remains.
+    Pairs with a gradient that is zero or not finite are left out.  Returns None if no pair remains.
     """
     rows = products.reshape(math.isqrt(len(products)), -1)
     squares = np.outer(rows.diagonal(), rows.diagonal())
@@ -396,18 +439,19 @@ def outcomes_differ(policy: Policy) -> bool:
 
 
 def measured_steps(total: int) -> frozenset[int]:
-    """Return the indices of the steps to measure: the first, the middle and the last of ``total``."""
+    """Return the indices of the steps in which errors are measured: ``{0, total // 2, total - 1}``."""
     return frozenset({0, total // 2, total - 1})
 
 
 def drawn_step(seed: int, repeat: int, warmup: int, total: int) -> int | None:
-    """Return the step, in the second half of a trial and after its warm-up, before which every trial is checked.
+    """Draw the step before which the engine's messages are checked (:mod:`harness.runs.reference_checks`).
 
-    ``seed`` and ``repeat`` determine the step, so that the repeats of a suite check different steps.  A fault that
-    begins in the course of training is present in late steps, which is why early ones are not drawn.
+    The step lies in the second half of the trial, since a fault that begins in the course of training is present in
+    late steps.  It lies after the warm-up, and is never step 0.  ``seed`` and ``repeat`` determine it, so that the
+    repeats of a trial check different steps.
 
     Returns:
-        The index of the step; None if no step of a trial of ``total`` steps lies after the first and the warm-up.
+        The index of the step.  Returns None if a trial of ``total`` steps has no step after step 0 and the warm-up.
     """
     first = max(warmup, 1, total // 2)
     return None if first >= total else first + draw(f"{seed}/{repeat}/checked step", total - first)

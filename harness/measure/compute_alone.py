@@ -23,7 +23,15 @@ _SHARE: Final = 8  # one sample before, and one after, for so many timed micro-b
 
 
 def samples(micro_batches: int, when: Literal["before", "after"]) -> int:
-    """Return how many samples to take before, or after, timed steps with so many micro-batches in all."""
+    """Return how many samples :func:`measure` takes before, or after, the timed steps.
+
+    Every 8 micro-batches of the timed steps give one sample, up to :data:`MOST`.  Before the timed steps, at least 2
+    samples are taken.
+
+    Args:
+        micro_batches: Number of micro-batches of all timed steps together.
+        when: Whether the samples are taken before or after the timed steps.
+    """
     share = micro_batches // _SHARE
     return min(MOST, share if when == "after" else max(2, share))
 
@@ -37,17 +45,20 @@ def measure(
     when: Literal["before", "after"],
     count: int,
 ) -> list[Alone]:
-    """Return samples of the unsharded model's forward and backward seconds and an optimizer step's, on all ranks.
+    """Measure the seconds of the unsharded model's forward pass, backward pass and optimizer step.
 
-    All ranks must call this.
+    All ranks must call this.  They compute at the same time, and send nothing meanwhile.
 
     Args:
         model: The unsharded model; passes run in evaluation mode.
         batch: Inputs and targets of a micro-batch.
         make_optimizer: Builds the trial's optimizer for a list of parameters.
-        ranks: Number of ranks; the timed optimizer step updates 1 / ``ranks`` of the parameters.
-        when: Whether the samples are from before or after the timed steps, for the record.
-        count: Number of samples; a further one warms up and is dropped.
+        ranks: Number of ranks.  The timed optimizer step updates 1 / ``ranks`` of the model's trained elements.
+        when: Whether the samples are taken before or after the timed steps, for the record.
+        count: Number of samples.  A further sample is taken first to warm up, and dropped.
+
+    Returns:
+        ``count`` samples of this rank.
     """
     device, measured = batch[0].device, list[Alone]()
     numel = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -24,8 +24,10 @@ class ProcessorMeter:
         self._busy, self._ran, self._begun = busy_seconds(), time.process_time(), time.perf_counter()
 
     def use(self) -> ProcessorUse | None:
-        """Return the CPU seconds since this meter was constructed; the field ``ranks`` is of this process only.
+        """Return the CPU seconds since this meter was constructed.
 
+        The field ``ranks`` counts the CPU seconds of this process.  The fields ``user``, ``system``, ``interrupts`` and
+        ``steal`` are the kernel's counts for the CPUs that this process may use, whichever program caused them.
         Returns None on systems that do not count CPU seconds by kind.
         """
         now, ran, busy = time.perf_counter(), time.process_time(), busy_seconds()
@@ -40,7 +42,8 @@ class ProcessorMeter:
 def busy_seconds() -> dict[str, float] | None:
     """Return CPU seconds since boot by kind (``user``, ``system``, ``interrupts``, ``steal``).
 
-    They are summed over the CPUs that this process may use.  Returns None on systems that do not count them.
+    The seconds are summed over the CPUs that this process may use.  Returns None on systems that do not count them by
+    kind.
     """
     try:
         times = psutil.cpu_times(percpu=True)

@@ -32,9 +32,10 @@ _REASONS: Final = {
 
 
 def sees_the_hosts_processes() -> bool:
-    """Return whether this process sees the host's process numbers, which are those that the driver reports.
+    """Return whether this process sees the host's process numbers, by which the GPU driver reports processes.
 
-    In a container, processes have numbers of their own, unless the container shares the host's PID namespace.
+    In a container, processes have numbers of their own, unless the container shares the host's PID namespace.  Returns
+    True on systems without PID namespaces.
     """
     try:
         return Path("/proc/self/ns/pid").stat().st_ino == _HOSTS_NAMESPACE
@@ -69,7 +70,7 @@ class _Gpu:
             return None
 
     def read(self) -> None:
-        """Take a sample."""
+        """Take a sample: read the GPU's power, utilisation, clock and running processes once."""
         if (power := self._query("PowerUsage")) is not None:
             self._samples["seconds"].append(time.monotonic())
             self._samples["watts"].append(power / 1e3)
@@ -84,7 +85,7 @@ class _Gpu:
         self._samples["others"].append(others)
 
     def use(self) -> GpuUse:
-        """Return the means and totals of all samples."""
+        """Return the means over all samples, and the energy and NVLink bytes since this object was constructed."""
         energy, samples = self._query("TotalEnergyConsumption"), self._samples
         nvlink = self._nvlink_bytes()
         throttled = {

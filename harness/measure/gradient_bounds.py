@@ -1,10 +1,13 @@
 """Checks reduced gradients against the gradient of a single process, with the error bounds of the codecs.
 
-The single process's gradient is computed by all ranks: each runs its batches through the unsharded model, and an
-fp32 all-reduce outside the wire forms the mean.  A reduced element may differ from this mean by the bound that its
-codecs promise (:func:`relative_bound`) times ``m``.  Here ``m`` is the mean over ranks of the largest magnitude in the
-element's window, and a window is as long as needed to hold whole blocks of all codecs.  Only a random choice of
-windows is compared.  ``docs/reference/metrics.md`` has the formulas.
+The single process's gradient is computed by all ranks: each runs its batches through the unsharded model, and an fp32
+all-reduce outside the wire forms the mean.
+
+Elements are compared in windows.  A window is a run of consecutive elements, as long as needed to hold whole blocks of
+all codecs.  A reduced element may differ from the mean by the bound that its codecs promise (:func:`composed`) times
+``m``.  To compute ``m``, each rank takes the largest magnitude of its gradient in the element's window; ``m`` is the
+mean of these magnitudes over ranks.  Only windows that are drawn at random are compared.  ``docs/reference/metrics.md``
+has the formulas.
 """
 
 from __future__ import annotations
@@ -41,16 +44,16 @@ class GradientError:
 
     unit: str
     elements: int  # number of elements that were compared
-    share: float  # |reduced - expected| / allowed of the worst one; above 1 the bound is broken
+    share: float  # |reduced - expected| / allowed of the worst element; above 1 the bound is broken
     reduced: float
     expected: float  # the single process's value
     allowed: float  # the largest difference that the codecs and rounding allow
-    step: int = 0
+    step: int = 0  # index of the step
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the elements that are reduced together are laid out in rows.
+    """Lays out the elements that are reduced together as a matrix, row by row.
 
     After a reduction, each rank holds the means of whole rows.
     """
@@ -62,7 +65,7 @@ class Layout:
 
     @property
     def row(self) -> int:
-        """Elements of a row."""
+        """Number of elements in a row."""
         return self.geometry.piece
 
     def packed(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
@@ -82,8 +85,9 @@ class Layout:
 def relative_bound(codec: Codec) -> float:
     """Return the largest possible error of an element, relative to the largest magnitude of its block.
 
-    The ratio depends on that magnitude, because scales grow in steps, at most eight for each factor of two.  It
-    is largest just above a step, so eight magnitudes just above steps are tried.
+    This ratio depends on the largest magnitude, because the scales of a codec grow in steps: at most eight steps for
+    each factor of two.  The ratio is largest just above a step.  Eight magnitudes, each just above a step, are
+    therefore tried.
     """
     just_above = [(1 + eighth / 8) * (1 + 1e-6) for eighth in range(8)]
     return max(codec.error_bound(-top, top) / top for top in just_above) * (1 + 1e-5)
@@ -92,14 +96,14 @@ def relative_bound(codec: Codec) -> float:
 def layouts_of(
     units: Iterable[UnitGeometry | GroupGeometry], policy: Policy | None, topology: Topology
 ) -> list[Layout]:
-    """Return the layouts of all trained units or groups.
+    """Return the layouts of all trained units, or of all trained parameter groups.
+
+    A layout is left out if one of its codecs, or a user's own reduction, promises no error bound.
 
     Args:
         units: All units or parameter groups; frozen ones are left out.
         policy: Its codecs set the bounds; None stands for an engine that reduces in fp32.
         topology: Nodes and ranks, which decide the hops.
-
-    Layouts with a codec, or with a user's own reduction, that promises no bound are left out.
     """
     layouts = []
     for unit in units:
@@ -113,7 +117,10 @@ def layouts_of(
 
 
 def model_layouts(model: nn.Module) -> list[Layout]:
-    """Return the one layout for DDP: all trained parameters, which every rank has whole, reduced in fp32."""
+    """Return a list with one layout, for DDP: all trained parameters in one row.
+
+    Every rank holds the whole row, and DDP reduces it in fp32.
+    """
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     specs = [ParameterSpec(name, tuple(parameter.shape)) for name, parameter in trained]
     return [Layout(lay_out("model", specs, grain=_WINDOW, world=1, max_padding=math.inf), 0.0, _WINDOW)]
@@ -163,14 +170,14 @@ class FirstGradient:
 
     layouts: Sequence[Layout]  # the layouts of everything that is reduced
     seed: int  # decides which windows are drawn
-    micro_batches: int  # of a step
+    micro_batches: int  # number of micro-batches in a step
     rounding: float  # difference that rounding alone may cause, relative to ``m``: an entry of ROUNDING
-    step: int = 0  # index of the step that the gradient is of
-    ranks: int = 0  # ranks of a group, over which gradients are averaged; 0 for all ranks
-    # (P,) this rank's gradient of one unit in the last micro-batch, if it is kept.
+    step: int = 0  # index of the step whose gradient is computed
+    ranks: int = 0  # number of ranks in a state group, over which gradients are averaged; 0: over all ranks
+    # (P,) this rank's gradient of one unit in the last micro-batch; None if the caller compares all units.
     latest: Tensor | None = None
     # By layout: the (windows,) numbers of the drawn windows; and (windows, window + 1) fp32 with the mean
-    # gradient of each window and, in the last column, the mean of its largest magnitudes.
+    # gradient of each window and, in the last column, the mean over ranks of its largest magnitude.
     _drawn: dict[Layout, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _finite: bool = (
         True  # False if the single process's gradient overflowed, so that nothing can be compared with it
@@ -199,7 +206,10 @@ class FirstGradient:
             means.add_(torch.cat([drawn, drawn.abs().amax(dim=1, keepdim=True)], dim=1))
 
     def average(self) -> None:
-        """Average the added gradients over this rank's group, or all ranks; all ranks must call this."""
+        """Average the added gradients over the ranks of this rank's state group, or over all ranks if ``ranks`` is 0.
+
+        All ranks must call this.
+        """
         for _, means in self._drawn.values():
             if self.ranks:
                 means.copy_(all_ranks.mean_of_group(means, self.ranks))
@@ -213,12 +223,13 @@ class FirstGradient:
 
         Args:
             layout: The layout that the rows belong to.
-            first: Number of the first row.
+            first: Number of the first of these rows in the layout.
             rows: (n, row) reduced gradient, multiplied by ``scale``.
             scale: The loss scale in the reduced gradient.
 
         Returns:
-            The worst element; None if no window in these rows was drawn, or if nothing finite can be compared.
+            The element whose difference is the largest share of the allowed difference.  Returns None if no window in
+            these rows was drawn, or if the single process's gradient is not finite.
         """
         numbers, means = self._drawn[layout]
         per_row = -(-layout.row // layout.window)
@@ -237,10 +248,15 @@ class FirstGradient:
 
 
 def _windows(layout: Layout, rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return the windows ``numbers`` (n,) of rows (rows, row) as (n, window) on the CPU.
+    """Return the windows of ``rows`` that ``numbers`` lists, as (n, window) on the CPU.
 
     The last window of a row is filled up with zeros.  Windows are selected on the device of the rows, because copying
     all gradients of a large model from a GPU would take longer than a step.
+
+    Args:
+        layout: The layout, which has the number of elements of a row and of a window.
+        rows: (rows, row) elements.
+        numbers: (n,) numbers of windows, counted from the first window of the first row.
     """
     short = -layout.row % layout.window
     windows = nn.functional.pad(rows, (0, short)).view(-1, layout.window)

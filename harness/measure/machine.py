@@ -56,9 +56,10 @@ def facts() -> dict[str, Any]:
 
 
 def boot(path: Path = BOOT_ID) -> str | None:
-    """Return 12 hex digits that are equal for all runs between two starts of this machine; None if not known.
+    """Return 12 hex digits that change whenever this machine starts; None if the kernel does not show its boot id.
 
-    The digits are of a hash of the kernel's boot id, because the boot id itself must not be published.
+    All runs between two starts have the same digits.  They are the beginning of a hash of the boot id, because the boot
+    id itself must not be published.
     """
     try:
         return hashlib.sha256(path.read_bytes().strip()).hexdigest()[:12]
@@ -72,9 +73,11 @@ def identity() -> str:
 
 
 def code() -> dict[str, Any]:
-    """Return the identity of the code: its version, commit, whether files are changed, and digests.
+    """Return the identity of the code, ready for JSON.
 
-    ``commit`` and ``dirty`` are None outside a git checkout.
+    The keys are ``version`` (of the package), ``commit``, ``dirty`` (whether tracked files differ from the commit),
+    ``source`` (:func:`source_digest`) and ``kernels`` (the identity of the compiled C++ kernels).  ``commit`` and
+    ``dirty`` are None outside a git checkout.
     """
     commit = git(ROOT, "rev-parse", "HEAD")
     status = git(ROOT, "status", "--porcelain", "--untracked-files=no")
@@ -99,9 +102,9 @@ def source_digest(root: Path = ROOT) -> str:
 
 
 def pool_key(machine: dict[str, Any], code: dict[str, Any]) -> str:
-    """Return a hash of everything that two records must share before they are pooled.
+    """Return a hash, 12 hex digits, of everything that two records must share before they are pooled.
 
-    This is the hardware, the kernel, Python, torch, our sources and the compiled C++ kernels.
+    These are the hardware, the kernel, the GPU driver, Python, torch, our sources and the compiled C++ kernels.
     """
     facts = {name: machine.get(name) for name in MUST_AGREE}
     facts["torch"] = machine.get("packages", {}).get("torch")
@@ -125,7 +128,10 @@ def memory_bytes() -> int:
 
 
 def hcas(devices: Path = INFINIBAND) -> list[str]:
-    """Return the names of InfiniBand and RoCE adapters with an active port, sorted by number."""
+    """Return the names of InfiniBand and RoCE adapters that have an active port.
+
+    The names are sorted by their numbers: ``mlx5_2`` comes before ``mlx5_10``.
+    """
     names = set()
     for state in devices.glob("*/ports/*/state"):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -178,8 +184,8 @@ def _version(distribution: str) -> str | None:
 def git(root: Path, *arguments: str, differs: int = 0) -> bytes | None:
     """Run git in a checkout and return its output.
 
-    Returns None if ``root`` is no checkout or git fails.  A status of ``differs``, with which ``git diff
-    --no-index`` reports a difference, is no failure.
+    Returns None if ``root`` is no checkout, or if git fails.  An exit status equal to ``differs`` does not count as a
+    failure: ``git diff --no-index`` exits with 1 if it finds a difference.
     """
     if not (root / ".git").exists():
         return None
@@ -194,9 +200,10 @@ def git(root: Path, *arguments: str, differs: int = 0) -> bytes | None:
 
 
 def nvml() -> tuple[list[dict[str, Any]], str | None, str | None]:
-    """Return name and memory of each GPU, the driver's version, and the newest CUDA version that it supports.
+    """Return what NVML reports: the GPUs, the driver's version, and the newest CUDA version that the driver supports.
 
-    Without NVML or a driver, returns no GPUs and None for the versions.
+    Each GPU is a dict with the keys ``name`` and ``memory_gib``.  Without NVML or without a driver, returns an empty
+    list and None for both versions.
     """
     try:
         import pynvml

@@ -11,9 +11,9 @@ import torch
 
 
 def forget_peak(device: torch.device) -> None:
-    """Reset the peaks of memory, where the system allows it.
+    """Reset the peak memory of this process and of its GPU, where the system allows it.
 
-    Where the system does not allow it, later peaks are those since the start of the process, and so upper bounds.
+    Where the system does not allow it, a later peak is the peak since the process started, and so an upper bound.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

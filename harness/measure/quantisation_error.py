@@ -1,6 +1,7 @@
-"""Measures, on a trial's weights and mean gradients, the error of a grid of integer codecs and the size without loss.
+"""Measures the errors of integer codecs, and the bytes of lossless codecs, on a trial's weights and mean gradients.
 
-Each rank encodes and decodes its own shards once with each codec; only sums and maxima are sent.
+Each rank encodes and decodes its own shards once with each codec.  Shards and frames are not sent; only sums and maxima
+are exchanged.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ BLOCKS: Final[tuple[Block, ...]] = (64, 256, 1024, 2048, "shard")
 
 
 def measure(zero: Zero) -> list[QuantisationError]:
-    """Return the errors of codecs with all :data:`BITS` and :data:`BLOCKS` for each unit, over all ranks.
+    """Return the error of each integer codec on each unit's weights and mean gradient, over all ranks.
 
-    All ranks must call this.  Tensors of nothing but zeros are left out.
+    There is a codec for each number of bits in :data:`BITS` with each block in :data:`BLOCKS`.  All ranks must call
+    this.  Tensors of nothing but zeros are left out.
     """
     grid = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
     errors = []
@@ -47,11 +49,11 @@ def measure(zero: Zero) -> list[QuantisationError]:
 
 
 def measure_lossless(zero: Zero) -> list[LosslessSize]:
-    """Return the bytes that each unit takes without loss, over all ranks: in fp32, and of the values cast to bf16.
+    """Return the bytes of each unit's weights and mean gradient in two lossless codecs, over all ranks.
 
-    zstd compresses the elements if it is installed, else zlib.  All ranks must call this, and either all of them must
-    have zstd or none.
-    Tensors of nothing but zeros are left out.
+    The first codec compresses the fp32 elements.  The second casts the elements to bf16, and compresses the result.
+    Both compress with zstd if it is installed, else with zlib.  All ranks must call this, and either all of them must
+    have zstd or none.  Tensors of nothing but zeros are left out.
     """
     coder = "lossless:zstd" if has_zstd() else "lossless:zlib"
     sizes = []
@@ -72,7 +74,10 @@ def measure_lossless(zero: Zero) -> list[LosslessSize]:
 
 
 def _tensors(zero: Zero) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the purpose, the unit and this rank's shard (S,) of all weights, and of all gradients that exist."""
+    """Yield (purpose, unit, shard) for the weights of each unit and, if it has one, for its mean gradient.
+
+    The purpose is ``weights`` or ``gradients``, the unit is given by its name, and the shard is this rank's (S,) fp32.
+    """
     for unit in zero.units:
         shard, name = unit.master_shard, unit.geometry.name
         yield "weights", name, shard.master
@@ -82,9 +87,10 @@ def _tensors(zero: Zero) -> Iterator[tuple[str, str, Tensor]]:
 
 @torch.no_grad()
 def _sums(codec: Codec, x: Tensor) -> Tensor:
-    """Encode and decode x (S,) fp32.
+    """Encode and decode x (S,) fp32, and measure the errors.
 
-    Returns (4,) fp64: the sums of squared errors and of squared values, the largest error and largest value.
+    Returns (4,) fp64: the sum of squared errors, the sum of squared values, the largest magnitude of an error, and the
+    largest magnitude of a value.
     """
     frames = torch.empty(codec.frame_bytes(x.numel()), dtype=torch.uint8, device=x.device)
     decoded = torch.empty_like(x)
@@ -95,5 +101,5 @@ def _sums(codec: Codec, x: Tensor) -> Tensor:
 
 
 def _short(value: float) -> float:
-    """Round to six digits, since more would only make records larger."""
+    """Round to six significant digits, since more digits would only make records larger."""
     return float(f"{value:.6g}")

@@ -63,7 +63,10 @@ def packages() -> list[str]:
 
 
 def libraries() -> dict[str, str]:
-    """Return the versions of CUDA, cuDNN and NCCL in torch, and the newest CUDA that the driver supports.
+    """Return the versions of the GPU libraries that torch uses, by name.
+
+    The keys are ``cuda``, ``cudnn`` and ``nccl``, and ``cuda_of_driver`` for the newest CUDA version that the driver
+    supports.  Libraries that are absent have no key.
 
     Raises:
         Refusal: if LD_LIBRARY_PATH leads torch to a cuDNN that it cannot use.
@@ -78,7 +81,7 @@ def libraries() -> dict[str, str]:
         except RuntimeError as error:  # torch found another cuDNN than its own
             reason = str(error).partition(". ")[0]
             raise Refusal(
-                f"LD_LIBRARY_PATH = {os.environ.get('LD_LIBRARY_PATH', '')}: {reason}; remove the folder of that "
+                f"LD_LIBRARY_PATH = {os.environ.get('LD_LIBRARY_PATH', '')}: {reason}; remove the folder of this "
                 "cuDNN from LD_LIBRARY_PATH, or install the version that torch was compiled against"
             ) from error
     if dist.is_nccl_available():
@@ -87,7 +90,11 @@ def libraries() -> dict[str, str]:
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that affect speed or results; long values are cut, secrets hidden."""
+    """Return the environment variables that affect speed or results, such as ``NCCL_*`` and ``OMP_*``.
+
+    Values are cut after 1000 characters.  The value is :data:`HIDDEN` if the variable's name looks like the name of a
+    secret.
+    """
     return {
         name: HIDDEN if _SECRET.search(name) else value.encode(errors="replace").decode()[:_LONGEST]
         for name, value in sorted(environment.items())

@@ -26,7 +26,10 @@ def now(device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Instant:
-    """A moment on the host and, on a GPU, the moment at which the current stream will have done its earlier work."""
+    """A moment in the time of the host and, with a GPU, in the time of its current stream.
+
+    The stream's moment comes when the stream has done all work that was enqueued before.
+    """
 
     host: float  # time.perf_counter()
     event: torch.cuda.Event | None
@@ -41,7 +44,7 @@ class _Instant:
         return cls(time.perf_counter(), event)
 
     def since(self, earlier: _Instant) -> float:
-        """Return the seconds from ``earlier`` to this moment; a GPU must have passed both moments."""
+        """Return the seconds from ``earlier`` to this moment; a GPU's stream must have passed both moments already."""
         if self.event is None or earlier.event is None:
             return self.host - earlier.host
         return float(earlier.event.elapsed_time(self.event)) / 1e3
@@ -50,8 +53,8 @@ class _Instant:
 class StepClock:
     """Times each step and its parts, in wall-clock and CPU seconds.
 
-    On a GPU, parts are timed by events of its current stream, which are read at the end of the step.  The host is
-    therefore not held up between parts, and enqueues work ahead as it does without a clock.
+    On a GPU, parts are timed by events of its current stream, which are read at the end of the step.  The host
+    therefore does not wait for the GPU between parts, just as it does not wait in a step without a clock.
 
     A step begins and ends at readings of the clock ``witness``, which also times what happens between steps.  On a GPU
     these readings wait for the device.

@@ -70,7 +70,7 @@ def as_gathered(
 def quantise(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry], clock: Clock
 ) -> None:
-    """Change the weights of an unsharded model as :func:`as_gathered` does, for good."""
+    """Give an unsharded fp32 model the same weights as :func:`as_gathered` does, but do not restore them afterwards."""
     parameters = dict(model.named_parameters())
     for unit in units:
         unit_policy = _policy_of(unit, policy)
@@ -82,9 +82,10 @@ def quantise(
 def by_columns(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry]
 ) -> dict[str, Tensor]:
-    """Return the weights, by name, that the backward pass uses with two planes; empty for one plane.
+    """Return, by the parameter's name, the weights that backward passes compute with if ``policy.planes`` is not 1.
 
-    With two planes weights are quantised twice: in blocks along rows for forward, along columns for backward.
+    These weights are quantised in blocks along columns, while forward passes compute with weights quantised in blocks
+    along rows.  Returns an empty dict if ``policy.planes`` is 1, since both passes then compute with the same weights.
     """
     if policy.planes == 1:
         return {}
@@ -99,7 +100,10 @@ def by_columns(
 
 @contextmanager
 def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give the named parameters ``values`` in the body of ``with``; autograd does not notice the change."""
+    """Give the parameters that ``values`` names these values in the body of ``with``, then restore them.
+
+    autograd does not notice the change.
+    """
     with _restored((name, model.get_parameter(name)) for name in values) as parameters:
         for name, parameter in parameters.items():
             parameter.data.copy_(values[name])
@@ -148,14 +152,20 @@ def packed(
 
 
 def padded(value: Tensor | None, numel: int) -> Tensor:
-    """Return (numel,) fp32: the elements of ``value``, if any, then zeros."""
+    """Return (numel,) fp32: the elements of ``value``, then zeros.
+
+    If ``value`` is None, all elements are zeros.
+    """
     if value is None:
         return torch.zeros(numel)
     return nn.functional.pad(value.detach().reshape(-1).float(), (0, numel - value.numel()))
 
 
 def _places(geometry: UnitGeometry | GroupGeometry, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter's name and its view of ``whole``; in a parameter group, the view includes padding."""
+    """Yield each parameter's name and the view of ``whole`` (ranks, shard) that holds the parameter.
+
+    In a parameter group of FSDP2, the view includes the parameter's padding.
+    """
     if isinstance(geometry, UnitGeometry):
         for slot in geometry.slots:
             yield slot.spec.name, whole.view(-1)[slot.offset : slot.end]
@@ -198,8 +208,8 @@ def _encode_and_decode(
 ) -> None:
     """Encode and decode every rank's shard with the reference backend, and write the result into the parameters.
 
-    If ``rows`` is not 0, bands of so many rows are transposed before encoding and back after decoding, as the
-    second of two planes is.
+    If ``rows`` is not 0, the blocks of the codec run along columns, as in the second of two planes.  Each band of
+    ``rows`` rows is transposed before encoding, and transposed back after decoding.
     """
     if isinstance(codec, Raw):  # a cast, wherever an element lies
         for name in _names(geometry):

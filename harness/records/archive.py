@@ -38,8 +38,8 @@ def pack(folder: Path, into: Path) -> Path:
         The path of the archive.
 
     Raises:
-        RecordError: If the folder holds no records or too many, if the name or the size of a file is not that of a
-            record, run or trace, or if a file cannot be read.
+        RecordError: If the folder holds no records, or more files or bytes than an archive may have.  Also if a file
+            cannot be read, is too large, or has a name that records, runs and traces do not have.
     """
     files = sorted(folder.glob("*.json"))
     if not files:
@@ -59,7 +59,9 @@ def pack(folder: Path, into: Path) -> Path:
                 entry.size = len(content)
                 total += entry.size
                 if _NAME.fullmatch(entry.name) is None or entry.size > _MOST:
-                    reason = f"its name is not that of a record, run or trace, or it is larger than {_MOST >> 20} MiB"
+                    reason = (
+                        f"has a name that no record, run or trace has, or is larger than {_MOST >> 20} MiB"
+                    )
                     raise RecordError(f"{path}: {reason}; move it out of the folder")
                 if total > _MOST_IN_ALL or len(files) > _MOST_ENTRIES:
                     limits = f"{_MOST_ENTRIES} files or {_MOST_IN_ALL >> 30} GiB in all"
@@ -77,16 +79,18 @@ def pack(folder: Path, into: Path) -> Path:
 def unpack(archive: Path, into: Path | None = None) -> Path:
     """Write an archive's records into a folder named after its suite.
 
+    All checks are made before the folder is changed.
+
     Args:
-        archive: The archive; its name is the suite's.
-        into: Where the suite's folder is made; by default the archive's own folder.
+        archive: Path of the archive; its file name is the suite's name and ``.tar.xz``.
+        into: Where the suite's folder is made; by default the folder that holds the archive.
 
     Returns:
         The suite's folder.
 
     Raises:
-        RecordError: If the archive holds too much, or a file that does not belong to the suite; or if the folder has
-            records or lines of the journal that the archive lacks.  After an error the folder is as it was before.
+        RecordError: If the archive cannot be read, holds too much, or holds a file that does not belong to the suite.
+            Also if the suite's folder exists already, and has records or lines of the journal that the archive lacks.
     """
     suite = archive.name.removesuffix(SUFFIX)
     into = archive.parent if into is None else into
@@ -108,7 +112,12 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
 
 
 def _extract(archive: Path, suite: str, staging: Path) -> None:
-    """Write an archive's entries into the empty folder ``staging``, one after the other."""
+    """Write an archive's entries into the empty folder ``staging``, one after the other.
+
+    Raises:
+        RecordError: If the archive holds too many entries, or too many bytes.
+        _OtherEntryError: If an entry is not a record, run, trace or journal of ``suite``.
+    """
     regular_file.status(archive)
     count = total = 0
     with (
@@ -131,7 +140,11 @@ def _extract(archive: Path, suite: str, staging: Path) -> None:
 
 
 def _merge(archive: Path, staging: Path, folder: Path) -> None:
-    """Move the unpacked files into the suite's folder, unless the folder holds records that the archive lacks."""
+    """Move the unpacked files from ``staging`` into the suite's folder.
+
+    Raises:
+        RecordError: If the folder has records or lines of the journal that the archive lacks; no file is then moved.
+    """
     fresh = {path.relative_to(staging) for path in staging.rglob("*") if path.is_file()}
     if others := sorted({path.relative_to(folder) for path in folder.glob("*.json")} - fresh):
         raise RecordError(

@@ -41,7 +41,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
         for name, values in self.timed.items():
             if len(values) != len(self.seconds) or not values:
                 raise ValueError(
-                    f"seconds has {len(self.seconds)} rounds, but {name} has {len(values)}: expected equally many"
+                    f"seconds has {len(self.seconds)} rounds, but {name} has {len(values)}: expected equal numbers > 0"
                 )
             if min(values) <= 0:
                 raise ValueError(f"{name} = {min(values):g}: expected seconds above 0")
@@ -54,12 +54,19 @@ class Sample(BaseModel, extra="forbid", frozen=True):
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """(nodes, ranks per node, rate of the link between nodes in Mbit/s or None if it is unshaped)."""
+        """The cluster on which it was timed: (nodes, ranks per node, rate of the link between nodes).
+
+        The rate is in Mbit/s, and None if the link is unshaped.  All three are None for codecs, which need no cluster.
+        """
         return tuple(self.names.get(name) for name in ("nodes", "ranks_per_node", "rate_mbit"))
 
 
 def merge_ranks(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Merge all ranks' samples: in every round the slowest rank's seconds, and the sum of all ranks' bytes."""
+    """Merge the samples of all ranks.
+
+    Each round keeps the seconds of the slowest rank, which is found separately for each list of seconds.  The bytes
+    that the ranks sent are added up.
+    """
     merged = []
     for samples in zip(*ranks, strict=True):
         first = samples[0]

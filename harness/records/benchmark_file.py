@@ -59,7 +59,7 @@ def paths_in(folder: Path) -> list[Path]:
 
 
 def holds(folder: Path) -> bool:
-    """Return whether a folder holds files of pytest-benchmark: decided by its first readable file."""
+    """Return whether a folder holds files of pytest-benchmark.  Only the first readable JSON file is examined."""
     for path in paths_in(folder):
         with suppress(OSError, ValueError, RecursionError, TypeError):
             return {"benchmarks", "machine_info"} <= set(json.loads(regular_file.read_text(path)))

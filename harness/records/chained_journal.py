@@ -1,13 +1,14 @@
 """Keeps a suite's journal: one line for each record that a sweep writes, chained by hashes.
 
 Each line holds the SHA-256 of the line before it, so that no line can be removed or changed unnoticed.  A report
-compares the records with the journal (:func:`verify`), and names records that were deleted or edited (even with a new
-digest), and trials that were run again although they had a result.  The journal shows mistakes and selection; someone
-who writes a whole new journal with this program is not detected.
+compares the records with the journal (:func:`verify`).  It names records that were deleted or edited, even if the
+edited record has a new digest.  It also names trials that were run again although they had a result.  The journal thus
+reveals mistakes, and the choice of results after they were seen.  It does not reveal that somebody has written a whole
+new journal with this program.
 
-The record is written before its line.  If a run is killed or its disk is full between the two, the record's ``entry``
-is the number of the line that the journal does not have yet, and the next run adds the line (:func:`complete`).
-No torch.
+A record is written before its line.  If a run is killed, or its disk is full, after the record and before the line, the
+record's ``entry`` is the number of a line that the journal does not have yet.  The next run adds this line
+(:func:`complete`).  No torch.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ The formulas are in docs/reference/metrics.md.  How many values an interval need
 - Seconds depend on the occasion at which they were measured: one start of one machine.  From several occasions, each
   occasion's mean or median counts as one value, because values of one occasion share the machine's state.  Medians
   then need :data:`FEWEST` occasions, because the range of five values holds the median in less than 95 % of samples.
-- From one occasion, an interval is over its values and holds within this start of the machine only.
+- If all values are from one occasion, the interval is computed from them, and holds within this start of the machine
+  only.
 
 With fewer values the ends of the interval are NaN, and :attr:`Interval.why_none` says what is missing.
 """
@@ -87,20 +88,23 @@ class Interval:
         return self.high / self.estimate - 1
 
     def contains(self, value: float) -> bool:
-        """Return whether ``value`` lies between the ends."""
+        """Return whether ``value`` lies between the ends, or equals an end; False without an interval."""
         return self.low <= value <= self.high
 
 
 def enough(n: int, left_out: int = 0) -> bool:
-    """Return whether ``n`` values are enough for an interval, if ``left_out`` further ones were disturbed."""
+    """Return whether ``n`` values are enough for an interval.
+
+    ``left_out`` is the number of further values that were left out because other programs disturbed them.
+    """
     return n + left_out >= FEWEST and n >= FEWEST_UNDISTURBED
 
 
 def of_another_run(interval: Interval, *, ratio: bool) -> Interval:
     """Return Student's prediction interval for the result of one further run, at a further occasion.
 
-    For a ratio the interval is computed from its logarithm.  Values of one occasion say nothing about other occasions;
-    the ends are then NaN.  Values that do not depend on the occasion count as one run.
+    For a ratio the interval is computed from its logarithm.  If the values are of one occasion, the ends are NaN, since
+    one occasion says nothing about other occasions.  Values that do not depend on the occasion count as one run.
     """
     if interval.occasions == 1:
         return replace(interval, low=math.nan, high=math.nan)
@@ -125,14 +129,14 @@ class Prediction:
 def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]]) -> Prediction:
     """Return the prediction interval of a ratio, using a covariate if it explains how occasions differ.
 
-    From four occasions on, the logarithm of the ratio is also fitted by a straight line over the covariate.  The line
-    is used if it predicts each occasion from the other occasions better than the mean of the others does, that is, if
-    the sum of the line's squared leave-one-out errors is smaller.  The returned prediction then holds at the mean of
-    the covariate.
+    From four occasions on, the logarithm of the ratio is also fitted by a straight line over the covariate.  Each
+    occasion is then predicted twice from all other occasions: by the line, and by their mean.  The line is used if the
+    sum of its squared errors is smaller; the returned prediction then holds at the mean of the covariate.  Otherwise
+    the prediction is made by :func:`of_another_run`.
 
     Args:
         ratio: The ratio with its interval over occasions.
-        points: For each occasion the covariate and the ratio.
+        points: For each occasion, the pair (covariate, ratio).
     """
     if len(points) >= FEWEST_FOR_LINE and len({x for x, _ in points}) > 2:
         x, y = np.array([x for x, _ in points]), np.log([value for _, value in points])
@@ -152,11 +156,12 @@ def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]])
 def median_interval(values: Sequence[float], occasions: Sequence[int] | None = None) -> Interval:
     """Return the median and its interval between two order statistics, interpolated to exactly 95 %.
 
-    With several occasions, the order statistics are those of the occasions' medians.  The interpolation is
-    Hettmansperger and Sheather's (1986).
+    If the values are of several occasions, the interval is computed from the occasions' medians, and needs
+    :data:`FEWEST` occasions.  Otherwise it is computed from the values, and needs :data:`FEWEST` values.  The
+    interpolation is Hettmansperger and Sheather's (1986).
 
     Args:
-        values: At least one value; an interval needs :data:`FEWEST` values, or so many occasions if there are several.
+        values: At least one value.
         occasions: The occasion of each value; None if values do not depend on the occasion.
 
     Raises:
@@ -225,14 +230,14 @@ def geometric_interval(
 def product_interval(left: Interval, right: Interval) -> Interval:
     """Return the product of two independent positive ratios, with its interval.
 
-    In logarithms, let a and b be the distances of the two factors' lower (or upper) ends from their estimates.  Then
-    the product's lower (or upper) end lies sqrt(a**2 + b**2) from the product's estimate (MOVER, the method of variance
-    estimates recovery: Zou and Donner, Statistics in Medicine 27 (2008), 1693).  A factor whose ends equal its estimate
-    adds nothing.
+    The method is MOVER, the method of variance estimates recovery (Zou and Donner, Statistics in Medicine 27 (2008),
+    1693), on logarithms.  Let a and b be the distances of the two factors' lower ends from their estimates.  Then the
+    product's lower end lies sqrt(a**2 + b**2) below the product's estimate.  The upper end is computed in the same way.
+    A factor whose ends equal its estimate adds nothing.
 
     Returns:
-        The interval.  Its ``n`` and ``left_out`` are those of the factor with fewer values, unless it has none.
-        Its ends are NaN unless both factors have an interval.
+        The interval.  Its ``n`` and ``left_out`` are taken from the factor with the smaller ``n``; a factor whose ``n``
+        is 0 does not count.  The ends are NaN unless both factors have an interval.
 
     Raises:
         ValueError: If an estimate or an end is zero or negative.
@@ -279,7 +284,10 @@ def _count(occasions: Sequence[int] | None) -> int:
 
 
 def _by_occasion(data: _Floats, occasions: Sequence[int] | None, middle: Any) -> _Floats:
-    """Return the ``middle`` (median or mean) of each occasion's values, one value per occasion."""
+    """Return one value for each occasion: the ``middle`` (median or mean) of the occasion's values.
+
+    Without occasions, or with a single occasion, returns one value, the ``middle`` of all data.
+    """
     if occasions is None or len(set(occasions)) == 1:
         return np.array([middle(data)])
     numbers = np.asarray(occasions)
@@ -353,7 +361,7 @@ def _roots(square: float, linear: float, constant: float) -> list[float]:
 
 
 def joined(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Sort parts of a line, and merge parts that touch or overlap."""
+    """Sort the parts (low, high) of a line, and merge the parts that touch or overlap."""
     whole: list[tuple[float, float]] = []
     for low, high in sorted(parts):
         if whole and low <= whole[-1][1]:

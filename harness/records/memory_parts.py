@@ -1,4 +1,4 @@
-"""Selects parts of a rank's memory: those needed without training, those on the device, and those on the host.
+"""Selects parts of a rank's memory: parts needed without training, parts on the device, and parts on the host.
 
 Memory is given as bytes by the name of the part.
 """
@@ -20,20 +20,20 @@ TRAINING: Final = (
 
 
 def without_training(memory: dict[str, int]) -> dict[str, int]:
-    """Return bytes by part without the parts that only training needs."""
+    """Return the parts of memory that are needed without training, with their bytes."""
     return {part: size for part, size in memory.items() if part not in TRAINING}
 
 
 def on_device(memory: dict[str, int]) -> dict[str, int]:
-    """Return bytes by part without the parts that are offloaded to the host."""
+    """Return the parts of memory that are on the device, with their bytes."""
     return {part: size for part, size in memory.items() if not part.startswith(HOST)}
 
 
 def on_host(memory: dict[str, int]) -> dict[str, int]:
-    """Return bytes by part, for the parts that are offloaded to the host only."""
+    """Return the parts of memory that are on the host, with their bytes."""
     return {part: size for part, size in memory.items() if part.startswith(HOST)}
 
 
 def sum_parts(memory: dict[str, int], other: dict[str, int]) -> dict[str, int]:
-    """Return bytes by part, summed over two engines on one rank."""
+    """Return the memory of two engines on one rank: for each part, the sum of both engines' bytes."""
     return {part: memory.get(part, 0) + other.get(part, 0) for part in memory | other}

@@ -2,16 +2,17 @@
 
 Each check returns a sentence that names the first inconsistency, or None:
 
-- :func:`ledger_mismatch`: bytes and messages that were booked equal those that were predicted, with a schedule also
-  step by step.
-- :func:`interface_mismatch`: the nodes' network interfaces counted as many bytes as the ledgers hold.
+- :func:`ledger_mismatch`: bytes and messages that were booked equal the predictions, with a schedule also step by step.
+- :func:`interface_mismatch`: the nodes' network interfaces counted the bytes that the ledgers and packet headers
+  explain.
 - :func:`rate_mismatch`: the link had the requested rate.
 - :func:`codec_mismatch`: messages were encoded with the codecs of the trial's policy.
 - :func:`flat_loss`: the training loss fell.
 - :func:`secondary_mismatch`: with hpZ inside a node, backward passes gathered no weights from other nodes.
 
-The harness fails a trial that does not pass a check, with two exceptions: only a report marks a link that is too slow,
-or a training loss that did not fall.  A report applies all checks to old records again.
+The harness fails a trial that does not pass a check.  There are two exceptions: a trial passes if its link was too
+slow, or if its training loss did not fall.  A report marks these trials.  A report applies all checks but
+:func:`codec_mismatch` again, since its records may be old.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from harness.records.trial_record import LedgerRow, Record
 from harness.suites.trial import Trial
 from impl.policy.policy import Policy
 
-# Allowed bytes that an interface counts, as a share of the ledger's bytes plus headers.
+# Bytes that an interface may count, as a share of the ledger's bytes plus headers.
 INTERFACE_WITHIN: Final = (0.99, 1.02)
 # Bytes that gloo itself may send with one of our messages.  A ring sends a message in two parts, and gloo sends two
 # announcements and a header with each part; each of these three takes 48 bytes.
@@ -42,7 +43,11 @@ _BARRIERS: Final = 4
 
 
 def ledger_mismatch(record: Record) -> str | None:
-    """Return how the recorded ledgers differ from the predicted ones; None if they are equal or none are predicted."""
+    """Return a sentence on the first difference between the recorded ledgers and the predicted ledgers.
+
+    Returns None if they are equal, or if the record has no predictions.  With a schedule, the bytes of each step are
+    compared too.  There is also a sentence if the record's field ``predicted.equal`` says otherwise.
+    """
     if record.predicted is None:
         return None
     predicted, measured = record.predicted.ledgers, record.predicted.unpredicted
@@ -75,9 +80,9 @@ def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int
 
 
 def interface_mismatch(record: Record) -> str | None:
-    """Return how a node's interface counter differs from its ranks' ledgers; None if no node's counter does.
+    """Return a sentence on the first node whose interface counted other bytes than its ranks' ledgers explain.
 
-    A node of which the counter or a ledger is missing is not compared.
+    Returns None if there is no such node.  A node whose counter or ledger is missing is not compared.
     """
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
     decodes = record.trial.get("workload", "train") != "train"
@@ -97,13 +102,15 @@ def interface_mismatch(record: Record) -> str | None:
 
 
 def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> str | None:
-    """Return how an interface's counter differs from the bytes that explain it; None if it does not.
+    """Return a sentence if an interface counted other bytes than the ledger and the packet headers explain; else None.
+
+    The bytes may differ by the shares in :data:`INTERFACE_WITHIN`.
 
     Args:
         counted: Bytes that the interface sent.
         ledger: Bytes that the node's ranks booked.
         headers: Bytes of the packets' headers.
-        messages: Number of messages, for each of which gloo may send ``CONTROL_BYTES`` of its own.
+        messages: Number of messages.  With each message, gloo may send :data:`CONTROL_BYTES` in addition.
     """
     low, high = INTERFACE_WITHIN
     stated, control = ledger + headers, CONTROL_BYTES * messages
@@ -117,7 +124,7 @@ def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> 
 
 
 def codec_mismatch(record: Record) -> str | None:
-    """Return which message was encoded with a codec that the trial's policy does not have; None if there is none."""
+    """Return a sentence on the first message whose codec the trial's policy does not have; None if there is none."""
     if not record.communication_errors:
         return None
     policy = Trial.from_canonical(record.trial).resolved_policy()
@@ -195,9 +202,10 @@ def header_bytes(row: LedgerRow) -> int:
 
 
 def rate_mismatch(record: Record, *, above: bool = False) -> str | None:
-    """Return how the probed link misses the requested rate; None if it does not miss it, or was not probed.
+    """Return a sentence if the median of the link's probes misses the requested rate by more than 5 %; else None.
 
-    With ``above``, only a link that is too fast is reported.
+    Returns None too if no rate was requested, or if the link was not probed.  With ``above``, a link that is too slow
+    is not reported.
     """
     link = record.link
     if link is None or link.requested_mbit is None or not link.probed_mbit:

@@ -1,4 +1,4 @@
-"""Lists what a rank sent in each step of a trial with a schedule, step by step.  No torch."""
+"""Lists the bytes that a rank sent in each step of a trial with a schedule.  No torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ Sent = tuple[int, int]
 
 
 def in_runs(totals: Sequence[Sent]) -> list[StepsSent]:
-    """Return what each step sent, with equal consecutive steps in one entry.
+    """Return the bytes that each step sent, with one entry for consecutive steps that sent the same bytes.
 
     Args:
-        totals: The bytes sent before the first step, and then until the end of each step.
+        totals: Cumulative bytes: the total before the first step, then the total at the end of each step.  The bytes of
+            a step are the difference of two neighbouring totals.
     """
     runs, first = list[StepsSent](), 0
     sent = [(now[0] - old[0], now[1] - old[1]) for old, now in itertools.pairwise(totals)]

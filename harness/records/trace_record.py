@@ -1,7 +1,7 @@
 """Reads traces of single steps, which ``zeropp trace`` writes next to the records.  No torch.
 
 A trace is a file in Chrome's trace format, for Perfetto.  Each rank is a process with a few lanes: computing, coding,
-sending inside and between nodes, and waiting.  Reports read back the spans of these lanes, and the trial.
+sending inside and between nodes, and waiting.  Reports read the spans of these lanes, and the id of the traced trial.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Trace(BaseModel, extra="ignore", frozen=True):
 
 
 def path_of(folder: Path, identity: str) -> Path:
-    """Return the path of a trial's trace in its suite's results folder."""
+    """Return the path of a trial's trace in its suite's results folder; ``identity`` is the trial's id."""
     return folder / FOLDER / f"trace-{identity}.json"
 
 
@@ -90,20 +90,21 @@ def read_traces(folder: Path) -> list[Trace]:
             ) from error
         if path != path_of(folder, trace.otherData.trial):
             raise RecordError(
-                f"{path}: holds the trace of trial {trace.otherData.trial}; rename or delete it"
+                f"{path}: holds the trace of trial {trace.otherData.trial}; name the file after this trial, or "
+                "delete the file"
             )
         traces.append(trace)
     return traces
 
 
 def overlap(spans: Sequence[Span]) -> tuple[float, float]:
-    """Return how long messages between nodes were under way, and for how much of this time the rank did not wait.
+    """Return for how long one rank's messages between nodes were under way, and for how long they were hidden.
 
     Args:
         spans: The spans of one rank.
 
     Returns:
-        (seconds under way, those of these seconds in which the rank did not wait for other nodes).
+        (seconds in which messages were under way, seconds of this time in which the rank did not wait for other nodes).
     """
     under_way = [span for span in spans if span.lane == BETWEEN]
     waited = [span for span in spans if (span.lane, span.name) == (WAITING, ACROSS)]

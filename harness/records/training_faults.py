@@ -1,7 +1,8 @@
 """Judges what the ranks of a trial noted while they trained.  No torch.
 
-Each rank notes facts (:mod:`harness.witness.training_checks`); :func:`training_fault` compares those of all ranks with
-each other and with the records of their steps, and names the first way in which training was not as the trial asks.
+Each rank notes facts (:mod:`harness.witness.training_checks`).  :func:`training_fault` compares the notes of all ranks
+with each other, and with the records of the ranks' steps.  It names the first way in which training was not as the
+trial asks.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class OuterRules(NamedTuple):
     group: int  # number of ranks in a group; ranks of equal index in their groups hold the same shards
     rate: float  # learning rate of the outer SGD
     momentum: float  # its Nesterov momentum
-    error: float  # largest error of a mean over groups, relative to what groups moved by, that the codecs explain
+    # Largest error that codecs explain in the mean of the groups' movements, relative to these movements.
+    error: float
 
 
 @dataclass(slots=True)
@@ -113,8 +115,9 @@ class Checked:
     warmup: int = 0  # warm-up steps that the trial asks for
     timed: int = 0  # timed steps that the trial asks for
     clip: float | None = None  # largest norm of the gradient that the trial asks for
-    replayed: int = 0  # optimizer steps that were replayed and found right
-    linked: int = 0  # steps whose optimizer got the gradients of the rehearsal just before
+    replayed: int = 0  # number of the optimizer's steps that were computed again
+    # Number of steps whose gradients were compared with the gradients of a rehearsal just before the step.
+    linked: int = 0
     # By step: digests of the batches that this rank read, and of the batches that the seed gives the next rank.
     batches: dict[int, str] = field(default_factory=dict)
     of_next_rank: dict[int, str] = field(default_factory=dict)
@@ -138,7 +141,8 @@ class Checked:
     encodes: bool = False  # whether the policy has codecs other than casts, or a reduction of the user's own
     random: str = ""  # digest of the state of torch's generator when training begins
     waited: float | None = None  # seconds of all steps spent waiting for messages; None for peers
-    sleeps_counted: bool = False  # whether the thread's sleep is counted, and is only waits for messages
+    # Whether the kernel counts the thread's sleep, and the thread sleeps only to wait for messages.
+    sleeps_counted: bool = False
     carried: int = 0  # bytes that the transports carried for this rank in the timed steps
     booked: int = 0  # bytes that its ledger booked in the same time
 
@@ -207,7 +211,10 @@ def _wrong_steps(rank: int, check: Checked, record: RankRecord) -> Iterator[str]
 
 
 def _wrong_validations(checked: Sequence[Checked], validations: Sequence[Validation]) -> Iterator[str]:
-    """Yield a sentence for each validation whose recorded loss is not the mean over ranks of its passes' losses."""
+    """Yield a sentence for each validation with a wrong recorded loss.
+
+    The loss must be the mean over ranks of the losses that the validation's passes returned.
+    """
     for number, validation in enumerate(validations):
         losses = [check.validated[number] for check in checked if number < len(check.validated)]
         mean = math.fsum(losses) / max(len(losses), 1)
@@ -221,7 +228,10 @@ def _wrong_validations(checked: Sequence[Checked], validations: Sequence[Validat
 
 
 def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
-    """Yield a sentence for each step whose seconds the witness clock does not confirm, and on work outside of steps."""
+    """Yield a sentence for each step whose recorded seconds differ from the witness clock's.
+
+    Also yields a sentence if the rank worked for too long between its timed steps, or slept for too long in checks.
+    """
     for step, spent in zip(record.steps, check.steps, strict=False):
         if abs(step.total - spent.seconds) > _APART:
             took = f"step {step.index} of rank {rank} is recorded with {step.total:.3f} s"
@@ -255,7 +265,7 @@ def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
 
 
 def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield a sentence for each batch that is not the one that the seed gives the rank, or that was read twice."""
+    """Yield a sentence for each batch that is not the rank's batch by the trial's seed, or that was read twice."""
     for rank, check in enumerate(checked):
         drawn = checked[rank - 1].of_next_rank
         for step, digest in check.batches.items():
@@ -276,11 +286,12 @@ def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
 
 
 def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iterator[str]:
-    """Yield a sentence for each outer step after which groups differ, or that is not the trial's SGD with momentum.
+    """Yield a sentence for each outer step after which groups differ, or whose result the trial's settings do not give.
 
-    The momentum is Nesterov's.  The new masters and the momentum so far determine which mean the engine used.  This
-    mean is compared with the mean of the groups' movements since the last outer step, so that a codec's errors do not
-    add up over outer steps.
+    The settings ask for SGD with Nesterov momentum on the mean of the groups' movements since the last outer step.  The
+    new masters, the learning rate and the momentum so far determine the mean that the engine must have used.  This mean
+    is compared with the mean of the movements that the groups noted.  Each outer step begins from the weights that were
+    noted after the outer step before it, so that a codec's errors do not add up.
 
     Args:
         checked: Notes of the ranks that hold the same shards, one rank of each group.
@@ -317,11 +328,16 @@ def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iter
 
 
 def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start: int) -> Iterator[str]:
-    """Yield a sentence for each step whose gradient norms differ between ranks or from what the optimizer used.
+    """Yield a sentence for each step whose gradient norms are wrong.
 
-    They differ from what it used if gradients were scaled, or not clipped, after the backward passes.  ``start`` is the
-    number of the first of these ranks, which average their gradients.  Elements that no rank's optimizer steps, and
-    steps that a rank's optimizer did not take, are reported too.
+    The recorded norm must be equal on all ranks.  The norm with which the optimizer stepped must equal the norm that
+    the backward passes left, divided by the loss scale and clipped as the trial asks.  Sentences also name elements
+    that no rank's optimizer steps, and steps that a rank's optimizer did not take.
+
+    Args:
+        checked: Notes of the ranks that average their gradients with each other.
+        ranks: Records of these ranks.
+        start: Number of the first of these ranks.
     """
     for by_rank in zip(*(rank.steps for rank in ranks), strict=True):
         norms = [step.gradient_norm for step in by_rank if step.gradient_norm is not None]
@@ -361,7 +377,10 @@ def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start:
 
 
 def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Iterator[str]:
-    """Yield an error for a rank whose thread slept for much longer than the rank recorded as waiting for messages."""
+    """Yield a sentence for each rank whose thread slept for much longer than the rank recorded as waiting for messages.
+
+    Also yields one sentence if, on all ranks, the thread slept for longer than the wire measured as waiting.
+    """
     longer: list[str] = []
     for rank, check in enumerate(checked):
         count = len(check.steps)
@@ -386,11 +405,13 @@ def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> 
 
 
 def slowed(checked: Sequence[Checked], record: Record) -> str | None:
-    """Return how a trial's steps took longer than computation and messages explain; None if nothing shows that.
+    """Return a sentence if a trial's steps took longer than computation and messages explain; else None.
 
-    A configuration is slow because it computes, or because it waits for the link.  Its computation is bounded by that
-    of the model alone, which the same trial measures without any engine.  Its waits are bounded by the bytes that it
-    sent, at the measured rate of the link.  A rank that is ready to run and gets no CPU is not idle.
+    A configuration may be slow because it computes.  The computation that is allowed follows from the computation of
+    the model alone, which the same trial measures without any engine.  A configuration may also be slow because it
+    waits for the link.  The wait that is allowed follows from the bytes that it sent, at the measured rate of the link.
+    A rank that is ready to run and gets no CPU does not count as idle.  Returns None too if the threads' sleep was not
+    counted, or if ``cluster.inner_rate`` limits messages inside nodes.
 
     Args:
         checked: What each rank noted, by rank.
@@ -423,7 +444,10 @@ def slowed(checked: Sequence[Checked], record: Record) -> str | None:
 
 
 def _idle(checked: Sequence[Checked], record: Record) -> str | None:
-    """Return an error if ranks and link were idle in a trial's steps for longer than is allowed; None if not."""
+    """Return a sentence if ranks and link were idle in the timed steps for longer than :data:`_IDLE` allows; else None.
+
+    Returns None too if a rank has no ledger, or if the link's rate is not known.
+    """
     total, count = math.fsum(slowest_seconds(record)), checked[0].timed
     rates = [] if record.link is None else [*record.link.probed_mbit, *record.link.calibrated_mbit]
     by_node: dict[int, int] = defaultdict(int)

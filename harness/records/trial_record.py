@@ -55,7 +55,7 @@ class LedgerRow(_Part):
 
 
 class StepsSent(_Part):
-    """Consecutive optimizer steps, warm-up included, in each of which one rank sent the same numbers of bytes."""
+    """Consecutive optimizer steps that have equal byte counts on one rank; warm-up steps are included."""
 
     first: int  # number of the first of these steps
     steps: int
@@ -119,14 +119,15 @@ class Validation(_Part):
 class Memory(_Part):
     """Bytes that one rank held, and that it copied between host and device in the timed steps."""
 
-    engine: dict[str, int]  # held, by part, as counted
-    formula: dict[str, int]  # held, by part, as predicted; empty for peers
-    peak_rss: int  # of the process
-    peak_device: int | None = None  # of the GPU, as torch has allocated it
-    # Of the GPU after the steps, by all processes and libraries, such as NCCL; None for the CPU and older records.
+    engine: dict[str, int]  # bytes that the engine held, by part, as counted
+    formula: dict[str, int]  # the same bytes as predicted; empty for peers
+    peak_rss: int  # peak resident bytes of the process
+    peak_device: int | None = None  # peak bytes that torch has allocated on the GPU; None for the CPU
+    # Bytes of the GPU in use after the steps, by all processes and libraries, such as NCCL; None for the CPU and in
+    # older records.
     device_in_use: int | None = None
-    copied: dict[str, int] = {}  # by direction and purpose, as counted
-    copied_formula: dict[str, int] = {}  # by direction and purpose, as predicted
+    copied: dict[str, int] = {}  # bytes copied, by direction and purpose, as counted
+    copied_formula: dict[str, int] = {}  # the same bytes as predicted
 
 
 class Alone(_Part):
@@ -190,9 +191,9 @@ class LosslessSize(_Part):
 class CommunicationError(_Part):
     """Error of one unit's messages in one step, summed over all ranks.
 
-    For a single hop, decoded values are compared with the values that were encoded there, which include carried
-    errors of error feedback.  End to end, the reduced gradient is compared with the exact mean, or the gathered
-    weights with the masters.
+    For a single hop, decoded values are compared with the values that the hop encoded; with error feedback, these
+    include carried errors.  End to end, the reduced gradient is compared with the exact mean, or the gathered weights
+    are compared with the masters.
     """
 
     step: int
@@ -204,6 +205,7 @@ class CommunicationError(_Part):
     repeated: int = 1  # number of repeated reductions whose mean was compared
     squared_error: _Squares  # sum of the errors' squares; None if values overflowed
     squared_value: _Squares  # sum of the exact values' squares; None if values overflowed
+    # Mean cosine over all pairs of ranks' gradients; None for hops, for weights, and if no gradient is usable.
     cosine: float | None = None
 
 
@@ -215,7 +217,9 @@ class ChosenCodec(_Part):
     unit: str
     hop: str  # axis of the hop; empty for weights
     codec: str
-    vnmse: float  # of the codec in the step before, over all ranks; for gradients, on the hop's input
+    # vNMSE of the codec over all ranks: for weights, of the masters after these steps; for gradients, of the values
+    # that the hop encoded in the last of these steps.
+    vnmse: float
 
 
 class LinkRecord(_Part):
@@ -382,7 +386,7 @@ class Record(_Part):
 
     @property
     def padding(self) -> float:
-        """Padding of the trial's units, as a share of the model's elements; 0 if it has no units."""
+        """Number of the units' elements of padding, divided by the model's elements; 0 if there are no units."""
         return padding_share((numel, padded) for _, numel, padded in self.units)
 
     @property
@@ -414,7 +418,10 @@ class Record(_Part):
 
 
 def joules(nodes: list[NodeUse]) -> float | None:
-    """Return the joules of all GPUs of a trial, from energy counters or else from sampled power; None without GPUs."""
+    """Return the energy in joules that all GPUs of a trial used; None without GPUs.
+
+    For a GPU without an energy counter, the integral of its sampled power is used.
+    """
     gpus = [gpu for node in nodes for gpu in node.gpus]
     return sum(gpu.sampled_joules if gpu.joules is None else gpu.joules for gpu in gpus) if gpus else None
 
@@ -494,7 +501,7 @@ def read_as(model: type[Model], path: Path) -> Model:
             f"schema version {data['schema_version']}, but this program reads and writes version {version}"
         )
         raise RecordError(
-            f"{path}: has {versions}; move the folder aside, or use the version that wrote the file"
+            f"{path}: has {versions}; move the folder aside, or use the version of zeropp that wrote the file"
         )
     try:
         digest = digest_of(data)
@@ -513,14 +520,21 @@ def read_as(model: type[Model], path: Path) -> Model:
 
 
 def wrong_field(error: ValidationError) -> str:
-    """Return text with the name of the first field that pydantic refuses, and its reason."""
+    """Return a text on the first field that pydantic refuses: the field's name, a colon and the reason.
+
+    If pydantic names no field, the text is the reason alone.
+    """
     first = error.errors()[0]
     path, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
     return f"{path}: {message}" if path else message
 
 
 def read_all(results: Path) -> list[Record]:
-    """Return all records of a folder by the time at which they started; raises a RecordError for the first bad file."""
+    """Return all records of a folder, sorted by the time at which their trials started.
+
+    Raises:
+        RecordError: If a JSON file of the folder is no valid record; the error is the first file's.
+    """
     records, errors = read_valid(results)
     if errors:
         raise errors[0]
@@ -528,7 +542,10 @@ def read_all(results: Path) -> list[Record]:
 
 
 def read_valid(results: Path) -> tuple[list[Record], list[RecordError]]:
-    """Return a folder's valid records, by the time at which their trials started, and the errors of its other files."""
+    """Return a folder's valid records, and the errors of its other JSON files.
+
+    The records are sorted by the time at which their trials started.
+    """
     records: list[Record] = []
     errors: list[RecordError] = []
     for path in sorted(results.glob("*.json")):

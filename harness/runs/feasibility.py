@@ -1,10 +1,10 @@
 """Checks before a sweep whether its trials can run on this machine, and whether its results folder can be used.
 
-:func:`forecast` predicts what each trial sends and holds (:mod:`harness.runs.predict`), and why it cannot run.  If any
-trial has a *problem*, the whole suite is refused (:func:`check_feasible`).  A *failure* concerns only one trial: it
-would exceed the suite's memory limit, or its peer's library cannot run it.  That trial is recorded as failed without
-being run.
-:func:`check_folder` and :func:`check_inputs` refuse a results folder that holds results of other code or other inputs.
+:func:`forecast` predicts what each trial sends and holds (:mod:`harness.runs.predict`), and says why a trial cannot
+run.  If any trial has a *problem*, the whole suite is refused (:func:`check_feasible`).  A *failure* concerns only one
+trial: the trial would exceed the suite's memory limit, or its peer's library cannot run it.  The trial is then recorded
+as failed, and is not run.  :func:`check_folder` and :func:`check_inputs` refuse a results folder that holds results of
+other code or other inputs.
 """
 
 from __future__ import annotations
@@ -78,19 +78,22 @@ class Host:
 
 @dataclass(slots=True)
 class Forecast:
-    """Prediction of what one trial sends and holds, how long its messages take, and why it cannot run."""
+    """Prediction of what one trial sends and holds, and of how long its messages take.
+
+    If the trial cannot run, ``problems`` or ``failure`` has the reasons.
+    """
 
     trial: Trial
     parameters: int | None = None  # elements of the model, without padding
     padded: int | None = None  # elements of its units, with padding; None for peers
     # Bytes that all ranks send between nodes in a step or generation; None for peers.
     inter: int | None = None
-    intra: int | None = None  # bytes that all ranks send inside nodes
+    intra: int | None = None  # bytes that all ranks send inside nodes in a step or generation; None for peers
     egress: int | None = None  # bytes that one node sends to all others in a step
     memory: dict[str, int] | None = None  # bytes of one rank by part, without activations
     wire_seconds: float | None = None  # time that ``egress`` takes at the link's rate; None without a rate
-    problems: tuple[str, ...] = ()  # why it cannot run here
-    failure: Failure | None = None  # recorded in place of a run
+    problems: tuple[str, ...] = ()  # why the trial cannot run here
+    failure: Failure | None = None  # the failure that is recorded, if the trial is not to be run
     copied: int = 0  # bytes that one rank copies between host and device in one step, both ways
     secondary: tuple[int, int] | None = None  # bytes of hpZ's copy on one rank, as frames and in 16 bits
     findings: tuple[Finding, ...] = ()  # what becomes of each key of a DeepSpeed configuration
@@ -101,12 +104,15 @@ class Forecast:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the trial cannot run here or, if it can, why it will be recorded as failed."""
+        """Why the trial cannot run here; or, if it has no problem, why it will be recorded as failed.
+
+        Empty if the trial can run.
+        """
         return self.problems or (() if self.failure is None else (self.failure.message,))
 
     @property
     def padding(self) -> float:
-        """Padding of the trial's units, as a share of the model's elements; 0 if it has no units."""
+        """Number of the units' elements of padding, divided by the model's elements; 0 if there are no units."""
         return padding_share([(self.parameters, self.padded)]) if self.parameters and self.padded else 0.0
 
 
@@ -210,9 +216,10 @@ def _matrix_elements(trial: Trial, model: nn.Module | Listed) -> int:
 
 
 def _why_not_muon(trial: Trial, model: nn.Module | Listed) -> str | None:
-    """Return why Muon cannot step the parameters that the trial gives it, or None.
+    """Return why Muon cannot step the parameters that the trial gives it.
 
-    The engine, and torch in processes that hold whole matrices, would refuse such parameters when training begins.
+    Returns None if Muon can step them, or if the trial does not use Muon.  Without this check, such parameters would be
+    refused only when training begins.
     """
     if not trial.optimizer.orthogonalises:
         return None
@@ -236,7 +243,10 @@ def _why_not_muon(trial: Trial, model: nn.Module | Listed) -> str | None:
 
 
 def _unread(trial: Trial) -> dict[str, str]:
-    """Return by role the users' objects of a trial that must not be imported; empty where imports are allowed."""
+    """Return the user's objects of a trial that must not be imported, such as ``{"model": "mine:Net"}``.
+
+    The keys are the roles of the objects in the trial.  Returns an empty dict where imports are allowed.
+    """
     if named_object.allowed():
         return {}
     policy = trial.resolved_policy()
@@ -252,7 +262,7 @@ def _unread(trial: Trial) -> dict[str, str]:
 
 
 def _check_own_codecs(device: str, codecs: Sequence[Codec]) -> None:
-    """Refuse users' codecs that do not support a device."""
+    """Raise an error if one of ``codecs``, which are users' own, does not support ``device``."""
     import torch
 
     from impl.ops import check_devices
@@ -261,14 +271,14 @@ def _check_own_codecs(device: str, codecs: Sequence[Codec]) -> None:
 
 
 def _check_strategy(name: str) -> None:
-    """Refuse a strategy of a user's own that cannot be imported, or is no subclass of ours."""
+    """Raise a Refusal if a strategy of a user's own cannot be imported, or is no subclass of ours."""
     from harness.strategies.strategy import strategy_class
 
     strategy_class(name)
 
 
 def _check_blocks(model: nn.Module) -> None:
-    """Refuse a model that has no blocks, because activations are checkpointed by block."""
+    """Raise a Refusal if a model has no blocks, because activations are checkpointed by block."""
     from harness.workloads.models import check_blocks
 
     check_blocks(model)
@@ -277,7 +287,10 @@ def _check_blocks(model: nn.Module) -> None:
 def _units(
     trial: Trial, policy: Policy, model: nn.Module | Listed
 ) -> tuple[Sequence[UnitGeometry | GroupGeometry], list[UnitGeometry]]:
-    """Return the units of a trial's model, and the units of workload ``rlhf``'s frozen models (empty otherwise)."""
+    """Return the units of a trial's model, and the units of the frozen models that score in workload ``rlhf``.
+
+    The second list is empty in other workloads.  Inside FSDP2, the first list has parameter groups.
+    """
     topology = trial.topology()
     if isinstance(model, Listed):
         return unit_plan.plan_units(model.placed, model.blocks, topology, policy), []
@@ -302,9 +315,14 @@ def _plan(
 ) -> dict[str, int] | None:
     """Write into ``prediction`` what a trial with a policy sends.
 
+    Args:
+        prediction: The prediction of the trial.
+        policy: The trial's policy.
+        model: The trial's model.
+        state: Number of bytes that the optimizer keeps for each element.
+
     Returns:
-        Bytes of memory by part, of the rank that holds the most; None for a host engine.  ``state`` is the number of
-        bytes that the optimizer keeps for each element.
+        Bytes of memory by part, of the rank that holds the most; None for a host engine.
     """
     trial, topology, memory, owners = prediction.trial, prediction.trial.topology(), None, None
     units, judges = _units(trial, policy, model)
@@ -351,7 +369,11 @@ def _plan(
 
 
 def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
-    """Return how a rank's bytes on its device exceed the trial's memory limit; None if they do not."""
+    """Return a sentence if a rank holds more bytes on its device than the trial's memory limit; else None.
+
+    Returns None too if the trial has no limit.  ``memory`` has the rank's bytes by part; parts in host memory do not
+    count.
+    """
     if (limit := trial.memory_limit) is None:
         return None
     memory = on_device(memory)
@@ -362,9 +384,9 @@ def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
 
 
 def failure_after(trial: Trial, record: Record) -> Failure | None:
-    """Return a failure if a trial that ran held more than its memory limit; else None.
+    """Return a failure if a rank of a trial that ran held more bytes than the trial's memory limit; else None.
 
-    Only the parts that a prediction would have counted are compared with the limit.
+    Parts of memory that a prediction does not count are left out.
     """
     for rank in record.ranks:
         predicted = rank.memory.formula or rank.memory.engine  # peers have no formula
@@ -425,9 +447,10 @@ def check_writable(folder: Path, name: str) -> None:
 
 
 def check_inputs(folder: Path, trials: Mapping[str, Trial], records: Sequence[Record]) -> None:
-    """Refuse to add results to a folder if the inputs of its records have changed since.
+    """Raise a Refusal if the inputs of a record have changed since the record was written.
 
-    Inputs are the corpus, and the user's own models, optimizers and other objects.
+    Inputs are the corpus, and the user's own models, optimizers and other objects.  Only records of this suite's trials
+    that have measurements are checked.
 
     Args:
         folder: The results folder.
@@ -459,7 +482,7 @@ def input_text(trial: Trial, name: str) -> str:
 
 def _advice(path: Path) -> str:
     """Return how to go on if a run cannot add to a results folder."""
-    return f"keep it under another name (mv {path} {path}-before), or choose another folder with --results"
+    return f"keep the results under another name (mv {path} {path}-before), or choose another folder with --results"
 
 
 def _layout_problem(trial: Trial, error: Exception) -> str:
@@ -481,7 +504,11 @@ def _layout_problem(trial: Trial, error: Exception) -> str:
 
 
 def _local_ranks(trial: Trial) -> int:
-    """Return the number of ranks on this machine: all ranks, or those of one node if a launcher starts the nodes."""
+    """Return the number of ranks on this machine.
+
+    These are all ranks of the trial or, if a launcher starts the nodes, the ranks of one node.  Strategy ``single`` has
+    one rank.
+    """
     if trial.strategy == "single":
         return 1
     cluster = trial.cluster
@@ -489,7 +516,10 @@ def _local_ranks(trial: Trial) -> int:
 
 
 def _memory_problems(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...]:
-    """Return why the ranks do not fit this machine's memory, or its GPUs'; empty if they do."""
+    """Return sentences on why the ranks do not fit the memory of this machine, or of its GPUs.
+
+    Returns an empty tuple if the ranks fit.
+    """
     ranks, cuda, problems = _local_ranks(trial), trial.cluster.device == "cuda", list[str]()
     offloaded, per_rank = sum(on_host(memory).values()), sum(memory.values()) + _batch_bytes(trial)
     if cuda and host.gpus:
@@ -513,7 +543,10 @@ def _memory_problems(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[
 
 
 def _batch_bytes(trial: Trial) -> int:
-    """Return the bytes of one rank's micro-batch and all its validation batches."""
+    """Return the bytes of one rank's micro-batch and of all its validation batches.
+
+    Strategy ``single`` holds the batches of all ranks.
+    """
     batches = 1 + (trial.validation_batches if trial.validate_every is not None else 0)
     parts = trial.topology().world if trial.strategy == "single" else 1
     return trial_dataset.micro_batch_bytes(trial) * batches * parts
@@ -544,7 +577,7 @@ def _why_paced(trial: Trial, host: Host) -> str | None:
 
 
 def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
-    """Yield why this machine cannot make the link, or why the link cannot limit a peer's rate."""
+    """Yield sentences on why this machine cannot make the link that the trial asks for, or cannot limit its rate."""
     cluster, link, nodes, rate = trial.cluster, trial.cluster.link, trial.cluster.nodes, trial.cluster.rate
     if cluster.launcher == "local" and nodes > 1 and link in ("real", "shaped"):
         yield (

@@ -61,8 +61,8 @@ def seconds_of(record: Record | None) -> float | None:
     """Return one number of seconds for a trial, from its record.
 
     If the trial trains, the number is the median over steps, where each step has the seconds of its slowest rank.  If
-    the trial generates, the number is the geometric mean of the generations' seconds.  It is None if the record is
-    missing or has no result.
+    the trial generates, the number is the geometric mean over generations, where each token has the seconds of its
+    slowest rank.  Returns None if the record is missing or has no result.
     """
     if record is None or record.failure is not None or not record.ranks:
         return None
@@ -114,10 +114,10 @@ def _wide_trials(
 
 
 def narrow(halves: Sequence[float], within: float) -> bool:
-    """Return whether an interval is narrow now, and already was :data:`BEYOND` or more repeats ago.
+    """Return whether an interval is narrow now, and already was narrow :data:`BEYOND` or more repeats ago.
 
-    Stopping as soon as an interval is narrow would prefer intervals that are narrow by chance: such 95 % intervals
-    hold the true ratio in only 92.6 % of samples.
+    To stop as soon as an interval is narrow would prefer intervals that are narrow by chance.  Of the 95 % intervals
+    that are chosen in this way, only 92.6 % hold the true ratio.
 
     Args:
         halves: Half the interval's width after each number of repeats, in order.
@@ -128,7 +128,10 @@ def narrow(halves: Sequence[float], within: float) -> bool:
 
 
 def _half_widths(base: _Seconds, configuration: _Seconds, done: range) -> list[float]:
-    """Return the relative half width of the ratio's interval after FEWEST repeats and each later one of ``done``."""
+    """Return the half width of the ratio's interval after each number of repeats, as a share of the ratio.
+
+    The first entry is for FEWEST repeats, the next for one more, and the last for all repeats in ``done``.
+    """
     halves = []
     for count in range(FEWEST, len(done) + 1):
         first = {key: value for key, value in configuration.items() if key[1] in done[:count]}

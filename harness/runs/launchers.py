@@ -1,4 +1,4 @@
-"""Finds this process's place among those that a launcher started: torchrun, Slurm or ssh.
+"""Finds this process's place among the processes that a launcher started: torchrun, Slurm or ssh.
 
 A launcher starts one supervisor per node with the same command line.  The supervisor of node 0 leads: it runs the
 sweep, and has the others start their ranks (:mod:`harness.cluster.node_supervisors`).  The place is read from the
@@ -28,7 +28,7 @@ _SLURM_PORTS: Final = range(20_000, 32_000)  # below the ports that kernels give
 
 
 def clusters(trials: Sequence[Trial]) -> list[Cluster]:
-    """Return the distinct clusters of trials that need a launcher, the largest first.
+    """Return the distinct clusters of trials that need a launcher; clusters with the most nodes come first.
 
     Raises:
         Refusal: If the clusters differ in launcher, hosts or options of Slurm.
@@ -75,9 +75,9 @@ def place(trials: Sequence[Trial]) -> Place | None:
 
 
 def slurm_cluster(trials: Sequence[Trial]) -> Cluster | None:
-    """Return the largest cluster of the trials if a Slurm job or job step has yet to be started for it.
+    """Return the largest Slurm cluster of the trials, for which the caller must start a job or a job step.
 
-    Returns None if the trials do not use Slurm, or if this process already is in a job step.
+    Returns None if the trials do not use Slurm, or if this process is in a job step already.
 
     Raises:
         Refusal: If this process is in a Slurm job that has fewer nodes than the trials need.
@@ -97,8 +97,8 @@ def slurm_cluster(trials: Sequence[Trial]) -> Cluster | None:
 def in_step(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process is in a job step that ``srun`` started, with a process on every node.
 
-    The shell that ``salloc`` starts on the first node (an interactive step) does not count, nor does the script of a
-    batch job: from there a job step has yet to be started.
+    Returns False in the shell that ``salloc`` starts on the first node (an interactive step), and in the script of a
+    batch job.  From there, a job step has yet to be started.
     """
     step = environment.get("SLURM_STEP_ID", "")
     return "SLURM_STEP_NODELIST" in environment and step.isdecimal() and int(step) <= _LAST_STEP
@@ -108,10 +108,17 @@ def in_step(environment: Mapping[str, str] = os.environ) -> bool:
 def lead_nodes(
     leader: Place | None, trials: Sequence[Trial], *, same_code: bool = True
 ) -> Iterator[Nodes | None]:
-    """Connect the nodes that the launcher started, for a ``with`` block; yields them, or None if ``leader`` is None.
+    """Connect the nodes that the launcher started, during the body of ``with``, and yield them.
+
+    Yields None if ``leader`` is None.
+
+    Args:
+        leader: The place of this process, as :func:`place` returns it.
+        trials: All trials of the suite.
+        same_code: Whether all nodes must run the same code.
 
     Raises:
-        Refusal: If the nodes do not come together or, with ``same_code``, run different code.
+        Refusal: If the nodes do not come together, or do not run the same code although they must.
     """
     if leader is None:
         yield None
@@ -165,7 +172,7 @@ def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def _scontrol(kind: str, name: str) -> str:
-    """Return what ``scontrol show`` prints; raises a Refusal if it fails."""
+    """Return the output of ``scontrol show KIND NAME``; raises a Refusal if the command fails."""
     command = ["scontrol", "show", kind, name]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

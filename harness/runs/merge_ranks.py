@@ -91,8 +91,8 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
 def _with_ledger(adapters: AdapterCounters, ranks: Sequence[RankRecord], trained: bool) -> AdapterCounters:
     """Return a node's counters together with the bytes that the node's ranks booked to other nodes.
 
-    Without ledgers, the counters are returned unchanged.  If the workload is training (``trained``), evaluations run
-    between steps: neither the counters nor these bytes include them.
+    Without ledgers, the counters are returned unchanged.  With ``trained``, the trial's workload is training.
+    Evaluations then run between steps; neither the counters nor the booked bytes include them.
     """
     ledgers = [rank.ledger for rank in ranks if rank.node == adapters.node]
     if None in ledgers:
@@ -113,7 +113,10 @@ def _until_infinite(losses: Sequence[float]) -> list[float]:
 
 
 def _mean(shares: Sequence[Validation]) -> Validation:
-    """Merge all ranks' results of one validation: their mean loss, the longest time, and the sum of their bytes."""
+    """Merge all ranks' results of one validation: their mean loss, the longest time, and the sum of their bytes.
+
+    The bytes are None if they are None on any rank.
+    """
     known = [share.inter_bytes for share in shares if share.inter_bytes is not None]
     return Validation(
         step=shares[0].step,
@@ -124,7 +127,10 @@ def _mean(shares: Sequence[Validation]) -> Validation:
 
 
 def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
-    """Return one check for each step and unit: the sum of all ranks' elements, and the largest of their shares."""
+    """Return one check for each step and unit, from the errors that all ranks found.
+
+    The check has the number of elements that all ranks compared together, and the largest share of any rank.
+    """
     by_unit: dict[tuple[int, str], list[GradientError]] = defaultdict(list)
     for error in compared:
         by_unit[error.step, error.unit].append(error)
@@ -140,7 +146,12 @@ def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
 
 
 def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
-    """Yield the faults of outcomes and record: first faults before training, then faults of later steps."""
+    """Yield the faults of a trial: faults before training, faults of later steps, and faults of the merged record.
+
+    Args:
+        outcomes: The outcomes, by rank.
+        record: The record that was merged from the outcomes.
+    """
     first, control, tokens = outcomes[0], record.trial.get("control"), record.inputs.get("corpus")
     scaler, count = first.ran.get("loss_scale"), len(first.record.steps)
     checked = [outcome.checked for outcome in outcomes]
@@ -205,11 +216,11 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
 
 
 def _reference_errors(rank: int, outcome: Outcome, *, later: bool, gradients: bool = True) -> Iterator[str]:
-    """Yield how a rank's losses and reduced gradients differ from a single process's by more than is allowed.
+    """Yield a sentence for each loss or reduced gradient that differs from a single process's by more than is allowed.
 
     Args:
         rank: Number of the rank.
-        outcome: Its outcome.
+        outcome: The outcome of this rank.
         later: Whether to judge the comparisons before later steps; if not, the comparison before training is judged.
         gradients: Whether to judge gradients as well as losses.
     """

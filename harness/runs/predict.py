@@ -1,9 +1,10 @@
-"""Predicts, without running a trial, the bytes that it sends and holds, and how long a machine takes for its step.
+"""Predicts, without running a trial, the bytes that the trial sends and holds.
 
 A preset is planned from the shapes of its parameters; any other model is built on the meta device.  Then
 :mod:`impl.plan.traffic` counts the bytes of the units.  Therefore models and clusters that do not fit on this machine,
-such as 100 B parameters on 64x16 ranks, are predicted within seconds.  Only node 0 is computed, because all nodes send
-the same number of bytes.  Activations are not counted.
+such as 100 B parameters on 64x16 ranks, are predicted within seconds.  Only the ranks of node 0 are computed, because
+all nodes send the same number of bytes.  Muon's messages to owners are an exception, and are computed for all ranks.
+Activations are not counted.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def model_to_plan(trial: Trial, models: Models) -> nn.Module | Listed | Refusal:
-    """Return a trial's model for planning: a list of its parameters if that is enough, else on the meta device."""
+    """Return a trial's model for planning.
+
+    This is the list of its parameters (:class:`Listed`) if the list is enough, else the model on the meta device.
+    Returns a Refusal if the model cannot be built.
+    """
     policy = trial.resolved_policy()
     cut = policy is not None and policy.memory.largest_unit
     if ":" in trial.model.name or trial.host is not None or trial.workload == "rlhf" or cut:
@@ -63,7 +68,10 @@ def model_to_plan(trial: Trial, models: Models) -> nn.Module | Listed | Refusal:
 
 
 def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refusal:
-    """Build the model on the meta device, unless ``models`` has it already; returns a Refusal if that fails."""
+    """Return the model on the meta device; build it unless ``models`` has it already.
+
+    Returns a Refusal if the model cannot be built.  The model or the Refusal is added to ``models``.
+    """
     key = f"{model.model_dump_json()}/{sequence}"
     if key not in models:
         from harness.workloads import models as workload
@@ -89,19 +97,21 @@ def per_node_bytes(
     gathers: DeclaredGathers | None = None,
     owners: Owners | None = None,
 ) -> tuple[int, int]:
-    """Return the mean bytes that the ranks of one node send in a timed step, to other nodes and inside the node.
+    """Return the bytes that the ranks of one node send in a timed step, to other nodes and inside the node.
 
-    With a bit budget, the result is an upper bound, as if the codecs were chosen anew after each step.
+    If timed steps send different numbers of bytes, the result is their mean.  With a bit budget, the result is an upper
+    bound, as if the codecs were chosen anew after each step.
 
     Args:
         policy: The trial's policy.
-        topology: Its nodes and ranks.
+        topology: The trial's nodes and ranks.
         units: Units of the model that trains or decodes, or FSDP2's groups; with ``judges``, the units of the judges.
         trial: The trial.
-        judges: Whether ``units`` are those of the frozen models that score in workload ``rlhf``.
+        judges: Whether ``units`` are the units of the frozen models that score in workload ``rlhf``.
         methods: By unit, the messages of each reduction that a user's own method declares.
         gathers: By unit, a function that returns the messages that a user's own gather declares.
-        owners: The owners of matrices, if Muon steps them.  Not all nodes send equally many bytes to owners.
+        owners: The owners of matrices, if Muon steps them.  Nodes send different numbers of bytes to owners; these
+            bytes are averaged over nodes.
 
     Returns:
         (bytes to other nodes, bytes inside the node).
@@ -183,10 +193,13 @@ def _step(
 
 
 def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]], int]:
-    """Return the passes of a step, from which its bytes are extrapolated to all micro-batches (or tokens).
+    """Return passes of a step, from which the bytes of all its micro-batches are extrapolated.
+
+    In workloads ``generate`` and ``rlhf``, tokens take the place of micro-batches.
 
     Returns:
-        (passes with one micro-batch, passes with two), and the number of micro-batches after the first.
+        ``((first, both), later)``.  ``first`` are the passes of a step with one micro-batch, and ``both`` the passes of
+        a step with two.  ``later`` is the number of the trial's micro-batches after the first.
     """
     if trial.workload == "generate":
         return (["evaluate"], ["evaluate"] * 2), trial.generate.tokens - 1
@@ -198,11 +211,15 @@ def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]
 
 
 def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Event]]]:
-    """Return for each kind of step the number of timed steps, their policy, and the passes that precede such a step.
+    """Return (number of timed steps, policy, passes that precede the step) for each kind of step.
 
-    A policy with differences sends whole weights in some steps and differences in the others.  A step that sends
-    differences is counted after a step that sent whole weights.  With local steps, fragments are exchanged after some
-    steps, and nothing after the others.  With a schedule, each of its policies is a kind.
+    Steps are of the same kind if they send the same bytes.  The passes bring the prediction to the state in which a
+    step of this kind begins.
+
+    - With differences, some steps send whole weights, and the others send differences.  A step that sends differences
+      is predicted after a step that sent whole weights.
+    - With local steps, see :func:`_local_beginnings`.
+    - With a schedule, the steps of each policy are a kind.
     """
     if (local := policy.local_steps) is not None:
         kinds_apart = _local_beginnings(local, meeting_steps(policy), trial)
@@ -229,9 +246,10 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
 
 
 def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[tuple[int, list[Event]]]:
-    """Return for each kind of step (number of timed steps of this kind, events of the steps that precede one).
+    """Return (number of timed steps, events that precede the step) for each kind of step in a round of local steps.
 
     Each step of a round after which groups exchange something is a kind of its own.  All other steps are one kind.
+    With 4 steps in a round and an exchange after the 4th, there are two kinds: the 4th steps, and all others.
 
     Args:
         local: Number of steps in a round.
@@ -251,7 +269,10 @@ def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[
 
 
 def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
-    """Return the bytes that one rank copies between host and device in one step, in both directions."""
+    """Return the bytes that one rank copies between host and device in one step.
+
+    The bytes of both directions are added up.
+    """
     loads, later = _loads(policy, trial)
     first = traffic.predict(policy.phases[0], topology, units, 0, loads[0]).copied
     both = traffic.predict(policy.phases[0], topology, units, 0, loads[1]).copied if later else first
@@ -259,15 +280,15 @@ def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometr
 
 
 def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
-    """Return the bytes that one rank of a peer holds, by part; also for a policy inside FSDP2 or DDP.
+    """Return the bytes that one rank of a peer holds, by part.  The peer may be the host engine of a policy.
 
     Weights and gradients are fp32.  FSDP2 shards weights, gradients and optimizer state over all ranks or, with
-    ``peer.group = "node"``, over the ranks of a node.  DeepSpeed shards what its stage says.  DDP and a single process
-    shard nothing.
+    ``peer.group = "node"``, over the ranks of a node.  DeepSpeed shards the optimizer state from stage 1, gradients
+    from stage 2, and weights in stage 3.  DDP and a single process shard nothing.
 
     Args:
         trial: The trial.
-        parameters: Elements of the model.
+        parameters: Number of elements of the model.
         state: Bytes of optimizer state per element.
     """
     peer = PEERS.get(trial.host or trial.strategy)

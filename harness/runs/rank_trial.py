@@ -100,7 +100,7 @@ class Outcome:
     sent: InterfaceCounters | None
     # What the node's InfiniBand and RoCE adapters sent in the timed steps; only the node's first rank has it.
     adapters: AdapterCounters | None
-    probed: list[float]  # rate of the link into its node, Mbit/s
+    probed: list[float]  # rates of the link into this rank's node in Mbit/s, one for each probe
     compared: Compared  # comparisons with a single process and with exact values
     checked: Checked  # what the rank noted in each step, for later checks
     ran: dict[str, Any]
@@ -129,10 +129,15 @@ WORKS: Final = {work.__name__: work for work in (run, measure_link)}
 
 
 def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
-    """Return a function that checks the commands which a node receives from node 0; the node has read ``suite`` itself.
+    """Return a function that checks a command which this node receives from node 0, before the node carries it out.
 
-    A command may only name trials of that suite, by id.  The node runs the trial of its own suite file, so that no
-    name of a module comes from another process.
+    The function is called with the command's argument and its :class:`~harness.cluster.rank_processes.Launch`.  A
+    command may only name trials of ``suite``, by id.  The function returns the argument with the trial of this node's
+    own suite file, so that no name of a module comes from another process.  It raises a Refusal if the suite has no
+    trial with this id, or if none of its trials uses the command's transport.
+
+    Args:
+        suite: The suite as this node has read it from its own file.
     """
     own = {trial.id: trial for trial in suite.combinations}
     transports = {trial.cluster.transport for trial in suite.combinations}
@@ -359,9 +364,10 @@ class TrialRun:
         return gpu_use.sampling(self.rank.node, uuids)
 
     def _compute_alone(self, model: nn.Module | None, when: Literal["before", "after"]) -> list[Alone]:
-        """Return timings of the unsharded model's training without messages; empty if this trial takes none.
+        """Return timings of the unsharded model's training without messages.
 
-        The model is ``model`` or, if that is None, a new model of the trial.
+        Returns an empty list if the trial takes no timings of this kind.  If ``model`` is None, a new model of the
+        trial is made.
         """
         trial = self.trial
         count = compute_alone.samples(trial.steps * trial.accumulation, when)
@@ -423,9 +429,9 @@ class TrialRun:
         return Generator(torch.cat(prompts), generate.tokens, shape.layers, self._counts, self.device)
 
     def _counts(self) -> Counts:
-        """Return (seconds waited for messages, bytes sent between nodes, bytes sent inside nodes) of this rank so far.
+        """Return (seconds, bytes between nodes, bytes inside nodes) of this rank so far.
 
-        Both numbers of bytes are None without a ledger.
+        The seconds are the time that this rank waited for messages.  Both numbers of bytes are None without a ledger.
         """
         ledger, exposed = self.strategy.ledger(), self.strategy.exposed_seconds()
         if ledger is None:
@@ -476,7 +482,10 @@ class TrialRun:
 
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
-        """Leave the body's messages and time out of all steps, and lift the link's rate; all ranks must call it."""
+        """Leave the messages and the time of the body out of all steps, and lift the link's rate during the body.
+
+        All ranks must call this.
+        """
         with self.witness.lap("apart"):
             self.counted_untimed -= self._count()
             self.moved_untimed -= self._moved_so_far()
@@ -487,11 +496,12 @@ class TrialRun:
             all_ranks.barrier()  # the next step begins on all ranks at once
 
     def _count(self) -> NDArray[np.int64]:
-        """Return what the node has sent so far; all ranks must call this method.
+        """Return the counts of what this node has sent so far; all ranks must call this method.
 
         Returns:
-            On the node's first rank: bytes and packets of the node's interface, which are 0 if others use it too; and
-            bytes of the node's InfiniBand and RoCE adapters.  On other ranks: zeros.
+            (3,): bytes of the node's interface, packets of the node's interface, and bytes of the node's InfiniBand and
+            RoCE adapters.  The first two are 0 if others use the interface too.  On all ranks but the node's first, the
+            counts are zeros.
         """
         count = np.zeros(3, np.int64)
         nccl = self.trial.cluster.transport == "nccl" and self.trial.cluster.nodes > 1
@@ -555,7 +565,10 @@ class TrialRun:
         return nbytes["inter"], nbytes["intra"]
 
     def _compare(self, index: int) -> None:
-        """If step ``index`` is one to check, note errors of its messages; the check is outside of the timed steps."""
+        """If step ``index`` is to be checked, note the errors of its messages.
+
+        The check runs before the step, and outside of the timed steps.
+        """
         comparison, zero = self.comparison, self.strategy.zero
         drawn = zero is not None and index == comparison.drawn
         if self.strategy.wire is None or not (drawn or index in comparison.steps):
@@ -610,7 +623,10 @@ def _shared_dataset(trial: Trial, rank: Rank) -> Dataset | None:
 
 
 def without_seconds(outcome: Outcome) -> Outcome:
-    """Return a thread rank's outcome without seconds, which mean nothing because other ranks ran in them too."""
+    """Return a thread rank's outcome without seconds.
+
+    The seconds of a thread rank mean nothing, because other ranks ran in them too.
+    """
     record, checked = outcome.record, outcome.checked
     nothing: dict[str, Any] = dict.fromkeys(("total", "forward", "backward", "optimizer"), 0.0)
     unknown = ("cpu_seconds", "generate", "score", *(f"exposed_{part}" for part in _WAITED))
@@ -634,8 +650,8 @@ def _since(before: Books, now: Books) -> tuple[list[LedgerRow] | None, dict[str,
     """Return what was booked between two states of the books.
 
     Returns:
-        The messages as rows of a ledger, or None without a ledger; and the bytes that were copied between host and
-        device, by direction and purpose.
+        Two values.  The first has the messages as rows of a ledger; it is None without a ledger.  The second has the
+        bytes that were copied between host and device, by direction and purpose.
     """
     copied: dict[str, int] = defaultdict(int)
     for key, nbytes in sorted(now[1].items()):

@@ -1,19 +1,20 @@
 """Compares a trial with a single process and with exact values, outside of the time that is measured.
 
-- Before training, in every trial: the sharded model's loss and reduced gradients are compared with those of a single
-  process, in evaluation mode (:mod:`harness.measure.gradient_bounds`).
+- Before training, in every trial: the sharded model's loss and reduced gradients are compared with the loss and
+  gradients of a single process, in evaluation mode (:mod:`harness.measure.gradient_bounds`).
 - Before the first, a middle and the last step, if the suite measures errors: all messages of the step are compared with
   exact values (:mod:`harness.measure.communication_error`).  Before the middle and last step, loss and gradients are
-  also compared again, with a single process that has that step's masters.
-- Before one step of the second half, which seed and repeat determine, in every trial of our engine: the weights of one
-  unit, and hpZ's copy of them, are compared with the masters, and one gradient of the unit is reduced to see its
-  messages.  A single process computes the step's loss and the unit's mean gradient; the step itself is compared with
-  them as soon as its backward passes have ended.
+  also compared again, with a single process that has the step's masters.
+- Before one step of the second half, the *drawn* step, in trials that train with our engine: the weights of one unit,
+  and hpZ's copy of them, are compared with the masters.  One gradient of the unit is reduced, to compare its messages
+  with the reference.  A single process computes the step's loss and the unit's mean gradient.  When the backward passes
+  of the step have ended, the step is compared with both.  Seed and repeat determine the step and the unit.
+- After the drawn step, if Muon steps the model: the step of one whole matrix is taken again.
 - After the last step, if the suite measures errors: a grid of codecs is tried on the trained weights and gradients,
   without messages (:mod:`harness.measure.quantisation_error`).
 
-The messages of a step are sent in a *rehearsal* before the step, which leaves no trace: training afterwards goes on as
-if the comparison had not taken place.
+The messages of a step are sent in a *rehearsal* before the step.  A rehearsal leaves no trace: training afterwards goes
+on as if the comparison had not taken place.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ _MUON_ERROR: Final = 2.0**-5
 same_loss: Final = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
-# Weights by name: of forward, of backward passes.
+# Two dicts of weights by the parameter's name: for forward passes, and for backward passes.
 _Gathered = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 
 
@@ -113,12 +114,15 @@ class TrialError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ComparedLoss:
-    """Mean losses over one rank's batches of one step, each computed in another way; in evaluation mode by default."""
+    """Mean losses over one rank's batches of one step, computed in several ways.
+
+    All are computed in evaluation mode, except ``trained``.
+    """
 
     reference: float  # of a single process in fp32
     expected: float  # of a single process with the weights as the ranks gather them (quantised, cast)
-    # ``expected`` in training mode, to be compared with the loss of the step itself; None if it would differ at random,
-    # as with dropout.
+    # ``expected`` in training mode, to be compared with the loss of the step itself.  None if the two could differ at
+    # random, as with dropout.
     trained: float | None = None
     step: int = 0  # the step before which they were compared; 0 is before training
     # Loss of the sharded model; NaN until it has run, None if only the loss of the step itself is compared.
@@ -136,7 +140,9 @@ class Compared:
     lossless: list[LosslessSize] = field(default_factory=list)  # over all ranks
     # Sums of errors of one unit's messages before the drawn step; they are judged, but not recorded.
     drawn: list[tuple[Place, list[float]]] = field(default_factory=list)
-    wrong: str | None = None  # the first fault of the drawn unit's messages that this rank found itself
+    wrong: str | None = (
+        None  # the first fault that this rank found itself, in gathered weights or in messages
+    )
     seconds: float = 0.0  # of all comparisons before later steps
     costs: dict[str, float] = field(default_factory=dict)  # CPU seconds by check
 
@@ -215,17 +221,17 @@ class Comparison:
     def before_drawn_step(
         self, index: int, strategy: Strategy, zero: Zero, count: Callable[[], NDArray[np.int64]]
     ) -> None:
-        """Compare one unit's weights with its masters, and compute with a single process what the step should give.
+        """Compare one unit's gathered weights with its masters, and prepare the comparison of step ``index``.
 
-        Differences are noted in ``compared``.  The unit is drawn by the trial's seed and repeat.
-        :meth:`compare_drawn_step` compares the step itself later.  If the trial's model or method is the user's own, a
-        rehearsal of the step is compared here instead, in which ranks read only the first sequence of each of their
-        batches.
+        A single process computes the loss and gradient that the step should give; :meth:`compare_drawn_step` compares
+        the step with them later.  Differences are noted in ``compared``.  The unit is drawn by the trial's seed and
+        repeat.  If the trial's model or method is the user's own, a rehearsal of the step is compared here instead.  In
+        this rehearsal, ranks read only the first sequence of each of their batches.
 
         Args:
             index: Number of the step.
             strategy: The strategy.
-            zero: Its engine.
+            zero: The strategy's engine.
             count: Returns the (bytes, packets) that the node's interface has sent so far, or zeros; all ranks call it.
         """
         self.rank.report(Progress("checking a drawn step"))
@@ -257,8 +263,8 @@ class Comparison:
     def _await_step(self, index: int, zero: Zero, unit: Unit) -> None:
         """Compute with a single process the loss of step ``index`` and the mean gradient of ``unit``; keep both.
 
-        This rank's gradient is then reduced once, so that the wire's observer sees the messages of a reduction.  Those
-        of the step itself are not observed, since observing them would take time in a timed step.
+        This rank's gradient is then reduced once, so that the wire's observer sees the messages of a reduction.  The
+        messages of the step itself are not observed, since observing them would take time in a timed step.
         """
         with counted(self.compared.costs, "drawn step: single process"):
             model, _ = self._same_masters(zero)
@@ -307,10 +313,11 @@ class Comparison:
         return MatrixWitness(optimizer, matrix, master, part, self.stepped_again, self.rank.rank)
 
     def after_step(self, index: int, strategy: Strategy, zero: Zero, witness: MatrixWitness) -> str | None:
-        """Repeat step ``index`` of the witness's matrix without sharding it; all ranks must call this method.
+        """Take step ``index`` of the witness's matrix again, on the whole matrix; all ranks must call this method.
 
         Returns:
-            A sentence on the element that differs most from the training's; None if all are within the tolerance.
+            A sentence on the element that differs most between training and this repetition.  Returns None if all
+            elements are within the tolerance, or if the optimizer skipped the step.
         """
         assert strategy.wire is not None  # noqa: S101  # the engine has one
         parts, unit, slot = witness.parts, zero.units[witness.matrix.unit], witness.matrix.slot
@@ -378,10 +385,10 @@ class Comparison:
         return expected
 
     def _same_masters(self, zero: Zero) -> tuple[nn.Module, _Gathered | None]:
-        """Return an unsharded model with the engine's masters, and the weights that a user's own gather makes of them.
+        """Return an unsharded model with the engine's masters, and the weights that a user's own gather returns.
 
-        The weights are None without such a gather.  The passes that follow gather the same weights, since the masters
-        do not change before.
+        The second value is None without a gather of the user's own.  The passes that follow gather the same weights,
+        since the masters do not change before.
         """
         if ":" in self.trial.model.name:  # may have buffers
             with next(zero.model.parameters()).device:
@@ -420,15 +427,15 @@ class Comparison:
         Args:
             model: The unsharded model.
             step: The step whose batches are used.
-            clock: Determines the stochastic rounding of weights; by default that of the first step.
-            data: Where batches come from; by default the trial's.
-            unit: The only unit whose gradient is returned; None for all.  With a unit, only the loss that the
-                sharded model should have is computed, and it is returned as the reference too.
+            clock: Determines the stochastic rounding of weights; by default the clock of the first step.
+            data: Where batches come from; by default the trial's batches.
+            unit: The only unit whose gradient is returned; None for all units.  With a unit, only the loss that the
+                sharded model should have is computed.  This loss is then returned as the reference too.
             gathered: With a user's own gather, the weights that it has gathered for forward and backward passes.
 
         Returns:
-            The losses on this rank's batches; and the mean gradient of all ranks, or None if the trial only decodes
-            or its peer (DeepSpeed) does not show its gradients.
+            (losses on this rank's batches, mean gradient of all ranks).  The gradient is None if the trial only
+            decodes, or if its peer (DeepSpeed) does not show its gradients.
         """
         trial, topology, whole = self.trial, self.rank.topology, self.trial.resolved_policy()
         policy = None if whole is None else whole.policy_at(clock.step if clock else 0)
@@ -494,7 +501,10 @@ class Comparison:
         return ComparedLoss(reference, loss, trained, step), gradient
 
     def _group(self) -> slice:
-        """Return the ranks over which gradients are averaged: with local steps those of this rank's group."""
+        """Return the ranks over which gradients are averaged.
+
+        With local steps these are the ranks of this rank's state group, else all ranks.
+        """
         policy, topology, rank = self.trial.resolved_policy(), self.rank.topology, self.rank.rank
         ranks = topology.world if policy is None else policy.averaged_ranks(topology)
         return slice(rank - rank % ranks, rank - rank % ranks + ranks)
@@ -510,18 +520,24 @@ class Comparison:
         policy: Policy | None,
         unit: UnitGeometry | None,
     ) -> tuple[float, FirstGradient]:
-        """Return this rank's mean loss of a step's batches, and all ranks' mean gradient.
+        """Compute this rank's mean loss of a step's batches, and the mean gradient of all ranks.
+
+        With local steps, the gradient is the mean over this rank's state group.
 
         Args:
             model: The unsharded model.
             layouts: How gradients are sharded.
             data: Where batches come from.
             step: The step whose batches are used.
-            columns: By parameter, values with which backward passes compute in place of the model's own
-                (with ``policy.planes`` other than 1, weights are quantised by rows forward and by columns backward).
+            columns: Weights by the parameter's name, with which backward passes compute in place of the model's own
+                weights.  They are empty unless ``policy.planes`` is not 1, or a user's own gather returns other weights
+                for backward.
             policy: The policy of the step; None for a peer.
-            unit: The only unit whose gradient is computed; None for all.  With a unit, the result has this rank's
+            unit: The only unit whose gradient is computed; None for all units.  With a unit, the result has this rank's
                 gradient of the last micro-batch as ``latest``.
+
+        Returns:
+            (mean loss, mean gradient).
         """
         trial, policy = self.trial, None if self.trial.host is not None else policy
         compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
@@ -567,11 +583,11 @@ def muon_step(  # noqa: PLR0917  # its arguments are one step
         value: The matrix (rows, columns) before the step.
         momentum: The momentum, of the same shape, before the step.
         gradient: The mean gradient, of the same shape.
-        owned: Codecs of the momentum's and of the update's parts.
-        places: The bounds of each rank's part in the matrix.
+        owned: The codec in which parts of the momentum are sent, and the codec in which parts of the update are sent.
+        places: The (first, end) elements of each rank's part in the matrix.
 
     Returns:
-        The matrix after the step, and the learning rate as Muon adjusts it to the shape.
+        (matrix after the step, learning rate as Muon adjusts it to the matrix's shape).
     """
 
     def sent(codec: Codec, whole: Tensor) -> Tensor:
@@ -614,10 +630,11 @@ def _rehearsal(
 
 
 def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.int64]]) -> str | None:
-    """Return an error if a backward gather of a unit sent bytes between nodes although hpZ has a copy in each node.
+    """Return a sentence if a backward gather of a unit sent bytes between nodes although hpZ has a copy in each node.
 
-    The node's interface counts the bytes, so that the check depends neither on the plan nor on the ledger.  It returns
-    None on ranks whose node has no interface of its own.
+    Returns None if the gather sent none.  Returns None too without hpZ inside nodes, and on ranks whose node has no
+    interface of its own.  The node's interface counts the bytes, so that the check depends neither on the plan nor on
+    the ledger.
 
     Args:
         zero: The engine.

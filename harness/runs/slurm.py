@@ -42,9 +42,11 @@ class Job:
 
 
 def options_of(cluster: Cluster) -> dict[str, int | str | bool]:
-    """Return the options of the allocation: those of the suite, and by default whole nodes with a GPU for each rank.
+    """Return the options with which Slurm allocates nodes.
 
-    An option that the suite sets to false is left out, since submitit would write it as a text.
+    By default, whole nodes are allocated, with a GPU for each rank on device ``cuda``.  Options of the suite
+    (``cluster.slurm``) come in addition, and replace defaults of the same name.  An option that the suite sets to false
+    is left out, since submitit would write it as a text.
     """
     # Other jobs on a node would disturb its timings.
     options: dict[str, int | str | bool] = {"exclusive": True}
@@ -89,7 +91,17 @@ def submit(arguments: Sequence[str], cluster: Cluster, name: str, folder: Path) 
 
 
 def step(arguments: Sequence[str], nodes: int) -> None:
-    """Replace this process, which is inside a job but in none of its steps, with a step of one process per node."""
+    """Replace this process by ``srun``, which starts the command line in a job step with one process per node.
+
+    This process must be inside a Slurm job, and in none of the job's steps.
+
+    Args:
+        arguments: The command line after ``zeropp``.
+        nodes: Number of nodes.
+
+    Raises:
+        Refusal: If ``srun`` cannot be started.
+    """
     command = ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", *_COMMAND]
     run_token.set_in_environment()  # srun hands the environment to the step
     try:

@@ -60,7 +60,7 @@ def run_sweep(
     total: int = 0,
     on: Machine | None = None,
 ) -> SweepOutcome:
-    """Run the trials that have no record in ``results``, in order, and return how many ran and failed.
+    """Run the trials that have no record in ``results``, in order, and count them by outcome.
 
     Args:
         suite: The suite.
@@ -71,6 +71,9 @@ def run_sweep(
         retry_failed: Whether to run trials again that failed in an earlier run.
         total: Number of trials that are known to come, which the display shows.
         on: The machine for which the duration of steps is predicted and recorded; None for no prediction.
+
+    Returns:
+        The counts of trials that have a result, failed, or were skipped because they had a record.
 
     Raises:
         RecordError: If ``results`` cannot be read or written.
@@ -117,10 +120,16 @@ def locked(results: Path) -> Iterator[None]:
 
 
 def finished(results: Path, trial: Trial, pool: str) -> Record | None:
-    """Return the record of a trial if it need not run again, else None.
+    """Return the record of a trial if the trial need not run again, else None.
 
-    A failure that left no measurements is repeated once the inputs have changed, or the machine or the code, whose
-    hash is ``pool``.
+    A trial must run again if it has no record, or if its record has a failure that may not happen again
+    (:data:`~harness.records.trial_record.PASSING`).  It must also run again if its record has no measurements, and its
+    inputs, the machine or the code have changed since.
+
+    Args:
+        results: The results folder.
+        trial: The trial.
+        pool: The hash of the machine and the code, as in records.
     """
     path = path_of(results, trial.id)
     if not path.exists():
@@ -155,7 +164,8 @@ class _Sweep:
         """Return the trials of a batch that have to run, and prepare a blank (a record to fill in) for each.
 
         Raises:
-            Refusal: If other trials of the sweep ran on another machine: its pairs would compare two machines.
+            Refusal: If other trials of the sweep ran on another machine.  The pairs of the sweep would then compare two
+                machines.
         """
         why, pool = "some intervals are not narrow enough", machine.pool_key(self._machine, self._code)
         if batch.sweep != self._number:
@@ -190,7 +200,10 @@ class _Sweep:
         return missing
 
     def run_and_write(self, trial: Trial) -> bool:
-        """Run one trial, with the retries that the suite asks for, and write its record; return whether to end."""
+        """Run one trial, with the retries that the suite asks for, and write its record.
+
+        Returns whether the sweep must end, because ``on_failure`` of the suite says so.
+        """
         self.display.began(trial)
         record, earlier = self.run(trial), list[Failed]()
         while record.failure is not None and len(earlier) < self._response(record).retries:
@@ -220,7 +233,10 @@ class _Sweep:
         return {"role": suite.role_of(trial), "answer": suite.answer, "margin": suite.margin}
 
     def _prepare(self, missing: Sequence[Trial], pool: str) -> None:
-        """Make the blanks of trials that have to run; the first time, also write the run record."""
+        """Make the blanks of trials that have to run.
+
+        The first call also writes the run record.
+        """
         suite = self.suite
         if self._run is None:
             start_server()  # which imports torch while trials are planned
@@ -280,7 +296,10 @@ class _Sweep:
         return record
 
     def _check_sources(self, trial: Trial, before: dict[str, str]) -> None:
-        """Raise a Refusal if a user's module was edited: ranks may have imported other code than the record names."""
+        """Raise a Refusal if a user's module was edited since ``before``, the digests of the trial's inputs.
+
+        Ranks may then have imported other code than the record names.
+        """
         now = digests(trial)
         for name in sorted(name for name in before | now if before.get(name) != now.get(name)):
             # Corpora and data files are not checked: a model may write files that its source names.

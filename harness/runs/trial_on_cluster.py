@@ -70,7 +70,11 @@ class TrialRunner:
         self._links.clear()
 
     def run(self, trial: Trial, blank: Record, on_progress: Report) -> Record:
-        """Run the ranks of a trial; returns ``blank`` with their measurements or with the failure."""
+        """Run the ranks of a trial, and return its record.
+
+        The record is ``blank`` with the measurements of the ranks.  If the trial failed or was interrupted, the record
+        has the failure instead.
+        """
         # These modules import torch, which a suite whose trials are all on record does not need.
         from harness.runs.merge_ranks import assemble
         from harness.runs.rank_trial import Assignment, run
@@ -123,7 +127,7 @@ class TrialRunner:
         if link.paced_mbit is not None and trial.resolved_policy() is None:
             raise LinkError(
                 f"strategy {trial.strategy!r} sends its own messages, but link 'paced' limits only the messages of our "
-                f"engine to {link.paced_mbit:g} Mbit/s: use link 'namespaces', or remove cluster.rate (reason for "
+                f"engine to {link.paced_mbit:g} Mbit/s: set link = 'namespaces', or remove cluster.rate (reason for "
                 f"'paced': {link.why})"
             )
         return link
@@ -140,8 +144,8 @@ class TrialRunner:
             kind = "real" if pair is None else "none"
         elif kind not in (("real", "shaped", "paced") if pair is None else ("none", "paced")):
             raise LinkError(
-                f"link {kind!r}: {why}; nodes on distinct hosts need link 'real', 'shaped' or 'paced', nodes on one "
-                "host 'none' or 'paced'"
+                f"link = {kind!r} is not possible here ({why}): set 'real', 'shaped' or 'paced' for nodes on distinct "
+                "hosts, and 'none' or 'paced' for nodes on one host"
             )
         link = open_link(cluster.model_copy(update={"link": kind}), "")
         shaped = cluster.rate if kind == "shaped" else None
@@ -156,9 +160,13 @@ class TrialRunner:
         return link
 
     def _calibrate(self, link: Link, trial: Trial) -> None:
-        """Measure the link's rate; raises a LinkError if a shaped link misses its rate.
+        """Measure the link's rate.
 
-        With NCCL all ranks send, since each GPU may have a network adapter of its own; otherwise one rank of each node.
+        With NCCL all ranks send, since each GPU may have a network adapter of its own.  Otherwise one rank of each node
+        sends.
+
+        Raises:
+            LinkError: If a shaped link misses its rate.
         """
         if link.cluster.nodes == 1:
             return
@@ -195,5 +203,8 @@ class TrialRunner:
         )
 
     def _start(self, trial: Trial) -> Callable[[Work, Any, Launch, Report], list[Any]]:
-        """Return the function that runs ranks on this host or on a launcher's nodes, and returns results by rank."""
+        """Return the function that runs ranks and returns their results by rank.
+
+        The function runs the ranks on this host, or on the nodes that a launcher started.
+        """
         return run_ranks if self.nodes is None or trial.cluster.launcher == "local" else self.nodes.run

@@ -18,15 +18,15 @@ BYTES_PER_MBIT: Final = 1e6 / 8
 
 
 def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
-    """Return what a trial's step computes and sends, to predict its time; None if this is not known.
+    """Return what a trial's step computes and sends, from which :func:`predict` computes the step's seconds.
 
-    It is known if our own engine trains the trial's model, and gathers and reduces in hops.  The units that a record
-    names have no parameters, which Muon needs.  They are therefore planned anew, which is possible for preset models
-    only.
+    Returns None unless our own engine trains the trial's model, and gathers and reduces in hops.  With Muon, the
+    parameters of the units must be known.  The units that a record names have no parameters, and are planned anew; for
+    models that are not presets, this is not possible, and None is returned.
 
     Args:
         trial: The trial.
-        units: The units of its model, as planned or as its record names them.
+        units: The units of the model, as planned or as the trial's record names them.
         parameters: Number of elements of the model.
     """
     policy = trial.resolved_policy()
@@ -56,9 +56,16 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
 
 
 def predict(trial: Trial, step: Step | None, egress: float | None, machine: Machine) -> StepTime | None:
-    """Predict the seconds of a trial's step on a machine, in which a node sends ``egress`` bytes to other nodes.
+    """Predict the seconds of a trial's step on a machine.
 
-    Returns None if our own engine does not train the trial, or its bytes are unknown.
+    Args:
+        trial: The trial.
+        step: The step's work (:func:`step_of_trial`); None if it is not known.
+        egress: Bytes that a node sends to other nodes in a step; None if they are not known.
+        machine: The machine.
+
+    Returns:
+        The predicted seconds.  Returns None if ``step`` or ``egress`` is None.
     """
     if step is None or egress is None:
         return None

@@ -2,8 +2,9 @@
 
 Every node is an anonymous network namespace, which a small child of this process holds open; nothing is created in the
 host's own namespace.  Two nodes are joined by one veth pair, more nodes by a bridge in the keeper's own namespace.
-When the keeper ends, the kernel kills its children (``PR_SET_PDEATHSIG``), and removes namespaces and interfaces with
-the last process inside.  Without root, the keeper makes them inside a user namespace of its own.
+When the keeper ends, the kernel kills its children (``PR_SET_PDEATHSIG``).  The kernel removes namespaces and
+interfaces with the last process inside.  Without root, the keeper makes all namespaces and interfaces inside a user
+namespace of its own.
 
 A ``tbf`` queue limits what leaves each interface.  The limit can be lifted for messages that are not timed: as long as
 a process is connected to the keeper's Unix-domain socket, the link has no rate.  When that process closes its side of
@@ -65,9 +66,10 @@ class Shape(NamedTuple):
 def shape(rate_mbit: float) -> Shape:
     """Return the parameters of the ``tbf`` queue for a rate.
 
-    The burst takes about 4 ms at the rate (1 ms above 1 Gbit/s), so that messages of 50 ms and more run at the rate
-    and not on tokens that were saved in a pause.  Packets have at most half a burst, so that ``tbf`` does not cut them
-    into MTU-sized packets, whose headers would cost 5 %.
+    The burst is small, so that messages run at the rate and not on tokens that were saved in a pause.  At 12 to 260
+    Mbit/s a burst takes 4 ms, and above 1 Gbit/s it takes 1 ms.  Below 12 Mbit/s a burst has 6 kB, which take 49 ms at
+    1 Mbit/s.  Packets have at most half a burst, so that ``tbf`` does not cut them into MTU-sized packets, whose
+    headers would cost 5 %.
     """
     rate = max(1, round(rate_mbit * 1e6 / 8))
     segment = int(min(max(rate * 0.002, 2 * MTU), 65536))
@@ -90,7 +92,7 @@ def _address(node: int) -> str:
 
 
 def _check(result: int, call: str) -> None:
-    """Raise the OSError of a system call that failed."""
+    """Raise an OSError if ``result`` of the system call ``call`` is not 0."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
@@ -211,7 +213,8 @@ def _hold() -> int:
 def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str]:
     """Make the nodes' interfaces ``names``, each in the network namespace of the process in ``holders``.
 
-    Two nodes share a veth pair; more nodes get a bridge with a port towards each, whose names begin with ``prefix``.
+    Two nodes share a veth pair.  More nodes get a bridge with a port towards each node; the names of the bridge and of
+    its ports begin with ``prefix``.
 
     Returns:
         The names of the bridge's ports; empty for two nodes.
@@ -235,7 +238,11 @@ def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str
 def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
     """Give a node its address and its route to all other nodes.
 
-    ``inner`` says whether the loopback, over which the node's own ranks talk, will have a rate too.
+    Args:
+        node: Number of the node.
+        name: Name of the node's interface.
+        holder: The process that holds the node's network namespace.
+        inner: Whether the loopback, over which the node's own ranks send messages, gets a rate too.
     """
     network, _, prefix = _NETWORK.partition("/")
     with _netlink(holder) as route:
@@ -284,8 +291,8 @@ def _keep(prefix: str, rates: Sequence[float | None], latency_ms: float, inner_m
     Args:
         prefix: Beginning of the interfaces' names.
         rates: Each node's rate in Mbit/s; None for no rate.
-        latency_ms: Delay of packets that leave a node.
-        inner_mbit: Rate between the ranks of a node; None for no rate.
+        latency_ms: Delay in milliseconds of packets that leave a node.
+        inner_mbit: Rate in Mbit/s between the ranks of a node; None for no rate.
     """
     mode, nodes = _enter_own_namespace(), range(len(rates))
     names, holders = [f"{prefix}n{node}" for node in nodes], [_hold() for _ in nodes]

@@ -35,8 +35,13 @@ _LARGEST: Final = 2**32  # bytes per second, the limit of tbf's netlink message
 
 
 def removal(name: str, segment: int) -> str:
-    """Return the command that removes a killed keeper's queue and restores the largest packet size, ``segment``."""
-    return f"remove it with: tc qdisc del dev {name} root; ip link set dev {name} gso_max_size {segment}"
+    """Return advice with the command that removes a killed keeper's queue.
+
+    The command also restores the interface's largest packet size to ``segment`` bytes.
+    """
+    return (
+        f"remove the queue with: tc qdisc del dev {name} root; ip link set dev {name} gso_max_size {segment}"
+    )
 
 
 @contextlib.contextmanager
@@ -49,12 +54,12 @@ def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Ite
         others: Addresses of the other nodes, which must be reached through this interface.
 
     Yields:
-        A dictionary of the ``interface``, its ``mtu``, its largest packet ``segment`` in bytes, the kind of the queue
-        that it had ``before``, and the host's ``congestion`` control.
+        A dict with the keys ``interface`` (its name), ``mtu``, ``segment`` (its largest packet in bytes before the
+        change), ``before`` (the kind of the queue that it had), and ``congestion`` (the host's congestion control).
 
     Raises:
-        LinkError: If the interface may not be shaped, or the keeper's queue could not be removed afterwards; the
-            message then has the command that removes the queue.
+        LinkError: If the interface may not be shaped.  Also if the keeper's queue could not be removed afterwards; this
+            message has the command that removes the queue.
     """
     try:
         keeper = Keeper("harness.shaping.nic_shaper", json.dumps([interface, rate_mbit, others]))
@@ -77,23 +82,23 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
         index = (route.link_lookup(ifname=interface) or [0])[0]
         if not index:
             raise OSError(
-                f"there is no interface {interface!r}; name one of this host's with GLOO_SOCKET_IFNAME"
+                f"there is no interface {interface!r}; set GLOO_SOCKET_IFNAME to an interface of this host"
             )
         (link,) = route.get_links(index)
         mtu, segment = link.get_attr("IFLA_MTU"), link.get_attr("IFLA_GSO_MAX_SIZE")
         tbf = shape(rate_mbit)
         if link["flags"] & _LOOPBACK:
             raise OSError(
-                f"{interface} is the loopback interface: name one that leads to the other nodes with GLOO_SOCKET_IFNAME"
+                f"{interface} is the loopback interface: set GLOO_SOCKET_IFNAME to an interface that other nodes reach"
             )
         if tbf.rate >= _LARGEST:
             raise OSError(
-                f"{rate_mbit:g} Mbit/s are more than a tbf queue allows; set less than {8e-6 * _LARGEST:.0f}"
+                f"{rate_mbit:g} Mbit/s are more than a tbf queue allows; set a rate below {8e-6 * _LARGEST:.0f} Mbit/s"
             )
         if mtu > tbf.segment:
             raise OSError(
                 f"{interface} has packets of {mtu} bytes, but at {rate_mbit:g} Mbit/s the queue takes "
-                f"at most {tbf.segment}; set a rate of {mtu * 4e-3:g} Mbit/s or more"
+                f"at most {tbf.segment} bytes; set a rate of {mtu * 4e-3:g} Mbit/s or more"
             )
         for other in others:
             _check_route(route, index, interface, other)
@@ -106,7 +111,7 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
                 route.link("set", index=index, gso_max_size=min(segment, tbf.segment))
             except NetlinkError as error:
                 why = "it needs root, or CAP_NET_ADMIN" if error.code == errno.EPERM else str(error)
-                raise OSError(f"{interface} cannot be shaped: {why}; or use link 'paced'") from error
+                raise OSError(f"{interface} cannot be shaped: {why}; or set link = 'paced'") from error
             undo.callback(route.link, "set", index=index, gso_max_size=segment)
             handle = f"{_HANDLE:x}:"
             route.tc("add", "tbf", index, handle=handle, rate=tbf.rate, burst=tbf.burst, limit=tbf.limit)
@@ -122,13 +127,16 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
 
 
 def _check_route(route: Any, index: int, interface: str, other: str) -> None:
-    """Raise an OSError if messages to an address leave through another interface, which we do not shape."""
+    """Raise an OSError if messages to the address ``other`` leave through another interface than the shaped interface.
+
+    Also raises an OSError if there is no route to the address.
+    """
     family = socket.AF_INET6 if ":" in other else socket.AF_INET
     try:
         leaving = route.route("get", dst=other, family=family)[0].get_attr("RTA_OIF")
     except Exception as error:
         raise OSError(
-            f"there is no route to {other}: {error}; add one, or correct the node's address"
+            f"there is no route to {other}: {error}; add a route, or correct the node's address"
         ) from error
     if leaving != index:
         name = route.get_links(leaving)[0].get_attr("IFLA_IFNAME")
@@ -139,7 +147,9 @@ def _check_route(route: Any, index: int, interface: str, other: str) -> None:
 
 
 def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
-    """Return the kind of the queue that the kernel gave the interface by default; such a queue has handle 0.
+    """Return the kind of the interface's queue, which must be the queue that the kernel made by default (handle 0).
+
+    ``segment`` is the interface's usual largest packet in bytes, for the advice in an error.
 
     Raises:
         OSError: If the interface has a queue that someone has set up, or that another run has left.

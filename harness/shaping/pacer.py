@@ -15,8 +15,9 @@ from pathlib import Path
 class Pacer:
     """Rate limiter that the ranks of a node share.
 
-    A small shared file holds, for each node, the time at which its link is free again, as one float64.  Ranks book
-    messages in turn under a lock on that file, which the kernel releases when a rank dies.
+    A small shared file holds one float64 for each node: the time at which the node's link is free again.  While a rank
+    books a message, it locks the float64 of its node, so that the node's ranks book in turn.  The kernel releases the
+    lock when the rank dies.
     """
 
     def __init__(self, path: Path, node: int, rate_mbit: float, latency_ms: float = 0.0) -> None:
@@ -25,8 +26,8 @@ class Pacer:
         Args:
             path: The file that :meth:`create` made.
             node: This rank's node.
-            rate_mbit: Rate of each node's link.
-            latency_ms: Latency in one direction.
+            rate_mbit: Rate of each node's link in Mbit/s.
+            latency_ms: Latency in one direction, in milliseconds.
         """
         self._file = path.open("r+b", buffering=0)
         self._memory = mmap.mmap(self._file.fileno(), 0)
@@ -37,12 +38,16 @@ class Pacer:
 
     @staticmethod
     def create(path: Path, nodes: int) -> Path:
-        """Make the shared file for ``nodes`` nodes, whose links are all free."""
+        """Make the shared file for ``nodes`` nodes, whose links are all free, and return its path."""
         path.write_bytes(bytes(8 * nodes))
         return path
 
     def book(self, nbytes: int) -> float:
-        """Book ``nbytes`` to other nodes; returns when the last byte arrives, as ``time.monotonic()``."""
+        """Book the time that ``nbytes`` to other nodes take on this node's link.
+
+        Returns when the last byte arrives, on the clock ``time.monotonic()``.  While :attr:`open` is set, messages take
+        only the latency, and nothing is booked.
+        """
         if self.open:
             return time.monotonic() + self._latency
         fcntl.lockf(self._file, fcntl.LOCK_EX, 8, self._offset)

@@ -1,4 +1,4 @@
-"""Makes folders whose paths are short enough for Unix-domain sockets, whose names the kernel limits to 107 bytes.
+"""Makes folders whose paths are short enough for Unix-domain sockets.  The kernel limits a socket's path to 107 bytes.
 
 The usual folder of temporary files may be too deep, for instance in a job of a cluster.  No torch.
 """

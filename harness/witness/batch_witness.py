@@ -30,7 +30,7 @@ _SEARCHED: Final = 64 * 2**20  # bytes of the largest training part that is sear
 
 
 class BatchWitness:
-    """Draws the batches of any rank of a trial, with an implementation that is independent of the data set's."""
+    """Draws the batches of any rank of a trial, with code that is independent of the data set's implementation."""
 
     def __init__(self, trial: Trial, dataset: Dataset) -> None:
         self._trial, self._dataset = trial, dataset
@@ -53,7 +53,7 @@ class BatchWitness:
         return read
 
     def held_out(self, ranks: Sequence[int]) -> list[Batch]:
-        """Return the validation batches of these ranks."""
+        """Return the validation batches that these ranks should read, ordered by rank."""
         dataset, count, world = self._dataset, self._sequences, self._trial.topology().world
         batches = self._trial.validation_batches
         last, gaps = dataset.count(dataset.validation) - 1, max(batches * world * count - 1, 1)
@@ -76,11 +76,11 @@ class BatchWitness:
 
 @lru_cache(1)  # of ranks that are threads, the first looks for all
 def shared_split(dataset: Dataset) -> str | None:
-    """Return an error if the validation part of a data set is also part of its training data; else None.
+    """Return a sentence if the validation part of a data set is also part of its training data; else None.
 
     In every data set, parts that share memory are found.  In a text, a few windows of the validation part are also
-    looked for in the training part, unless the text repeats itself, so that windows of the training part occur more
-    than once in it.
+    searched for in the training part.  The search is left out if the training part has more than 64 MiB.  Its result is
+    ignored if the text repeats itself, so that a window of the training part occurs there more than once.
     """
     shared = "validation samples are part of the training data"
     if isinstance(dataset, OwnPairs):
@@ -105,7 +105,7 @@ def shared_split(dataset: Dataset) -> str | None:
 
 
 def digest(batches: Iterable[Batch]) -> str:
-    """Return a digest of the inputs and targets of batches."""
+    """Return a BLAKE2b digest, 32 hex digits, of the types, shapes and values of the batches' inputs and targets."""
     total = hashlib.blake2b(digest_size=16)
     for tensor in itertools.chain.from_iterable(batches):
         total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -114,7 +114,15 @@ def digest(batches: Iterable[Batch]) -> str:
 
 
 def same_inputs(read: Sequence[Tensor], given: Sequence[Batch]) -> bool:
-    """Return whether a model read the inputs of these batches, one after the other; floats may have been rounded."""
+    """Return whether a model read the inputs of these batches, one after the other.
+
+    Inputs of equal type must have equal values.  If the model read another type, such as bf16 instead of fp32, only the
+    shapes are compared.
+
+    Args:
+        read: The inputs that the model read.
+        given: The batches, as pairs of inputs and targets.
+    """
     if len(read) != len(given):
         return False
     pairs = [(seen, inputs) for seen, (inputs, _) in zip(read, given, strict=True)]

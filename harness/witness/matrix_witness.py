@@ -22,8 +22,8 @@ class MatrixParts:
     """One rank's part (n,) of a matrix in a drawn step."""
 
     value: Tensor  # weights before the step
-    momentum: Tensor  # before the step
-    gradient: Tensor  # that the optimizer got
+    momentum: Tensor  # momentum before the step
+    gradient: Tensor  # gradient that the optimizer got
     after: Tensor  # weights after the step
 
 
@@ -34,7 +34,7 @@ class MatrixWitness:
         optimizer: The optimizer, which has ``momentum_buffer`` as the state of ``master``.
         matrix: The matrix.
         master: The masters (n,) that contain this rank's part.
-        part: Where in the masters the part is.
+        part: The slice of ``master`` that is this rank's part.
         drawn: Number of the step that is taken again.
         rank: Number of this rank, for messages.
     """
@@ -57,7 +57,7 @@ class MatrixWitness:
         self._value, self._momentum = self._read()
 
     def before(self, index: int) -> str | None:
-        """Return an error if weights or momentum have changed since the optimizer's previous step; else None."""
+        """Return a sentence if weights or momentum of this part changed outside the optimizer's steps; else None."""
         value, momentum = self._read()
         if torch.equal(value, self._value) and torch.equal(momentum, self._momentum):
             return None
@@ -67,9 +67,11 @@ class MatrixWitness:
         )
 
     def after(self, index: int, *, done: bool) -> str | None:
-        """Return an error unless the momentum is what step ``index`` gives; in the drawn step, keep all parts.
+        """Compare the momentum after step ``index`` with Muon's formula, and in the drawn step keep all parts.
 
-        ``done`` is whether the optimizer took the step; a step that it skipped has no error.
+        Returns:
+            A sentence if the momentum is not what the formula gives; else None.  Returns None too if the optimizer
+            skipped the step (not ``done``), or if there is no gradient.
         """
         value, momentum = self._value, self._momentum
         self._value, self._momentum = self._read()
@@ -89,7 +91,10 @@ class MatrixWitness:
         )
 
     def _read(self) -> tuple[Tensor, Tensor]:
-        """Return copies of this rank's part of the weights and of the momentum, zeros before the first step."""
+        """Return copies of this rank's part of the weights and of the momentum.
+
+        Before the optimizer's first step, the momentum is zeros.
+        """
         value = self._master.detach()[self._part].clone()
         state = self._optimizer.state.get(self._master, {})
         return value, (state["momentum_buffer"][self._part].clone() if state else torch.zeros_like(value))

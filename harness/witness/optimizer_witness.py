@@ -47,15 +47,16 @@ class _Drawn:
 
     places: list[tuple[int, Tensor]]  # number of a master, and the drawn places in it
     value: Tensor
-    first: Tensor  # AdamW's moments
-    second: Tensor
+    first: Tensor  # AdamW's first moments
+    second: Tensor  # AdamW's second moments
 
 
 class OptimizerWitness:
-    """Watches the optimizer of one rank; the caller calls :meth:`before` and :meth:`after` around each of its steps.
+    """Watches the optimizer of one rank.
 
-    It does nothing unless the optimizer is torch's AdamW, with no other arguments than those in :data:`_SETTINGS`.
-    With Muon it watches the elements that AdamW steps.
+    The caller calls :meth:`before` before each of the optimizer's steps, and :meth:`after` after it.  Elements are
+    watched only if torch's AdamW steps them, with no other arguments than the keys of :data:`_SETTINGS`.  With Muon
+    these are the elements that Muon leaves to AdamW.  DeepSpeed and strategies of the user's own are not watched.
     """
 
     def __init__(self, trial: Trial, rank: int, optimizer: torch.optim.Optimizer) -> None:
@@ -128,7 +129,10 @@ class OptimizerWitness:
         return wrong
 
     def _note_own_step(self, *_: Any) -> None:
-        """Read the watched elements after the optimizer's own step, if an outer step follows it."""
+        """Read the watched elements after the optimizer's own step, and before an outer step changes them.
+
+        Does nothing if no outer step follows this step.
+        """
         if self._steps % self._local_steps + 1 in self._meeting:
             drawn = None if self._drawn is None else self._read(self._drawn.places)
             self._own_step = self._samples(self._kept), drawn
@@ -183,7 +187,15 @@ class OptimizerWitness:
         return beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient**2
 
     def _stepped(self, value: Tensor, first: Tensor, second: Tensor, steps: Any, index: int) -> Tensor:
-        """Return elements after a step of AdamW, (n,) float64 (Loshchilov and Hutter, algorithm 2)."""
+        """Return the elements ``value`` after a step of AdamW, (n,) float64 (Loshchilov and Hutter, algorithm 2).
+
+        Args:
+            value: (n,) the elements before the step.
+            first: (n,) AdamW's first moments, with this step's gradient.
+            second: (n,) AdamW's second moments, with this step's gradient.
+            steps: Number of steps taken, this step included: for all elements, or (n,) for each.
+            index: Number of the step, which decides the learning rate.
+        """
         settings, (beta1, beta2) = self._settings, self._settings["betas"]
         rate = settings["lr"] * (1.0 if self._schedule is None else self._schedule.factor(index))
         mean, spread = first / (1 - beta1**steps), (second / (1 - beta2**steps)).sqrt() + settings["eps"]
@@ -191,7 +203,10 @@ class OptimizerWitness:
         return after
 
     def _wrong(self, index: int, trained: Tensor, expected: Tensor, which: str = "watched") -> str | None:
-        """Return a sentence on the first element that differs from what AdamW gives; None if there is none."""
+        """Return a sentence on the first element of ``trained`` that differs from ``expected`` by more than rounding.
+
+        Returns None if there is no such element.  ``which`` names the set of elements in the sentence.
+        """
         allowed = _ULPS * expected.abs() + _RATE_ERROR * abs(self._settings["lr"])
         wrong = ~((trained - expected).abs() <= allowed)  # negated, so that NaN is wrong too
         if not bool(wrong.any()):
@@ -205,7 +220,11 @@ class OptimizerWitness:
     def _differs(
         self, index: int, gradient: Tensor | None, expected: Tensor | None, whose: str
     ) -> str | None:
-        """Return how the optimizer's gradients differ from the ``expected`` ones by more than a common factor."""
+        """Return a sentence if the optimizer's gradient has another direction than the expected gradient; else None.
+
+        The directions are the same if the cosine of the two is at least :data:`_SAME`.  A common factor, as from
+        clipping, is therefore allowed.  Returns None too if a gradient is missing, or if the expected gradient is zero.
+        """
         if expected is None or gradient is None or not bool(expected.any()):
             return None
         cosine = float(torch.nn.functional.cosine_similarity(expected, gradient, 0))
@@ -217,16 +236,22 @@ class OptimizerWitness:
         )
 
     def _gradients(self) -> Tensor | None:
-        """Return the gradients of the kept elements, (n,) float64; None if a master has none."""
+        """Return the gradients of the kept elements, (n,) float64.
+
+        Returns None if there are no kept elements, or if the gradient of any of them is missing.
+        """
         gradients = [master.grad for master in self._kept if master.grad is not None]
         return self._samples(gradients) if gradients and len(gradients) == len(self._kept) else None
 
     def _samples(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Return a few elements of each tensor at equal distances, from the first element to the last."""
+        """Return a few elements of each tensor, (n,) float64, at equal distances from the first element to the last."""
         return _pick((flat, _evenly(flat.numel())) for flat in (local(tensor).view(-1) for tensor in tensors))
 
     def _draw(self, index: int) -> _Drawn | None:
-        """Draw the elements that step ``index`` is checked on, and return them with their values."""
+        """Draw the elements on which step ``index`` is checked, and return them with their values and moments.
+
+        Returns None if no master is watched.
+        """
         seed = hashlib.sha256(f"{self._key}/{index}/drawn elements".encode()).digest()
         draw = torch.Generator().manual_seed(int.from_bytes(seed[:7], "little"))
         numbers = torch.randperm(len(self._masters), generator=draw)[:_DRAWN_TENSORS].tolist()
@@ -263,6 +288,9 @@ def _evenly(numel: int) -> Tensor:
 
 
 def _pick(tensors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the elements at these places of each tensor, as (n,) float64 on the CPU."""
+    """Return elements of all tensors in one tensor, (n,) float64 on the CPU.
+
+    Each pair is a tensor and the places of the elements in it.
+    """
     picked = [flat.view(-1)[places.to(flat.device)].double().cpu() for flat, places in tensors]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *picked])

@@ -1,8 +1,8 @@
 """Notes a few masters of each unit around every outer step of local steps, so that outer steps can be computed again.
 
-The masters are read just before an outer step, in a hook of the optimizer, and after it.
-:func:`harness.records.training_faults.training_fault` compares the groups of ranks with each other, and computes the
-outer steps again from what they noted.
+The masters are read twice: in a hook of the optimizer just before an outer step, and after it.  From these notes,
+:func:`harness.records.training_faults.training_fault` computes the outer steps again.  It also compares the notes of
+the groups of ranks with each other.
 """
 
 from __future__ import annotations
@@ -56,13 +56,16 @@ class OuterWitness:
         optimizer.register_step_post_hook(self._note)
 
     def _note(self, *_: Any) -> None:
-        """Read the watched masters that the outer step after this step of the optimizer will move."""
+        """Read the watched masters of the units that an outer step will move after this step of the optimizer."""
         for unit, fragment in self._units:
             if meets(self._policy, self._step + 1, fragment):
                 self._before[unit.geometry.name] = self._read(unit)
 
     def after(self, index: int, *, done: bool) -> None:
-        """Note the masters after step ``index``, which the optimizer has just taken or, if not ``done``, skipped."""
+        """Note the watched masters of the units that an outer step has moved after the optimizer's step ``index``.
+
+        ``done`` is whether the optimizer took the step; it skips a step after an overflow.
+        """
         self._step += done
         for unit, _ in self._units:
             name = unit.geometry.name

@@ -1,20 +1,20 @@
 """Checks, while a trial runs, that it trains and times what it claims; the codecs' kernels are checked before.
 
 These checks run outside the timed parts of a step, and send no messages.  Each rank notes facts, and
-:func:`harness.records.training_faults.training_fault` judges those of all ranks:
+:func:`harness.records.training_faults.training_fault` judges the notes of all ranks:
 
 - optimizer: a few elements, some of them drawn anew in each step, are stepped again in float64
-  (:mod:`harness.witness.optimizer_witness`), a matrix that Muon steps is stepped again in one step
-  (:mod:`harness.witness.matrix_witness`), and the optimizers of all ranks hold all trained elements;
+  (:mod:`harness.witness.optimizer_witness`).  One step of one matrix that Muon steps is taken again
+  (:mod:`harness.witness.matrix_witness`).  The optimizers of all ranks together hold all trained elements.
 - gradients: the optimizer gets the gradients that the backward passes left, with the norm that clipping and loss scale
-  give, and a rehearsal of the same step gives the same gradients;
-- outer steps (``policy.local_steps``): groups agree on the masters afterwards, which are those that SGD with Nesterov
-  momentum gives from what groups moved by (:mod:`harness.witness.outer_witness`);
-- losses: the recorded losses are the means of the losses that the passes returned;
-- batches: the model reads the batches that the seed gives its rank, no batch is read twice, and validation samples are
-  held out (:mod:`harness.witness.batch_witness`);
+  give.  A rehearsal of a step gives the same gradients as the step.
+- outer steps (``policy.local_steps``): afterwards all groups hold the same masters.  SGD with Nesterov momentum gives
+  these masters from the groups' movements (:mod:`harness.witness.outer_witness`).
+- losses: the recorded losses are the means of the losses that the passes returned.
+- batches: the model reads the batches that the seed gives its rank.  No batch is read twice.  Validation samples are
+  held out (:mod:`harness.witness.batch_witness`).
 - seconds: a second clock accounts for all time from the first timed step to the last
-  (:mod:`harness.witness.witness_clock`), and a rank that sleeps reports waiting.
+  (:mod:`harness.witness.witness_clock`).  A rank that sleeps reports that it waits.
 """
 
 from __future__ import annotations
@@ -107,6 +107,9 @@ class TrainingChecks:
     def note_reduced(self, index: int, loss: float, scale: float) -> None:
         """Keep the present gradients, which the backward passes of step ``index`` have just left.
 
+        Also compares the drawn step, if ``compare`` is set, and checks that nothing changed weights since the previous
+        step.
+
         Args:
             index: Number of the step.
             loss: Mean of the losses that the step's passes returned.
@@ -121,7 +124,10 @@ class TrainingChecks:
         self._reduced, self._scale = self._norm(), scale
 
     def replay(self, index: int, *, done: bool) -> None:
-        """Check step ``index``, which the optimizer has just taken or, if not ``done``, has skipped."""
+        """Check step ``index``, after the optimizer has taken the step.
+
+        ``done`` is False if the optimizer has skipped the step because of an overflow.
+        """
         if done and self._shown:
             self.checked.norms[index] = Norms(self._reduced, self._norm(), self._scale)
         with counted(self.checked.costs, "optimizer"):
@@ -132,12 +138,17 @@ class TrainingChecks:
         self.checked.replayed, self.checked.linked = self._optimizer.replayed, self._optimizer.linked
 
     def note_batches(self, step: int, drawn: Iterable[Batch], given: Iterable[Batch]) -> None:
-        """Check a step's batches; note a digest of them, and one of the batches that the seed gives the next rank.
+        """Check that the model read a step's batches, and note two digests of batches.
+
+        :func:`~harness.records.training_faults.training_fault` compares the digests of all ranks.  The first digest is
+        of the batches that the data set gave this rank.  The second digest is of the batches that the seed gives the
+        next rank; it must equal the next rank's first digest.  If one process reads the batches of all ranks, the
+        second digest is of the batches of all ranks.
 
         Args:
             step: Number of the step.
             drawn: The batches that the data set gave.
-            given: The batches that the training loop gave the model: the same, except in workload ``rlhf``.
+            given: The batches that the training loop gave the model.  They are the same except in workload ``rlhf``.
         """
         found, given = [*drawn], [*given]
         samples = self._batches.samples * len(self._data.ranks)
@@ -158,7 +169,10 @@ class TrainingChecks:
         self.checked.of_next_rank[step] = digest(self._batches.batches(step, ranks))
 
     def _norm(self) -> float:
-        """Return the 2-norm of all gradients that this rank's optimizer has."""
+        """Return the 2-norm of all gradients that this rank's optimizer has.
+
+        Returns 0 if there are none, or if the engine does not show its gradients (DeepSpeed).
+        """
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None] if self._shown else []
         if not gradients:
             return 0.0

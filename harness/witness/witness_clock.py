@@ -9,8 +9,9 @@ four kinds of laps:
 - ``apart``: validations and comparisons between steps, which send messages;
 - ``between``: everything else.
 
-Time is wall-clock time.  A rank that is ready to run and gets no CPU does not work, however long that takes; so a lap
-is judged by the seconds in which its thread ran, and in which it slept, waiting for something.
+Laps are measured in wall-clock time.  A lap is judged by the seconds in which its thread ran, and by the seconds in
+which its thread slept to wait for something.  It is not judged by the seconds in which its thread was ready to run but
+had no CPU.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ _THREAD: Final = getattr(resource, "RUSAGE_THREAD", None)  # Linux alone counts 
 
 
 class _Reading(NamedTuple):
-    """What a thread has used at one moment; ``seconds`` is read between the two readings of ``stalled``."""
+    """What a thread has used until one moment.
 
-    seconds: float
-    ran: float
-    # Seconds waited for a CPU so far, read before and after the other values; None if unknown.
+    ``stalled`` is read twice; ``seconds`` is read between these two readings.
+    """
+
+    seconds: float  # time.perf_counter()
+    ran: float  # seconds that the thread has run on a CPU
+    # Seconds that the thread has waited for a CPU, read before and after the other values; None if unknown.
     stalled: tuple[float, float] | None
-    sleeps: int | None  # times that the thread gave its CPU up; None if not counted
+    sleeps: int | None  # number of times that the thread gave its CPU up; None if not counted
 
 
 class WitnessClock:
@@ -67,9 +71,13 @@ class WitnessClock:
         return self._counts is not None
 
     def turn(self, kind: Kind) -> float:
-        """End the present lap, begin one of another kind, and return the time of ``time.perf_counter()`` between them.
+        """End the present lap, and begin a lap of another kind.
 
-        A ``step`` lap after one of kind ``between`` begins a new step.
+        A ``step`` lap after a lap of kind ``between`` begins a new step.  A ``step`` lap after another lap continues
+        the step.
+
+        Returns:
+            The time between the two laps, as ``time.perf_counter()`` gives it.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

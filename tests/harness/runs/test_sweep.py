@@ -331,8 +331,8 @@ def test_one_run_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cluster", "hosts", "message"),
     [
-        (SHAPED, "aa", "link 'shaped': nodes 0 and 1 are one host"),
-        (ADAPTERS | {"hcas": 2}, "aa", "link 'real': nodes 0 and 1 are one host"),
+        (SHAPED, "aa", "link = 'shaped' is not possible here (nodes 0 and 1 are one host)"),
+        (ADAPTERS | {"hcas": 2}, "aa", "link = 'real' is not possible here (nodes 0 and 1 are one host)"),
         (ADAPTERS | {"hcas": 4}, "ab", "cluster.hcas = 4: node 1 has 2 InfiniBand or RoCE adapters"),
         (
             ADAPTERS | {"hcas": ["mlx5_3"]},

@@ -100,7 +100,7 @@ def test_the_queue_of_a_killed_keeper_is_named_with_what_removes_it(host_pair: l
     error = answer_of(host_pair)["error"]
     assert "the queue of another run" in error
     assert host_pair[0].queues() == left
-    remove = error.partition("remove it with: ")[2]
+    remove = error.partition("remove the queue with: ")[2]
     subprocess.run([*host_pair[0].inside, "sh", "-c", remove], check=True)
     assert host_pair[0].queues() == before
     assert "error" not in answer_of(host_pair)
@@ -115,7 +115,7 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
     before = host_pair[0].queues()
     command = [*host_pair[0].inside, sys.executable, "-c", _HOLD, towards(host_pair)]
     done = subprocess.run(command, cwd=ROOT, input="\n", capture_output=True, text=True, check=True)
-    error, _, remove = done.stdout.splitlines()[1].partition("remove it with: ")
+    error, _, remove = done.stdout.splitlines()[1].partition("remove the queue with: ")
     assert error.startswith(f"{host_pair[0].interface} may still be shaped (its keeper was killed); ")
     assert host_pair[0].queues() != before
     subprocess.run([*host_pair[0].inside, "sh", "-c", remove], check=True)
@@ -138,12 +138,12 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
             (
                 "",
                 {"rate_mbit": 50_000.0},
-                "50000 Mbit/s are more than a tbf queue allows; set less than 34360",
+                "50000 Mbit/s are more than a tbf queue allows; set a rate below 34360 Mbit/s",
             ),
             (
                 "ip link set dev NAME mtu 9000",
                 {"rate_mbit": 10.0},
-                "packets of 9000 bytes, but at 10 Mbit/s the queue takes at most 3000; set a rate of 36 Mbit/s",
+                "packets of 9000 bytes, but at 10 Mbit/s the queue takes at most 3000 bytes; set a rate of 36 Mbit/s",
             ),
             ("tc qdisc add dev NAME root handle 7: tbf rate 1gbit burst 9k latency 1s", {}, "tbf 7:"),
         ),

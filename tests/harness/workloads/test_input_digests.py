@@ -85,4 +85,7 @@ def test_another_input(tmp_path: Path, zeropp: Zeropp, changed: str, *, failed: 
         error = zeropp("run", *arguments, status=cli.REFUSED).stderr
         assert error.count("\n") == 1
         assert f"{trial.id}.json: was made of another {changed}" in error
-    assert "keep it under another name (mv results/q results/q-before), or choose another folder" in error
+    assert (
+        "keep the results under another name (mv results/q results/q-before), or choose another folder"
+        in error
+    )
