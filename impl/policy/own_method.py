@@ -194,7 +194,7 @@ class OwnMethod:
         return frozenset(LAWS[name] for name in getattr(self.definition, "laws", ()))
 
     def check_role(self, role: Role) -> None:
-        """Raises a MethodError if the class does not fit the policy's field ``role``, which is ``reduce`` or ``gather``."""
+        """Raises a MethodError if the class does not fit the policy's field ``role``, ``reduce`` or ``gather``."""
         other = role_of(self.definition)
         if other not in (None, role):
             expected = {"reduce": "start(gradient)", "gather": "start(weights, gather)"}

@@ -569,7 +569,7 @@ class Policy:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """All codecs of the policy: of weights, of the first and of the second gradient hop, then of the optional fields.
+        """All codecs of the policy: of weights, of the first and the second gradient hop, then of the optional fields.
 
         With a schedule, the codecs of all steps are included, each once.
         """

@@ -62,7 +62,7 @@ class Setting:
 
     @property
     def path(self) -> str:
-        """The field's name.  If a part of the policy has the field, the part's name comes first: ``memory.prefetch``."""
+        """The field's name, preceded by the name of the policy's part if a part has the field: ``memory.prefetch``."""
         return f"{self.part}.{self.name}" if self.part else self.name
 
     @property
