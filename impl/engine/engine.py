@@ -71,9 +71,9 @@ class Zero:
                 the group's options, such as ``{0: {"lr": 1e-3}}``.
 
         Returns:
-            One dict for each group of the model: ``params``, which are 1-D fp32 tensors and may have no
-            elements on this rank, and the group's options.  With a GPU, a group that is partly offloaded has
-            two dicts, one per device, as torch's fused and foreach kernels need.
+            One dict for each group of the model.  ``params`` are the group's masters, 1-D fp32 tensors that may have no
+            elements on this rank.  The other entries are the group's options.  If a part of a group is offloaded from
+            a GPU, the group has two dicts, one for each device, as torch's fused and foreach kernels need.
 
         Raises:
             ZeroError: if ``options`` is not such a mapping.
@@ -177,9 +177,10 @@ class Zero:
         scaler of any of them.
 
         Args:
-            optimizers: the optimizers to step.  With a loss scale, pass all that hold masters with gradients.
-            max_norm: the largest global norm (:meth:`grad_norm`) that gradients may have; larger ones are
-                scaled down.  None does not clip.
+            optimizers: the optimizers to step.  With a loss scale, pass all optimizers that hold masters with
+                gradients.
+            max_norm: the largest global norm (:meth:`grad_norm`) that the gradients may have; gradients with a larger
+                norm are scaled down.  None does not clip.
             norm_type: the p of the p-norm.
 
         Returns:
@@ -187,8 +188,8 @@ class Zero:
 
         Raises:
             LossScaleError: if gradients overflow at the smallest dynamic loss scale.
-            ZeroError: with a loss scale, if an optimizer is missing or a loss was not scaled; if the models
-                cannot step together.
+            ZeroError: if the models cannot step together.  With a loss scale, also if an optimizer is missing, or if
+                a loss was not scaled.
         """
         together = self._together("step()", optimizers, max_norm=max_norm)
         norm: float | None = None
@@ -223,7 +224,8 @@ class Zero:
         Returns this engine alone if the optimizers hold no masters.
 
         Raises:
-            ZeroError: if this engine is not among several engines, or if their models cannot be treated as one.
+            ZeroError: if the optimizers hold only masters of other engines, or if ``call`` cannot treat the models as
+                one.
         """
         together = engines_of(optimizers) or [self]
         if self not in together:
@@ -349,9 +351,9 @@ class Zero:
     def weights_changed(self) -> None:
         """Drop all copies of the weights, because masters were written; all ranks must call it.
 
-        Optimizer steps and writes that torch counts need no call.  Writes through ``.data`` do need one if
-        hpZ, a stage below 3, a persistent unit or offload keeps copies of the weights.  Without the call, a
-        pass that would reuse such a copy raises an error.
+        Optimizer steps need no call, nor do writes that increment torch's version counter.  Writes through ``.data``
+        need a call if hpZ, a stage below 3, a persistent unit or offload keeps copies of the weights.  If the call is
+        missing, a pass that would use such a copy raises an error.
         """
         for unit in self.units:
             unit.weights_changed()
@@ -452,18 +454,18 @@ class Zero:
     ) -> dict[str, Tensor]:
         """Gather the state dict of the unsharded model, parameters and buffers; all ranks must call it.
 
-        Units are gathered one after the other, and each is copied to ``device`` before the next one is gathered.  A GPU
-        therefore holds one unit's fp32 weights at a time, unless the result stays there.
+        Units are gathered one after the other, and each unit is copied to ``device`` before the next unit is gathered.
+        A GPU therefore holds the fp32 weights of one unit at a time, unless ``device`` is the GPU.
 
         Args:
-            rank0_only: whether only rank 0 of the mesh gets the state dict; it is empty on all others.
+            rank0_only: whether only rank 0 of the mesh gets the state dict; on all other ranks the result is empty.
             device: the device of the result; None for the mesh's.
             dtype: the type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
             allow_overflow: whether finite values beyond the largest of ``dtype`` may become infinite.
 
         Raises:
-            ZeroError: on all ranks, if such values occur and ``allow_overflow`` is False; the message names
-                the parameters.
+            ZeroError: on all ranks, if finite values would become infinite and ``allow_overflow`` is False; the
+                message names the parameters.
         """
         self.hooks.check_parameters()
         with self.wire.calling("full_state_dict()"):
@@ -497,14 +499,17 @@ class Zero:
     # set_model_state_dict() call.  They do nothing if GatheredParameters shows all parameters of the model.
 
     def _before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Make buffers equal on all ranks, before ``state_dict()`` collects them."""
+        """Make buffers equal on all ranks, before ``state_dict()`` collects them.
+
+        With ``keep_vars``, nothing is done.
+        """
         if not keep_vars and not self._all_shown():
             self.hooks.check_parameters()
             with self.wire.calling("state_dict()"):
                 self.buffers.make_equal()
 
     def _fill_state_dict(self, model: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        """Put the whole values of the parameters into what ``state_dict()`` has collected."""
+        """Replace the parameters that ``state_dict()`` has collected in ``state`` by their whole values."""
         if not self._all_shown():
             with self.wire.calling("state_dict()"):
                 state_dict.fill(self.model, self.units, state, prefix)
@@ -512,7 +517,10 @@ class Zero:
     def _load_from_state_dict(
         self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: object
     ) -> None:
-        """Load and remove all entries that the model has; ``load_state_dict()`` then finds only the other entries."""
+        """Load the entries of ``state`` that belong to the model, and remove them from ``state``.
+
+        ``load_state_dict()`` then finds only the other entries.
+        """
         self._loaded.clear()
         if self._all_shown():
             return

@@ -268,7 +268,7 @@ class Hooks:
 
         Args:
             outputs: the addresses of the memory of the tensors that the model has returned.
-            backward: whether a backward pass may follow; units that it needs at once stay gathered.
+            backward: whether a backward pass may follow; units that the backward pass needs first stay gathered.
         """
         passes = self._passes
         passes.in_forward = False
@@ -303,7 +303,7 @@ class Hooks:
     def _weakly(self, event: Callable[..., None], *args: Any, needed: bool = False) -> Callable[[Any], None]:
         """Return a hook for autograd that calls ``event(hooks, *args)`` but does not keep the engine alive.
 
-        Once the engine is gone, the hook does nothing.  If it is ``needed``, it raises a ZeroError instead.
+        If the engine is gone when the hook runs, the hook does nothing; with ``needed`` it raises a ZeroError.
         """
         reference = weakref.ref(self)
 

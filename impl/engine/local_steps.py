@@ -35,8 +35,8 @@ class LocalSteps:
             first: whether the optimizer is the first to step after a backward pass.
 
         Raises:
-            ZeroError: if optimizers stepped only some of the masters that had gradients, and this is the first step
-                after the next backward pass.
+            ZeroError: if optimizers stepped only some of the masters that had gradients, and then another backward
+                pass has run.
         """
         if first and self._waiting:
             raise ZeroError(

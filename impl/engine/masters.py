@@ -39,7 +39,7 @@ class Masters:
         return iter(self._all)
 
     def groups(self, options: Mapping[int, Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-        """Return parameter groups for an optimizer; see :meth:`impl.engine.engine.Zero.param_groups`."""
+        """Return the masters as parameter groups for an optimizer; see :meth:`impl.engine.engine.Zero.param_groups`."""
         tables: Any = {} if options is None else options
         if not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) for t in tables.values()):
             raise ZeroError(
@@ -186,7 +186,7 @@ class LossScaler:
             _scales.pop(min(_scales), None)
 
     def passed(self) -> None:
-        """Note that a backward pass has ended; count it if its loss was not scaled."""
+        """Note that a backward pass has ended; count the pass if there is a loss scale and the loss was not scaled."""
         reached = self._reached or _scales.get(_autograd_pass()) == self.scale
         self._unscaled += self.scale != 1.0 and not reached
         self._reached = False

@@ -130,7 +130,7 @@ class ModuleBuffers:
                 write(buffer, values)
 
     def _gathered(self, buffers: Mapping[str, Tensor]) -> Tensor | None:
-        """Gather the bytes of ``buffers`` from all ranks, (ranks, bytes + 1) uint8; the last byte is not a buffer's.
+        """Gather the bytes of ``buffers`` from all ranks, (ranks, bytes + 1) uint8; the last byte of a row is a flag.
 
         Returns None if on any rank the buffers' shapes or types are not those for which messages were laid out.
         """

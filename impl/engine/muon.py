@@ -39,7 +39,8 @@ _STATE: Final = "momentum_buffer"  # the name that torch.optim.Muon gives to the
 def hidden_parameters(model: nn.Module) -> set[str]:
     """Return the names of the parameters inside a model's blocks (:func:`impl.zero.find_blocks`), except embeddings.
 
-    The name of a parameter that several modules share is returned only if all these modules are inside blocks.
+    If several modules share a parameter, its name is returned only if all of these modules are inside blocks and none
+    is an embedding.
     """
     inside = {module for block in find_blocks(model) for module in block.modules()}
     names: dict[nn.Parameter, str] = {}  # the name of each parameter's first holder, as shard() names it

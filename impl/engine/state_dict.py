@@ -173,8 +173,8 @@ def fill(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix:
         model: the model.
         units: the model's units, which are gathered one after the other.
         state: the state dict of the model, or of a larger module that has the model as a submodule.
-        prefix: the path of the model in the larger module, with a dot at its end, with which the names of the model's
-            entries begin; empty for the model itself.
+        prefix: the beginning of the names of the model's entries in ``state``.  It is the path of the model in the
+            larger module, with a dot at its end, or empty.
     """
     held = {prefix + name: p for name, p in model.named_parameters(remove_duplicate=False)}
     names = defaultdict[int, list[str]](list)  # a tied parameter has several

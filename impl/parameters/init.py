@@ -45,8 +45,9 @@ class Init:
             calls it.  Pass this group, or ``init.mesh``, to ``shard()`` as ``mesh=``.
         policy: the policy that the model will be sharded with.  With another policy, ``shard()`` has to send
             the slices anew.
-        blocks: the classes of the model's blocks, or a function that returns whether a class is a block's.  Each
-            block is cut as a whole; a module outside of blocks is cut when its own constructor returns.
+        blocks: the classes of the model's blocks.  In place of classes, a function may be given, which is called with
+            a class and returns whether its modules are blocks.  Each block is cut as a whole.  A module outside of
+            blocks is cut when its own constructor returns.
         wire: the wire that sends messages; a new one by default.
         remote_device: the device of new values and of slices.  None, and "none" as in Megatron's
             ``--remote-device``, stand for the mesh's device.  On "meta", parameters have no values.

@@ -130,6 +130,7 @@ class Cut:
         """Gather the values of parameter ``number``, (shape) fp32, from the ranks of the state group.
 
         All ranks of the group must call it.
+
         ``part`` (n,) are the values of the elements in this rank's slice.  By default they are taken from the slice.
         """
         start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)

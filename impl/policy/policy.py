@@ -755,11 +755,12 @@ class Policy:
     def by_shape(self, shapes: Sequence[Sequence[int]], world: int, shard: int = 0) -> Policy:
         """Returns the policy of a unit whose parameters have these ``shapes``.
 
-        With ``blocks='shape'``, the codecs in the result have blocks of a number of elements.  For a unit without a
-        matrix, the result has ``planes=1``.
+        With ``blocks='shape'``, the result has ``blocks='codec'``, and codecs with the block sizes that DeepSpeed would
+        use for these shapes.  For a unit without a matrix, the result has ``planes=1``.
 
         Args:
-            shapes: empty if only the size of the unit is known; the gradients' blocks and the planes then stay.
+            shapes: empty if only the size of the unit is known.  Then the gradients' blocks and ``planes`` do not
+                change.
             world: number of ranks that reduce the unit's gradient.
             shard: number of elements of a rank's shard; 0 before the unit is laid out.
         """
@@ -791,9 +792,13 @@ class Policy:
 
         Users' codecs are not checked where their modules must not be imported.
 
-        Raises PolicyError: if the topology cannot be cut into the policy's groups, if groups with local steps have no
-        other group to exchange with, if a user's codec does not fit the policy, if a budget needs a second node, or if
-        the spans of a schedule have no known ends.
+        Raises PolicyError: in each of these cases:
+
+        * the topology cannot be cut into the policy's groups;
+        * local steps need several groups, and all ranks form one group;
+        * a user's codec does not fit the policy;
+        * a budget chooses the codec of gradients between nodes, and there is one node;
+        * the number of steps after which a span of the schedule ends is not known.
         """
         if self.schedule:
             if any(span.until is not None and span.end is None for span in self.schedule[:-1]):
@@ -830,7 +835,7 @@ class Policy:
             )
 
     def _user_codec_errors(self) -> Iterator[str]:
-        """Yield an error for each codec from a module that does not fit this policy.
+        """Yield an error for each codec of class ``OwnCodec`` that does not fit this policy.
 
         To find these errors, the codecs' modules are imported, which is not done when the policy is built.
         """
@@ -918,8 +923,8 @@ def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, in
     """Returns the phases of a policy with a schedule, and one row (end, every, changed, own) for each span.
 
     ``end`` is the number of steps after which the span ends, infinite if this is not known, as for the last span.
-    ``every`` is the span's.  ``changed`` is the index of the phase in which the span's changes hold, and ``own`` is the
-    index of the phase of the span's other steps.
+    ``every`` is the span's field of this name.  ``changed`` is the index of the phase in which the span's changes hold,
+    and ``own`` is the index of the phase of the span's other steps.
 
     Raises PolicyError: if the fields of a span cannot be combined; the message names the span.
     """

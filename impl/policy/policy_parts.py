@@ -105,8 +105,8 @@ class MemoryLimits:
         50_000_000, "elements that are gathered ahead of their use. The next unit is gathered ahead even if it is "
         "larger; 0: no unit is", least=0, execution=True, scope="stage 3",
     )  # fmt: skip
-    # The units in use may exceed this limit by themselves.  None: ``MOST_LIVE``, but the next unit is gathered ahead
-    # whatever its size.
+    # The units in use may exceed this limit by themselves.  None: the limit is ``MOST_LIVE``, but the unit that is used
+    # next is gathered before its use even beyond this limit.
     max_live: int | None = setting(
         None, "most elements that are gathered at the same time: beyond this number no further unit is gathered ahead "
         "or kept. Not given: 1,000,000,000, and the next unit is gathered ahead even beyond this number",
@@ -151,13 +151,13 @@ class Offload:
     Raises PolicyError: for shares outside [0, 1].
     """
 
-    # The mean gradients of these elements are on the host too, and the optimizer steps the masters there; the device
-    # keeps the encoded weights.
+    # The mean gradients of these elements are on the host too, and the optimizer steps their masters there.  The device
+    # keeps the encoded weights of these elements.
     optimizer: float = setting(
         0.0, "share of trained elements whose masters and optimizer state are on the host", key="offload_optimizer",
         least=0, most=1, execution=True, label="optimizer on the host", in_words="{:g}".format,
     )  # fmt: skip
-    # Frames, frozen shards and hpZ frames are copied to the device for each gather.
+    # For each gather, these shards and the frames of hpZ's copy are copied to the device.
     weights: float = setting(
         0.0, "share of elements whose encoded and frozen shards are on the host", key="offload_weights",
         least=0, most=1, execution=True, label="weights on the host", in_words="{:g}".format,

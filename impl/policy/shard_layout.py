@@ -143,9 +143,9 @@ class UnitGeometry:
         return self._clipped(slot.offset, slot.end, rank)
 
     def _clipped(self, start: int, end: int, rank: int) -> tuple[int, int]:
-        """Returns (start, end), counted in ``rank``'s shard, of those elements [start, end) of the unit that it has.
+        """Returns the part of the unit's elements [start, end) that is in ``rank``'s shard.
 
-        If the shard has none of these elements, the returned start and end are equal.
+        The part is returned as (start, end), counted in the shard.  If it is empty, start equals end.
         """
         low, high = self.bounds(rank)
         return min(max(start, low), high) - low, min(max(end, low), high) - low
@@ -174,8 +174,8 @@ class UnitGeometry:
     def spans(self, rank: int) -> tuple[tuple[int, int, int], ...]:
         """Returns (group, start, end) for each optimizer group of the unit, in the order of the groups' elements.
 
-        ``start`` and ``end`` enclose the group's elements in ``rank``'s shard, padding included, and are counted in the
-        shard.  They are equal if the shard has no element of the group.
+        The elements [start, end) of ``rank``'s shard, padding included, belong to the group.  ``start`` equals ``end``
+        if the shard has no element of the group.
         """
         starts: dict[int, int] = {}  # the first element of each group in the unit
         for slot in self.slots:

@@ -109,10 +109,7 @@ class Span:
             object.__setattr__(self, name, value)
 
     def ending(self, end: int | None) -> Span:
-        """Returns this span with ``end`` as the number of optimizer steps after which it ends.
-
-        None stands for the end of the run.
-        """
+        """Returns a copy of this span that ends after ``end`` optimizer steps; None stands for the end of the run."""
         span = Span(until=self.until, every=self.every, **dict(self.changes))
         object.__setattr__(span, "end", end)
         return span

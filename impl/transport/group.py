@@ -20,7 +20,7 @@ def no_group() -> None:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The group of ranks along one axis to which this rank belongs."""
+    """Describes, for one axis, the group of ranks along this axis that contains this rank."""
 
     axis: Axis
     ranks: tuple[int, ...]  # the ranks of the group as the mesh counts them, ascending
