@@ -205,7 +205,7 @@ class _Twin:
         self._optimizer, self._probes = _copy(optimizer, task.start[part].view(shape), part, every=every)
 
     def weights(self) -> Tensor:
-        """Return the weights of the K probes, which have n elements each, as (K, n) fp32 in host memory."""
+        """Return the weights of all probes as (K, n) fp32 in host memory: K probes with n elements each."""
         return torch.stack([probe.detach().flatten().float().cpu() for probe in self._probes])
 
     def options(self) -> Tensor:
@@ -244,8 +244,9 @@ class _Twin:
 
 
 def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> tuple[Any, list[nn.Parameter]]:
-    """Copy an optimizer, with probes in place of its tensors; returns the copy and the list of probes.
+    """Copy an optimizer, with *probes*, which are small parameters, in place of its tensors.
 
+    Returns the copy and the list of probes.
     The copy has the same options, attributes and states; only a learning rate of 0 is replaced.
 
     Args:
@@ -261,7 +262,7 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
     tensors: dict[int, nn.Parameter] = {}  # probes by id of the tensor that they replace
 
     def cut(tensor: Tensor) -> Tensor:
-        """Return the state of a probe, made from ``tensor``, which is the state of one of the optimizer's tensors."""
+        """Return the state for one of the copy's parameters, made from ``tensor``, a state of the optimizer."""
         values = tensor.detach().flatten()[:NUMEL]
         if not values.numel():
             return torch.zeros(start.shape, dtype=tensor.dtype, device=tensor.device)
@@ -269,7 +270,10 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
         return repeated.view(start.shape).clone()
 
     def copied(value: Any) -> Any:
-        """Copy an attribute, an option or a state of the optimizer, with probes in place of the optimizer's tensors."""
+        """Copy an attribute, an option or a state of the optimizer.
+
+        In the result, the copy's small parameters take the place of the optimizer's tensors.
+        """
         if id(value) in copies:
             return copies[id(value)]
         result: Any

@@ -379,8 +379,8 @@ class Hooks:
                 unit.members[number].placeholder.grad = None
             name = unit.geometry.slots[number].spec.name
             raise ZeroError(
-                f"backward() reached parameter {name!r} under GatheredParameters, whose gradient no optimizer "
-                "would see: compute a loss with weights inside zero.unsharded(), or use torch.no_grad()"
+                f"backward() reached parameter {name!r} under GatheredParameters, and no optimizer would see the "
+                "parameter's gradient: compute a loss with weights inside zero.unsharded(), or use torch.no_grad()"
             )
         unit.reduction.collect_outside(number, is_next=self.reductions.next is unit.reduction)
         if not self._passes.in_backward:

@@ -103,7 +103,7 @@ _STEP: Final = Optimizer.profile_hook_step(lambda: None).__code__  # the code of
 
 
 def _watch() -> None:
-    """Install the hooks and guards that are not installed yet."""
+    """Install the hooks on optimizers' steps, and replace functions of torch by guards, where this is not done yet."""
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
@@ -122,7 +122,7 @@ def _watch() -> None:
 
 
 def _release() -> None:
-    """If no engine is left, remove hooks and guards, so that torch is as it was before the first engine.
+    """If no engine is left, remove what :func:`_watch` has installed, so that torch is as it was before.
 
     If other code has replaced a guard by another function in the meantime, this function and the guard stay, because
     the function may call the guard.  Without engines, a guard passes all calls on to torch.

@@ -221,9 +221,10 @@ class SavedTensors:
             self.leave()
 
     def spare(self, memories: Collection[int]) -> None:
-        """Replace saved constants by copies if their memory is at one of the addresses ``memories``.
+        """Replace saved tensors by copies if they lie in memory at one of the addresses ``memories``.
 
-        Call it before this memory is written: autograd's graphs then keep the values that their forward passes used.
+        Only saved tensors that need no gradient are replaced.  Call this before the memory is written: autograd's
+        graphs then keep the values that their forward passes used.
         """
         copies: dict[tuple[Any, ...], Tensor] = {}
 

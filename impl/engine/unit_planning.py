@@ -25,7 +25,7 @@ GroupOf = Callable[[str, nn.Parameter], int]
 
 
 class Draft(NamedTuple):
-    """A unit before it is laid out: a module, and the parameters that are gathered for the module, in slot order."""
+    """A unit before it is laid out: a module, and the parameters that are gathered for it, in layout order."""
 
     name: str
     module: nn.Module  # the module for whose passes the unit is gathered

@@ -50,8 +50,8 @@ class _Values(ABC):
         if (owner := find(which)) is None or owner.engine is not zero:
             shape = tuple(which.shape)
             raise ZeroError(
-                f"got a parameter of shape {shape} that is not one of this sharded model: pass a parameter that a "
-                "module of the model holds, or its name"
+                f"got a parameter of shape {shape} that does not belong to this sharded model: pass a parameter that "
+                "a module of the model holds, or the parameter's name"
             )
         self._zero, self._unit, self._number = owner
         self._whole, self._slot = WholeValues(self._unit), self._unit.geometry.slots[self._number]
@@ -67,7 +67,10 @@ class _Values(ABC):
 
     @abstractmethod
     def _set(self, part: Tensor) -> None:
-        """Overwrite the local values with ``part`` (n,) fp32; () for a state that is a single number."""
+        """Overwrite the local values with ``part`` (n,) fp32.
+
+        For a state that is a single number, ``part`` has shape ().
+        """
 
     def full(self) -> Tensor | None:
         """Gather the full values, (shape) fp32; all ranks must call it.
@@ -96,7 +99,10 @@ class _Values(ABC):
         self._set(whole if self._is_number else part_of(whole, geometry, self._slot, rank))
 
     def set_local(self, value: Tensor) -> None:
-        """Overwrite the local values with ``value`` (n,); () for a state that is a single number."""
+        """Overwrite the local values with ``value`` (n,).
+
+        For a state that is a single number, ``value`` has shape ().
+        """
         self._set(self._checked(value, (self._length,)))
 
     def _checked(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -132,10 +132,10 @@ class GatheredParameters:
             raise ZeroError(refusal + wire.mesh.counting)
 
     def _leave(self, parts: Sequence[Tensor | None] = ()) -> None:
-        """Stop showing the values of all open places.
+        """Stop showing the values of all parameters.
 
-        ``parts`` has this rank's new values of each place in order.  Where a part is None or missing, the old values
-        stay.
+        ``parts`` has, for each parameter in order, the new values of the elements in this rank's shard.  Where it has
+        None or no entry, the old values stay.
         """
         self._saved.leave()
         self._places.clear()
@@ -334,7 +334,7 @@ class _BeforeSharding(_Place):
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
-    """Return a :class:`_Place` for each parameter.
+    """Return for each parameter a :class:`_Place`, which gathers the parameter and writes new values back.
 
     Plain parameters, of models that are neither sharded nor constructed in Init, are left out.
     """

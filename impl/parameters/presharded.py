@@ -83,11 +83,11 @@ class Cut:
 
     @property
     def parameters(self) -> list[nn.Parameter | None]:
-        """The parameters in slot order; None for a parameter that was replaced and no longer exists."""
+        """The parameters in the order of the layout; None in place of a parameter that no longer exists."""
         return [reference() for reference in self._parameters]
 
     def number(self, parameter: Tensor) -> int:
-        """Return the index of ``parameter``, which must belong to this cut, among the cut's slots."""
+        """Return the index of ``parameter``, which must belong to this cut, among the cut's parameters."""
         return [other is parameter for other in self.parameters].index(True)
 
     def cut(self) -> None:

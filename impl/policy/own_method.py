@@ -335,11 +335,11 @@ class PlannedWire:
         self.dtype = None  # torch's default
 
     def size(self, axis: str = "world") -> int:
-        """Returns the number of ranks along ``axis``."""
+        """Returns the number of ranks in a group along ``axis``, which is ``world``, ``node`` or ``local``."""
         return axis_of(self.topology, axis).size
 
     def index(self, axis: str = "world") -> int:
-        """Returns this rank's number among the ranks along ``axis``."""
+        """Returns the index of this rank in its group along ``axis``."""
         return axis_of(self.topology, axis).digit(self.rank)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
@@ -353,8 +353,8 @@ def declared(
 ) -> tuple[MethodMessage, ...] | None:
     """Returns the messages that ``instance.bytes()`` declares for one reduction of ``unit``.
 
-    With ``gather``, returns the messages that it declares for this gather.  Returns None if the class has no
-    ``bytes()``.
+    With ``gather``, returns the messages that ``bytes()`` declares for this gather.  The bytes of each message are
+    rounded up to a multiple of 16.  Returns None if the class has no ``bytes()``.
 
     Raises MethodError: if ``bytes()`` raises an error, or returns anything but tuples of kind, axis and bytes.
     """

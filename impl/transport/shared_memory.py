@@ -91,8 +91,8 @@ def flag_functions() -> FlagFunctions | None:
 def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
     """Return the arguments to call ``Work.wait()`` with: ``(limit,)`` for gloo, ``()`` for every other backend.
 
-    If it got a limit, NCCL's ``wait()`` would block the host, and the ``wait()`` of ranks that are threads would raise
-    an error.
+    With a limit, NCCL's ``wait()`` would block the host, and the ``wait()`` of ranks that are threads would raise an
+    error.
     """
     return (limit,) if backend == "gloo" else ()
 
@@ -176,7 +176,7 @@ class Arena:
             axis = self.group.axis.name
             raise SharedMemoryError(
                 f"{SLOTS} exchanges along {axis} are under way, the most that transport 'shm' has room for: finish "
-                "one before starting another"
+                "an exchange before starting another"
             )
         slot = min(self._free)
         self._read.wait(slot, self._last[slot], "did not read")

@@ -129,8 +129,8 @@ class ThreadRank:
         if not self.wait(gathered.event):
             missing = [rank for rank in range(self.world.size) if rank not in gathered.values]
             raise ThreadRankError(
-                f"rank {self.rank} waits for {ranks_in_words(missing)} outside of the wire, and no rank can go on: all "
-                "ranks must make the same calls"
+                f"rank {self.rank} waits for {ranks_in_words(missing)} in a call that all ranks must make, and no rank "
+                "can go on: make the same calls on all ranks"
             )
         return [gathered.values[rank] for rank in range(self.world.size)]
 
@@ -363,7 +363,9 @@ class ThreadStore:
         for key in missing:
             self._awaited[key].append(awaited)
         if rank is None or not rank.wait(awaited.event, timeout.total_seconds()):
-            raise RuntimeError(f"no rank has set {', '.join(sorted(missing))}")
+            raise RuntimeError(
+                f"no rank has set {', '.join(sorted(missing))} in the store: make the same calls on all ranks"
+            )
 
     def _set(self, key: str, value: bytes) -> None:
         self._values[key] = value

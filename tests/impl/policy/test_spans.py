@@ -161,7 +161,7 @@ def test_a_schedule_and_a_run_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PolicyError, match="the last span of schedule ends at step 3 of 5"):
         scheduled(Span(until=3)).for_steps(5)
     assert scheduled(Span(until=5)).for_steps(5).policy_at(99) == Policy()
-    with pytest.raises(PolicyError, match=r"has shares of a run of unknown length: use policy\.for_steps"):
+    with pytest.raises(PolicyError, match=r"the run's length is not known: use policy\.for_steps"):
         scheduled(Span(until="5 %"), Span(**RAW)).check(FOUR)
     with pytest.raises(PolicyError, match="the last span of schedule ends at step 5, and the steps after it"):
         scheduled(Span(until=5)).check(FOUR)
