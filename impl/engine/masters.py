@@ -232,7 +232,10 @@ class LossScaler:
         return factor
 
     def stepped(self) -> None:
-        """Note that a step was not skipped; double a dynamic scale after ``window`` such steps."""
+        """Note that a step was not skipped.
+
+        A dynamic scale doubles when ``window`` steps have not been skipped since the scale last changed.
+        """
         self._since += 1
         if self._setting is not None and 0 < self._setting.window <= self._since:
             self.scale, self._since = min(self.scale * 2.0, LARGEST_SCALE), 0

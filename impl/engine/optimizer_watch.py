@@ -225,9 +225,9 @@ def _check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 continue
             if by_element or value.dim() > 1:  # masters have one dimension
                 raise ZeroError(
-                    f"load_state_dict() of {kind.__name__}: {key!r} is {tuple(value.shape)} for a master of "
-                    f"{master.numel()} elements, this rank's shard: the state is of a whole model, or of another "
-                    "layout; use zeropp.load_checkpoint(), or zeropp.OptimizerState"
+                    f"load_state_dict() of {kind.__name__} got {key!r} of shape {tuple(value.shape)}, but this rank's "
+                    f"shard of the parameters has {master.numel()} elements: load a state of a whole model, or of "
+                    "another layout, with zeropp.load_checkpoint() or zeropp.OptimizerState"
                 )
 
 

@@ -804,7 +804,8 @@ class Policy:
             if any(span.until is not None and span.end is None for span in self.schedule[:-1]):
                 way_out = "use policy.for_steps(steps), with the number of steps"
                 raise PolicyError(
-                    f"schedule ({self.schedule_in_words}) ends spans at shares of the run, and the run's length is not known: {way_out}"
+                    f"schedule ({self.schedule_in_words}) ends spans at shares of the run, and the run's length is not "
+                    f"known: {way_out}"
                 )
             if (end := self.schedule[-1].end) is not None:
                 raise PolicyError(

@@ -97,7 +97,7 @@ class Span:
                 hash(value)
             except TypeError:
                 raise SpanError(
-                    f"{name} = {value!r}: expected a value of the policy's field {name}"
+                    f"{name} = {value!r}: expected a value that the policy's field {name} can have"
                 ) from None
         values = {
             "until": until,

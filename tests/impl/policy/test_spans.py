@@ -239,5 +239,7 @@ def test_a_number_of_steps_is_a_whole_number(steps: Any) -> None:
 @pytest.mark.parametrize("value", [{}, [[]], set()])
 def test_a_span_holds_values_of_fields(value: Any) -> None:
     """A value that no field of a policy can have is refused with the field's name."""
-    with pytest.raises(SpanError, match=r"^weights = .*: expected a value of the policy's field weights$"):
+    with pytest.raises(
+        SpanError, match=r"^weights = .*: expected a value that the policy's field weights can have$"
+    ):
         Span(weights=value)
