@@ -314,7 +314,7 @@ class Muon(WithAdamW):
     ) -> None:
         """Orthogonalise a matrix that this rank owns, and encode the result in ``messages`` to the matrix's holders.
 
-        ``momentum`` has the messages of all holders, by their index.
+        ``momentum`` has the message of each holder, by the holder's index.
         """
         whole = self._whole[: matrix.slot.spec.numel]
         for piece in pieces:
@@ -329,7 +329,7 @@ class Muon(WithAdamW):
             ops.encode(self.owners.update, whole[piece.place], messages[piece.update])
 
     def _apply(self, held: _Held, options: Mapping[str, Any], updates: Sequence[Tensor]) -> None:
-        """Step the masters of one unit's matrices with ``updates``, the messages of all owners, by their index."""
+        """Step the masters of one unit's matrices with ``updates``: the message of each owner, by the owner's index."""
         if held.master.grad is None:
             return
         rate = float(options["lr"])

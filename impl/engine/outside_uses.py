@@ -210,13 +210,16 @@ class SavedTensors:
         return False
 
     def leave(self) -> None:
-        """End the innermost call, and remove the engine's hooks if this call has put them on the stack."""
+        """End the innermost running call of a hooked module.
+
+        If this call has put the engine's hooks on torch's stack, they are removed.
+        """
         if self.calls and (users := self.calls.pop()) is not NOTHING:
             self._hooks.__exit__()
             self._users = users
 
     def leave_all(self) -> None:
-        """End all calls, because they were interrupted."""
+        """End all running calls of hooked modules, because they were interrupted."""
         while self.calls:
             self.leave()
 

@@ -70,7 +70,10 @@ def check_repeated(name: str, held: Tensor, value: Tensor) -> None:
 
 
 def check_value(name: str, held: Tensor, value: object) -> None:
-    """Raise a ZeroError for a ``value`` that the parameter or buffer ``held`` cannot take without loss."""
+    """Raise a ZeroError if the parameter or buffer ``held`` cannot take ``value``, the entry ``name`` of a state dict.
+
+    That is so if the value is no tensor, has another shape, has no data, or would change in the conversion.
+    """
     if not isinstance(value, Tensor):
         raise ZeroError(f"state {name!r} is a {type(value).__name__}, expected a tensor")
     if value.shape != held.shape:

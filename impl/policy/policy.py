@@ -691,7 +691,7 @@ class Policy:
 
     @property
     def readable(self) -> bool:
-        """Whether the attributes of all codecs may be read (:attr:`impl.codecs.codec.OwnCodec.readable`)."""
+        """Whether the attributes of all codecs may be read, for which users' modules may have to be imported."""
         return all(codec.readable for codec in self.own_codecs)
 
     @property
@@ -756,7 +756,8 @@ class Policy:
         """Returns the policy of a unit whose parameters have these ``shapes``.
 
         With ``blocks='shape'``, the result has ``blocks='codec'``, and codecs with the block sizes that DeepSpeed would
-        use for these shapes.  For a unit without a matrix, the result has ``planes=1``.
+        use for these shapes.  Gradients of a unit without a matrix are then cast, not quantised.  For such a unit, the
+        result has ``planes=1`` in any case.
 
         Args:
             shapes: empty if only the size of the unit is known.  Then the gradients' blocks and ``planes`` do not
