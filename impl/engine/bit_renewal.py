@@ -1,9 +1,10 @@
 """Chooses the codecs of an engine's units anew every few steps, within the bit budget of the policy.
 
-In the passes of the step before a choice, every candidate codec also encodes the gradients that the hop between
-nodes encodes, and the squared errors are added up.  After the optimizer's step, every candidate encodes the
-masters in the same way.  One exchange then gives every rank the sums of all ranks, which each rank adds in rank
-order, so that all ranks choose by the same numbers.  :mod:`impl.plan.bit_budget` chooses.
+Before a choice, the errors of all candidate codecs are measured for one step.  In the passes of this step, every
+candidate encodes the gradients that the hop between nodes encodes, and its squared errors are added up.  After the
+optimizer's step, every candidate encodes the masters, and its squared errors are added up too.  One exchange then gives
+every rank the sums of all ranks.  Each rank adds these sums in rank order, so that all ranks choose by equal numbers.
+:mod:`impl.plan.bit_budget` chooses.
 """
 
 from __future__ import annotations
@@ -28,19 +29,23 @@ from impl.unit.unit import Unit
 
 @dataclass(slots=True)
 class _Choice:
-    """The codecs chosen for one share of the budget, and the errors measured for the next choice."""
+    """The codecs chosen for weights or for gradients, and the errors measured for the next choice.
+
+    ``share`` is the part of the budget for weights, or for gradients.
+    """
 
     share: Share
     chosen: list[int]  # for each unit, the index of its codec among the share's candidates
-    # (units, 1 + codecs) fp64: the sum of squared values, then the sum of squared errors of each codec
+    # (units, 1 + candidates) fp64: the sum of squared values, then the sum of squared errors of each candidate codec
     squares: Tensor
 
 
 class Renewal(Observer):
-    """Measures candidate codecs, and chooses the codecs of one engine's units on one rank.
+    """Measures the errors of candidate codecs, and chooses the codecs of one engine's units on one rank.
 
     Raises:
-        PolicyError: if the policy's own codecs exceed the policy's budget.
+        PolicyError: if the policy's own codecs, with which training begins, exceed the budget; or if all units are
+            frozen or persistent.
     """
 
     def __init__(self, budget: BitBudget, units: Sequence[Unit], context: UnitContext) -> None:
@@ -58,7 +63,10 @@ class Renewal(Observer):
         self._observe()
 
     def _observe(self) -> None:
-        """From now on, observe gradients if a choice of codecs follows this step; otherwise do not observe them."""
+        """Measure errors in the coming step if a choice of codecs follows it; otherwise stop measuring.
+
+        If the budget has codecs of gradients, :meth:`encoded` is called in such a step for each encoded gradient.
+        """
         due = self._clock.step % self._every == 0
         if due or self._measuring:
             self.forget()
@@ -67,7 +75,10 @@ class Renewal(Observer):
         self._measuring = due
 
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
-        """Add up the squared errors of every candidate on the ``values`` that the hop between nodes encodes."""
+        """Add the squared errors of every candidate codec on ``values`` (..., S) to the sums of ``unit``.
+
+        A reduction calls this for each hop that encodes ``values``.  Only the hop between nodes counts.
+        """
         del frames
         for choice in self._choices:
             share = choice.share
@@ -76,11 +87,14 @@ class Renewal(Observer):
                 choice.squares[share.units.index(unit)] += squares_of(share.codecs, values, key)
 
     def forget(self) -> None:
-        """Drop the measured errors, because the gradients on which they were measured are not used."""
+        """Set the sums of squared errors to 0, because the gradients that were measured are not used."""
         self._squares.zero_()
 
     def stepped(self) -> None:
-        """After an optimizer's step, choose codecs anew if that step measured errors; all ranks must call it."""
+        """Note that an optimizer has stepped; choose codecs anew if errors were measured in this step.
+
+        All ranks must call it.
+        """
         if self._measuring:
             self._choose()
         self._observe()
@@ -110,7 +124,10 @@ class Renewal(Observer):
                 )
 
     def _adopt(self, choice: _Choice, chosen: list[int]) -> None:
-        """Have the share's units send with the ``chosen`` codecs from now on."""
+        """Make the units of ``choice`` send with the ``chosen`` codecs from now on.
+
+        ``chosen`` has, for each unit, the index of its codec among the candidates.
+        """
         share = choice.share
         for name, before, index in zip(share.units, choice.chosen, chosen, strict=True):
             if index != before:
@@ -119,12 +136,18 @@ class Renewal(Observer):
         choice.chosen = chosen
 
     def state(self) -> Tensor:
-        """Return the chosen codecs' indices and the measured errors, (n,) fp64, for a resumed run."""
+        """Return what a resumed run needs, (n,) fp64.
+
+        First come the indices of the units' codecs among the candidates, then the sums of squared errors.
+        """
         indices = [float(index) for choice in self._choices for index in choice.chosen]
         return torch.cat([torch.tensor(indices, dtype=torch.float64), self._squares.cpu()])
 
     def load(self, state: Tensor) -> None:
-        """Take over the :meth:`state` of the same rank; the clock must have the step at which that state was taken."""
+        """Take over a :meth:`state` that the same rank has saved.
+
+        The engine's clock must already have the step at which the state was saved.
+        """
         sizes = [*(len(choice.chosen) for choice in self._choices), self._squares.numel()]
         *indices, squares = torch.split(state, sizes)
         for choice, chosen in zip(self._choices, indices, strict=True):
@@ -136,8 +159,10 @@ class Renewal(Observer):
 def squares_of(codecs: Sequence[Codec], values: Tensor, key: Key, start: int = 0) -> Tensor:
     """Measure the squared errors with which ``codecs`` encode ``values`` (..., S).
 
-    Returns (1 + codecs,) fp64: the sum of squared values, then the sum of squared errors of each codec.  The
-    random bits of stochastic codecs depend on ``key`` and on ``start``, the number of the first element.
+    Returns (1 + len(codecs),) fp64: the sum of squared values, then the sum of squared errors of each codec.
+
+    Stochastic codecs draw their random bits from ``key`` and from the position of each element.  ``start`` is the
+    position of the first element of ``values``.
     """
     x = values.detach().float().contiguous()
     exact, numel = x.double(), x.shape[-1]

@@ -74,7 +74,10 @@ def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
 
 
 def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
-    """Do the work of :func:`why_not`; with ``every``, all tensors of a group are stepped, else only the first."""
+    """Do the work of :func:`why_not`.
+
+    With ``every``, copies of all tensors of each parameter group are stepped; otherwise only of the first two.
+    """
     wrong = "so on shards it would be another algorithm; use an elementwise optimizer, such as AdamW"
     task = _Task.draw()
     with _restored(optimizer) as drew:
@@ -135,9 +138,9 @@ def _way_out(optimizer: Optimizer) -> str:
 
 
 def _same(whole: Tensor, other: Tensor, way: Tensor) -> bool:
-    """Return whether the weights ``whole`` and ``other``, (K, N) each, are equal up to rounding.
+    """Return whether the weights ``whole`` and ``other`` are equal up to rounding, (K, N) each.
 
-    The tolerance is relative to ``way``, the distance that each element has moved so far.
+    ``way`` (K, N) is the distance that each element has moved so far; the tolerance is a small fraction of it.
     """
     equal = (whole == other) | (whole.isnan() & other.isnan())
     near = (whole - other).abs() <= _SLACK * way + 1e-6 * whole.abs()
@@ -145,13 +148,16 @@ def _same(whole: Tensor, other: Tensor, way: Tensor) -> bool:
 
 
 def _alike(options: Tensor, others: Tensor) -> bool:
-    """Return whether the options of two copies of an optimizer are equal up to rounding."""
+    """Return whether the options of two copies of an optimizer (:meth:`_Twin.options`) are equal up to rounding."""
     close = partial(torch.allclose, rtol=_SLACK, atol=0.0, equal_nan=True)
     return options.shape == others.shape and close(options, others)
 
 
 def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
-    """Return an optimizer class's ``step`` without torch's wrappers, which call hooks and import the compiler."""
+    """Return the function ``step`` of an optimizer class without the wrappers that torch has put around it.
+
+    The wrappers would call hooks and import the compiler.
+    """
     step: Any = kind.step
     while hasattr(step, "__wrapped__") and step.__globals__["__name__"] == Optimizer.__module__:
         step = step.__wrapped__
@@ -159,15 +165,14 @@ def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
 
 
 class _Task(NamedTuple):
-    """The problem on which optimizers are tried: first weights (N,), and gradients for ``STEPS`` steps.
+    """The problem on which optimizers are tried: initial weights, and a rule for the gradients of ``STEPS`` steps.
 
-    The gradient of a step is the step's row of ``slopes``.  If the step is called with a closure, its gradient is
-    this row plus ``bowl`` times the weights.
+    In step i the gradient is ``slopes[i]``.  If steps are called with a closure, it is ``slopes[i] + bowl * weights``.
     """
 
-    start: Tensor  # (N,) first weights of many sizes; every eighth is 0, where the smallest change shows
+    start: Tensor  # (N,) initial weights of many sizes; every eighth is 0, where the smallest change shows
     slopes: Tensor  # (STEPS, N), whose mean over steps is not 0, as in training
-    bowl: Tensor  # (N,) curvatures
+    bowl: Tensor  # (N,) second derivatives of the loss
 
     @classmethod
     def draw(cls) -> _Task:
@@ -185,9 +190,10 @@ class _Task(NamedTuple):
 
 
 class _Twin:
-    """A copy of an optimizer, which steps probes in place of the optimizer's tensors.
+    """A copy of an optimizer that steps *probes*: small parameters in place of the optimizer's tensors.
 
-    A probe is a parameter with the elements of the task from ``first`` on, in the shape ``shape``.
+    All probes of one copy have the shape ``shape`` and equal values.  These are taken from the weights of ``task``,
+    from element ``first`` on.
     """
 
     def __init__(
@@ -199,17 +205,23 @@ class _Twin:
         self._optimizer, self._probes = _copy(optimizer, task.start[part].view(shape), part, every=every)
 
     def weights(self) -> Tensor:
-        """Return the weights (K, n) fp32 of all probes, on the host."""
+        """Return the weights of all probes as (K, n) fp32 in host memory: K probes with n elements each."""
         return torch.stack([probe.detach().flatten().float().cpu() for probe in self._probes])
 
     def options(self) -> Tensor:
-        """Return the options that are numbers, (M,): some optimizers store values there that they adapt."""
+        """Return all numbers among the options of the copy's parameter groups, (M,) fp64.
+
+        They are compared too, because some optimizers store numbers there that they adapt while training.
+        """
         groups = self._optimizer.param_groups
         numbers = [value for group in groups for value in group.values() if isinstance(value, int | float)]
         return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
     def step(self, number: int, *, closure: bool) -> str | None:
-        """Take step ``number``; returns None, or the error that the step raised, as one line."""
+        """Take step ``number``, counted from 0.
+
+        Returns the error that the step raised, as one line; None if it raised no error.
+        """
 
         def evaluate() -> Tensor:
             losses = []
@@ -232,12 +244,17 @@ class _Twin:
 
 
 def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> tuple[Any, list[nn.Parameter]]:
-    """Copy an optimizer; the copy steps probes with the values ``start`` in place of the optimizer's tensors.
+    """Copy an optimizer, with *probes*, which are small parameters, in place of its tensors.
 
-    The copy has the same options, attributes and states.  A state with the shape of one of the tensors is repeated
-    to ``NUMEL`` elements, and the copy gets the elements ``part`` of these.
+    Returns the copy and the list of probes.
+    The copy has the same options, attributes and states; only a learning rate of 0 is replaced.
 
-    Returns the copy and its probes.
+    Args:
+        optimizer: the optimizer.
+        start: the initial values of each probe, in the shape of a probe.
+        part: the elements of the task that a probe has.  A state with one value for each element of a tensor is
+            repeated or cut to the ``NUMEL`` elements of the task, and the probe gets these elements of it.
+        every: whether the copy has a probe for every tensor, or only for the first two of each group.
     """
     probes: list[nn.Parameter] = []
     copies: dict[int, Any] = {}  # by id of the original, as in the memo of copy.deepcopy()
@@ -245,7 +262,7 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
     tensors: dict[int, nn.Parameter] = {}  # probes by id of the tensor that they replace
 
     def cut(tensor: Tensor) -> Tensor:
-        """Return a probe's state, made from ``tensor``, the state of one of the optimizer's tensors."""
+        """Return the state for one of the copy's parameters, made from ``tensor``, a state of the optimizer."""
         values = tensor.detach().flatten()[:NUMEL]
         if not values.numel():
             return torch.zeros(start.shape, dtype=tensor.dtype, device=tensor.device)
@@ -253,7 +270,10 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
         return repeated.view(start.shape).clone()
 
     def copied(value: Any) -> Any:
-        """Copy an attribute, an option or a state, with probes in place of tensors."""
+        """Copy an attribute, an option or a state of the optimizer.
+
+        In the result, the copy's small parameters take the place of the optimizer's tensors.
+        """
         if id(value) in copies:
             return copies[id(value)]
         result: Any
@@ -300,9 +320,10 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
 def _restored(optimizer: Optimizer) -> Iterator[Callable[[], bool]]:
     """Context that undoes, when it ends, what trial steps of the optimizer change outside of the optimizer.
 
-    It restores the random number generators of torch, Python and NumPy, and those attributes of the optimizer's classes
-    that are numbers, strings or tuples, such as a counter of steps.  Yields a function that returns whether torch's or
-    Python's random numbers have been drawn.
+    It restores the random number generators of torch, Python and NumPy.  It also restores attributes of the optimizer's
+    classes that are numbers, strings or tuples, such as a counter of steps.
+
+    Yields a function that returns whether random numbers of torch or Python were drawn in the context.
     """
     devices = {tensor.device for group in optimizer.param_groups for tensor in group["params"]}
     generators = [torch.default_generator]

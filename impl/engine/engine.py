@@ -36,8 +36,9 @@ from impl.unit.unit import Unit
 class Zero:
     """The engine of one sharded model on one rank, made by :func:`impl.zero.shard`.
 
-    ``units`` are the model's units: the root's first, then the blocks' in model order.  ``masters`` are this
-    rank's fp32 weights, ``scaler`` has the loss scale, and ``wire.ledger`` the bytes that were sent.
+    ``units`` are the model's units: the root's first, then the persistent ones, then each block's in model order.
+    ``masters`` are this rank's fp32 weights, ``scaler`` has the loss scale, and ``wire.ledger`` has the bytes that this
+    rank has sent.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], context: UnitContext, hooks: Hooks) -> None:
@@ -49,7 +50,7 @@ class Zero:
         self.renewal = None if budget is None else Renewal(budget, self.units, context)
         apart = context.policy.local_steps is not None
         self._local_steps = LocalSteps(context.policy, self.units, self.masters) if apart else None
-        self._phase = 0  # the number of the policy of this step among those of the schedule
+        self._phase = 0  # the index of the present step's policy in ``policy.phases``
         # These bound methods also keep the engine alive as long as the model, even if the user drops the engine.
         model.zero_grad = self._zero_grad  # type: ignore[method-assign]  # torch has no hook for it
         self._loaded: set[str] = set()  # names of the entries that the last load_state_dict() has loaded
@@ -70,9 +71,9 @@ class Zero:
                 the group's options, such as ``{0: {"lr": 1e-3}}``.
 
         Returns:
-            One dict for each group of the model: ``params``, which are 1-D fp32 tensors and may have no
-            elements on this rank, and the group's options.  With a GPU, a group that is partly offloaded has
-            two dicts, one per device, as torch's fused and foreach kernels need.
+            One dict for each group of the model.  ``params`` are the group's masters, 1-D fp32 tensors that may have no
+            elements on this rank.  The other entries are the group's options.  If a part of a group is offloaded from
+            a GPU, the group has two dicts, one for each device, as torch's fused and foreach kernels need.
 
         Raises:
             ZeroError: if ``options`` is not such a mapping.
@@ -119,9 +120,10 @@ class Zero:
     def finish_backward(self) -> None:
         """End a backward pass that failed on this rank: send the messages that the other ranks wait for.
 
-        A backward pass that does not fail needs no call.  The messages carry the gradients that have arrived,
-        and zeros for all others; after :meth:`drop_gradients` they carry zeros only.  Afterwards, the mean over
-        all ranks has been added to the masters' gradients.  Inside :meth:`accumulating` nothing is sent.
+        A backward pass that does not fail needs no call.  The messages carry the gradients that have arrived, and zeros
+        in place of gradients that have not.  If :meth:`drop_gradients` was called before, the messages carry only
+        zeros.  Afterwards, the mean over all ranks has been added to the masters' gradients.  Inside
+        :meth:`accumulating` nothing is sent.
         """
         self.hooks.finish_backward()
 
@@ -129,8 +131,8 @@ class Zero:
     def rehearsing(self) -> Iterator[None]:
         """Context whose passes have no effect on later training, for warm-up and for measuring messages.
 
-        On leaving, gradients are dropped; buffers and the codecs' state are restored; weights will be gathered
-        anew.
+        On leaving, gradients are dropped, and buffers and the codecs' state are restored.  The next pass gathers all
+        weights anew.
 
         Raises:
             ZeroError: if masters have gradients when the context is entered.
@@ -175,9 +177,10 @@ class Zero:
         scaler of any of them.
 
         Args:
-            optimizers: the optimizers to step.  With a loss scale, pass all that hold masters with gradients.
-            max_norm: the largest global norm (:meth:`grad_norm`) that gradients may have; larger ones are
-                scaled down.  None does not clip.
+            optimizers: the optimizers to step.  With a loss scale, pass all optimizers that hold masters with
+                gradients.
+            max_norm: the largest global norm (:meth:`grad_norm`) that the gradients may have; gradients with a larger
+                norm are scaled down.  None does not clip.
             norm_type: the p of the p-norm.
 
         Returns:
@@ -185,8 +188,8 @@ class Zero:
 
         Raises:
             LossScaleError: if gradients overflow at the smallest dynamic loss scale.
-            ZeroError: with a loss scale, if an optimizer is missing or a loss was not scaled; if the models
-                cannot step together.
+            ZeroError: if the models cannot step together.  With a loss scale, also if an optimizer is missing, or if
+                a loss was not scaled.
         """
         together = self._together("step()", optimizers, max_norm=max_norm)
         norm: float | None = None
@@ -216,10 +219,13 @@ class Zero:
     def _together(
         self, call: str, optimizers: Sequence[torch.optim.Optimizer], *, max_norm: float | None
     ) -> list[Zero]:
-        """Return the engines whose masters the optimizers hold, and whose models ``call`` treats as one model.
+        """Return the engines whose masters the optimizers hold; ``call`` treats the models of these engines as one.
+
+        Returns this engine alone if the optimizers hold no masters.
 
         Raises:
-            ZeroError: if this engine is not among them, or if their models cannot be treated as one model.
+            ZeroError: if the optimizers hold only masters of other engines, or if ``call`` cannot treat the models as
+                one.
         """
         together = engines_of(optimizers) or [self]
         if self not in together:
@@ -315,7 +321,10 @@ class Zero:
         return norm
 
     def _forget_overflow(self) -> None:
-        """Drop carried and measured errors, since the gradients of an overflow are not used."""
+        """Drop the errors that codecs carry and the errors measured for the bit budget, after an overflow.
+
+        The gradients that these errors come from are not used.
+        """
         for unit in self.units:
             unit.reduction.clear_feedback()
             if unit.outer is not None:
@@ -342,15 +351,15 @@ class Zero:
     def weights_changed(self) -> None:
         """Drop all copies of the weights, because masters were written; all ranks must call it.
 
-        Optimizer steps and writes that torch counts need no call.  Writes through ``.data`` do need one if
-        hpZ, a stage below 3, a persistent unit or offload keeps copies of the weights.  Without the call, a
-        pass that would reuse such a copy raises an error.
+        Optimizer steps need no call, nor do writes that increment torch's version counter.  Writes through ``.data``
+        need a call if hpZ, a stage below 3, a persistent unit or offload keeps copies of the weights.  If the call is
+        missing, a pass that would use such a copy raises an error.
         """
         for unit in self.units:
             unit.weights_changed()
 
     def forget_gathered(self) -> None:
-        """Have the next use of each unit gather its weights anew, although nothing has changed them."""
+        """Make the next use of each unit gather the unit's weights anew, although the weights have not changed."""
         for unit in self.units:
             unit.weights_changed("unchanged")
 
@@ -376,11 +385,14 @@ class Zero:
 
     @property
     def current_policy(self) -> Policy:
-        """The policy of the present step; this policy has no schedule."""
+        """The policy that holds in the present step: a phase of the schedule, without a schedule itself."""
         return self.policy.phases[self._phase]
 
     def follow_schedule(self, step: int) -> None:
-        """Send as the policy's schedule says after ``step`` optimizer steps; all ranks must call it between passes."""
+        """Change to the phase of the policy's schedule that holds after ``step`` optimizer steps.
+
+        All ranks must call it, between passes.
+        """
         number = self.policy.phase_at(step)
         if number != self._phase:
             for unit in self.units:
@@ -388,11 +400,11 @@ class Zero:
             self._phase = number
 
     def communication_state(self) -> dict[str, Tensor]:
-        """Return the state that this rank's messages depend on, apart from weights and gradients.
+        """Return the state that this rank's messages depend on, in addition to weights and gradients.
 
-        It holds the step and micro-batch, carried errors, the copies that differences of weights are taken
-        from, and the codecs that a budget has chosen.  Together with masters and optimizer state, it resumes a
-        run bit for bit on the same topology and policy.
+        It has the numbers of the step and of the micro-batch, the carried errors, the copies from which differences of
+        weights are taken, and the codecs that a budget has chosen.  A run that loads it together with masters and
+        optimizer state continues bit for bit, on the same topology and with the same policy.
         """
         state = {"step": torch.tensor(self.clock.step), "micro_batch": torch.tensor(self.clock.micro_batch)}
         if self.renewal is not None:
@@ -442,18 +454,18 @@ class Zero:
     ) -> dict[str, Tensor]:
         """Gather the state dict of the unsharded model, parameters and buffers; all ranks must call it.
 
-        Units are gathered one after the other, and each is copied to ``device`` before the next one is gathered.  A GPU
-        therefore holds one unit's fp32 weights at a time, unless the result stays there.
+        Units are gathered one after the other, and each unit is copied to ``device`` before the next unit is gathered.
+        A GPU therefore holds the fp32 weights of one unit at a time, unless ``device`` is the GPU.
 
         Args:
-            rank0_only: whether only rank 0 of the mesh gets the state dict; it is empty on all others.
+            rank0_only: whether only rank 0 of the mesh gets the state dict; on all other ranks the result is empty.
             device: the device of the result; None for the mesh's.
             dtype: the type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
             allow_overflow: whether finite values beyond the largest of ``dtype`` may become infinite.
 
         Raises:
-            ZeroError: on all ranks, if such values occur and ``allow_overflow`` is False; the message names
-                the parameters.
+            ZeroError: on all ranks, if finite values would become infinite and ``allow_overflow`` is False; the
+                message names the parameters.
         """
         self.hooks.check_parameters()
         with self.wire.calling("full_state_dict()"):
@@ -473,9 +485,9 @@ class Zero:
         Parameters may be in any floating-point type and any memory layout.
 
         Raises:
-            ZeroError: before anything is changed, if names or shapes differ, if parameters that the model ties
-                have different values, if a tensor has no data, or if the model's type cannot hold a value: a
-                complex number, a finite value beyond fp32, an integer that fp32 would round.
+            ZeroError: before anything is changed, in each of these cases: names or shapes differ; parameters that
+                the model ties have different values; a tensor has no data; or the model's type cannot hold a value,
+                such as a complex number, a finite value beyond fp32, or an integer that fp32 would round.
         """
         self.hooks.check_parameters()
         self.check_hidden("load_full_state_dict()")
@@ -487,14 +499,17 @@ class Zero:
     # set_model_state_dict() call.  They do nothing if GatheredParameters shows all parameters of the model.
 
     def _before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Make buffers equal on all ranks, before ``state_dict()`` collects them."""
+        """Make buffers equal on all ranks, before ``state_dict()`` collects them.
+
+        With ``keep_vars``, nothing is done.
+        """
         if not keep_vars and not self._all_shown():
             self.hooks.check_parameters()
             with self.wire.calling("state_dict()"):
                 self.buffers.make_equal()
 
     def _fill_state_dict(self, model: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-        """Put the whole values of the parameters into what ``state_dict()`` has collected."""
+        """Replace the parameters that ``state_dict()`` has collected in ``state`` by their whole values."""
         if not self._all_shown():
             with self.wire.calling("state_dict()"):
                 state_dict.fill(self.model, self.units, state, prefix)
@@ -502,7 +517,10 @@ class Zero:
     def _load_from_state_dict(
         self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: object
     ) -> None:
-        """Load and remove all entries that the model has; ``load_state_dict()`` then finds only the other entries."""
+        """Load the entries of ``state`` that belong to the model, and remove them from ``state``.
+
+        ``load_state_dict()`` then finds only the other entries.
+        """
         self._loaded.clear()
         if self._all_shown():
             return
@@ -518,7 +536,7 @@ class Zero:
         self._loaded = state_dict.take(self.model, self.units, state, prefix)
 
     def _after_load_state_dict(self, model: nn.Module, report: Any) -> None:
-        """Remove the entries that the engine has loaded from those that torch reports as missing."""
+        """Remove from torch's report of missing entries all entries that the engine has loaded."""
         report.missing_keys[:] = [name for name in report.missing_keys if name not in self._loaded]
 
     def _all_shown(self) -> bool:
@@ -526,24 +544,26 @@ class Zero:
         return all(len(unit.flat.shown) == len(unit.members) for unit in self.units)
 
     def memory(self) -> dict[str, int]:
-        """Return the peak bytes of this rank's engine, by part; the keys are those of
-        :func:`impl.plan.memory.memory`.
+        """Return the most bytes that each part of this rank's engine has held at once so far.
+
+        The keys are the names of parts in :func:`impl.plan.memory.memory`.
         """
         messages = {"messages": self.wire.message_bytes} if self.wire.streams else {}
         return self._meter.peak | messages
 
     def copied(self) -> dict[CopyKey, int]:
-        """Return the bytes copied between host and device so far, which :func:`impl.plan.traffic.predict`
-        predicts.
+        """Return the number of bytes that were copied between host and device so far, for each kind of copy.
+
+        :func:`impl.plan.traffic.predict` predicts the same numbers.
         """
         return dict(self._host.copied)
 
     # Refusals
 
     def check_hidden(self, call: str) -> None:
-        """Raise a ZeroError if GatheredParameters shows parameters, for a ``call`` that writes weights.
+        """Raise a ZeroError if GatheredParameters shows parameters of the model.
 
-        Leaving the context would undo such a write.
+        ``call`` is the name of the call that would write weights; leaving the context would undo the write.
         """
         for unit in self.units:
             if unit.flat.shown:
@@ -551,9 +571,9 @@ class Zero:
 
 
 def _joint_norm(call: str, together: Sequence[Zero], norm_type: float) -> Tensor:
-    """Return the joint norm () fp64 of several models' mean gradients.
+    """Return the norm () fp64 of the mean gradients of several models, taken as one vector.
 
-    ``call`` is the name of the public call that needs the norm, which all ranks must make.
+    ``call`` is the name of the public call that needs the norm; all ranks must make this call.
     """
     norms = []
     for engine in together:
@@ -593,11 +613,11 @@ def describe(zero: Zero) -> dict[str, Any]:
 
 
 class Owner(NamedTuple):
-    """The engine that a parameter belongs to, its unit, and its number in the unit."""
+    """The engine and the unit that a parameter belongs to."""
 
     engine: Zero
     unit: Unit
-    number: int
+    number: int  # index of the parameter in ``unit.members``
 
 
 def find(parameter: Tensor) -> Owner | None:

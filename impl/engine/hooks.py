@@ -40,13 +40,13 @@ from impl.unit.unit import Unit
 class Hooks:
     """Runs the forward and backward passes of one sharded model on one rank.
 
-    ``finished`` is the number of backward passes so far.
+    ``finished`` is the number of backward passes that have ended so far.
 
     Args:
         model: the sharded model.
-        units: the model's units: the root's first, then the blocks' in model order.
+        units: the model's units: the root's first, then the persistent ones, then each block's in model order.
         modules: for each unit, the module for whose passes the unit is gathered.
-        context: what the units share.
+        context: the objects that the units share, such as the wire.
         casts_inputs: whether floating-point inputs of the hooked modules are cast to the compute type.
     """
 
@@ -169,7 +169,10 @@ class Hooks:
             self._seen = []
 
     def _warn_of_autocast(self) -> None:
-        """Warn once if autocast keeps a cast of every gathered weight, which resharding cannot free."""
+        """Warn once if autocast casts every gathered weight to another type.
+
+        Autocast keeps these casts until backward, and resharding cannot free them.
+        """
         mesh, compute = self._context.wire.mesh, DTYPES[self._context.policy.compute]
         cast = torch.get_autocast_dtype(mesh.device.type)
         if cast == compute:
@@ -239,10 +242,10 @@ class Hooks:
                     tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def _backward_follows(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
-        """Return whether a backward pass from ``outputs`` may follow.
+        """Return whether a backward pass from ``outputs`` may follow this forward pass.
 
-        Without gradients no backward pass can follow.  None follows either if a user has written weights of ``units``
-        that the schedule keeps for backward, since the forward pass then ends with an error.
+        Returns False if autograd is off or no output needs a gradient.  Returns False also if a user has written
+        weights of ``units`` that stay gathered for backward, since the forward pass then ends with an error.
         """
         if not torch.is_grad_enabled():
             return False
@@ -258,9 +261,14 @@ class Hooks:
         return True
 
     def _end_forward(self, outputs: Collection[int], *, backward: bool) -> None:
-        """End a forward pass of the model: take over the order in which units ran, and reshard those still gathered.
+        """End a forward pass of the model: reshard the units that are still gathered.
 
-        Units are still gathered here if they were gathered ahead and not used, or used outside their modules.
+        A unit is still gathered here if it was gathered before its use and then not used, or if it was used outside of
+        its module.  After the first forward pass, the order in which units ran becomes the order for all later passes.
+
+        Args:
+            outputs: the addresses of the memory of the tensors that the model has returned.
+            backward: whether a backward pass may follow; units that the backward pass needs first stay gathered.
         """
         passes = self._passes
         passes.in_forward = False
@@ -286,16 +294,16 @@ class Hooks:
                     unit.reshard()
 
     def _follow_order(self) -> None:
-        """Tell the queue to reduce gradients in the schedule's order."""
+        """Make reductions start in the order in which the schedule expects gradients to be complete."""
         order = self._passes.schedule.reduction_order
         self.reductions.follow([self._units[index].reduction for index in order])
 
     # Backward
 
     def _weakly(self, event: Callable[..., None], *args: Any, needed: bool = False) -> Callable[[Any], None]:
-        """Return a hook for autograd that calls ``event`` but does not keep the engine alive.
+        """Return a hook for autograd that calls ``event(hooks, *args)`` but does not keep the engine alive.
 
-        Once the engine is gone, the hook does nothing, or raises a ZeroError if it is ``needed``.
+        If the engine is gone when the hook runs, the hook does nothing; with ``needed`` it raises a ZeroError.
         """
         reference = weakref.ref(self)
 
@@ -311,10 +319,10 @@ class Hooks:
         return hook
 
     def _reshard_after(self, module: nn.Module, inputs: Sequence[Any]) -> None:
-        """Register hooks that reshard a block once the gradients of its ``inputs`` have arrived.
+        """Register hooks that reshard ``module``, a block, once the gradients of its ``inputs`` have arrived.
 
-        A block with frozen or unused parameters needs these hooks, since the gradients of such parameters never
-        arrive.
+        A block is also resharded when the gradients of all its parameters have arrived.  This never happens to a block
+        with frozen or unused parameters, so such a block needs these hooks.
         """
         tensors: list[Tensor] = []
         for value in inputs:
@@ -344,8 +352,8 @@ class Hooks:
     def collect_gradient(self, index: int, number: int) -> None:
         """Collect the gradient that has arrived at parameter ``number`` of unit ``index``.
 
-        At a block's first gradient, reductions post their next hops; at a unit's last gradient, all reductions that are
-        ready start.
+        If it is the first gradient of a block, the reductions under way post their next hops.  If it is the last
+        gradient of the unit, the unit is resharded, and all reductions that are ready start.
         """
         if not self._passes.in_backward:
             self._begin_backward()
@@ -360,7 +368,7 @@ class Hooks:
     def collect_outside(self, index: int, number: int) -> None:
         """Collect the gradient that has arrived at the placeholder of parameter ``number`` of unit ``index``.
 
-        Gradients arrive there from an ``autograd.Function`` that was given the placeholder.
+        A gradient arrives at a placeholder if the placeholder was passed to an ``autograd.Function``.
 
         Raises:
             ZeroError: if GatheredParameters shows the parameter.
@@ -371,15 +379,18 @@ class Hooks:
                 unit.members[number].placeholder.grad = None
             name = unit.geometry.slots[number].spec.name
             raise ZeroError(
-                f"backward() reached parameter {name!r} under GatheredParameters, whose gradient no optimizer "
-                "would see: compute a loss with weights inside zero.unsharded(), or use torch.no_grad()"
+                f"backward() reached parameter {name!r} under GatheredParameters, and no optimizer would see the "
+                "parameter's gradient: compute a loss with weights inside zero.unsharded(), or use torch.no_grad()"
             )
         unit.reduction.collect_outside(number, is_next=self.reductions.next is unit.reduction)
         if not self._passes.in_backward:
             self._begin_backward()
 
     def reshard_unused(self, module: nn.Module) -> None:
-        """Reshard the units of ``module`` if the gradients of all inputs of all its calls have arrived."""
+        """Note that the gradient of one input of ``module`` has arrived.
+
+        Once the gradients of all inputs of all calls of the module have arrived, reshard the module's units.
+        """
         left = self._inputs_left[module] = self._inputs_left.get(module, 1) - 1
         if not left:
             for unit in self._units_of[module]:
@@ -427,7 +438,10 @@ class Hooks:
             self._end_backward()
 
     def check_finished(self, call: str) -> None:
-        """Raise a ZeroError for ``call`` if a backward pass has not ended, or gradients are not reduced."""
+        """Raise a ZeroError if a backward pass has not ended, or if local gradients are not reduced yet.
+
+        ``call`` is the name of the call that is refused.
+        """
         if self._passes.in_backward:
             raise ZeroError(
                 f"{call} is refused after a backward pass that failed: call finish_backward() first"
@@ -442,7 +456,7 @@ class Hooks:
     # Other ways to run
 
     def run(self, module: nn.Module, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``entry`` as a forward pass of ``module``, and return its output.
+        """Call ``entry`` with all other arguments as a forward pass of ``module``, and return the output of ``entry``.
 
         Raises:
             ZeroError: if ``module`` is neither the model nor one of its blocks.
@@ -472,7 +486,7 @@ class Hooks:
             self._post_forward(self._model, (), {}, None)
 
     def drop(self) -> None:
-        """Leave a pass that failed; see :meth:`impl.engine.engine.Zero.drop_gradients`."""
+        """Forget a pass that failed, and its gradients; see :meth:`impl.engine.engine.Zero.drop_gradients`."""
         self._passes.running = 0
         self._passes.written.clear()
         self.saved.leave_all()
@@ -481,7 +495,7 @@ class Hooks:
             unit.drop_gradients()
 
     def check_idle(self, call: str) -> None:
-        """Raise a ZeroError for ``call`` inside a forward or backward pass."""
+        """Raise a ZeroError inside a forward or backward pass; ``call`` is the name of the call that is refused."""
         if self._passes.running or recomputing():
             raise ZeroError(
                 f"{call} inside a forward or backward pass is refused, since the pass itself gathers the weights that "
@@ -491,7 +505,7 @@ class Hooks:
 
 
 def _parts(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Module | None], list[str], list[str]]]:
-    """Return each module of ``model`` with its children and the names of its parameters and buffers."""
+    """Return (module, children by name, names of parameters, names of buffers) for each module in ``model``."""
     return [
         (part, dict(part._modules), list(part._parameters), list(part._buffers))  # noqa: SLF001
         for part in model.modules()

@@ -1,6 +1,7 @@
-"""Counts a model's optimizer steps, and takes the outer steps of its units when they are due.
+"""Takes the outer steps of a model's units after the optimizer steps at which they are due.
 
-:mod:`impl.plan.local_steps` says when a unit is due, :mod:`impl.unit.outer_step` what an outer step does.
+:mod:`impl.plan.local_steps` says after which steps a unit is due, and :mod:`impl.unit.outer_step` what an outer step
+does.
 """
 
 from __future__ import annotations
@@ -25,19 +26,22 @@ class LocalSteps:
         self._waiting = False
 
     def stepped(self, step: int, *, first: bool) -> None:
-        """Note that an optimizer has stepped; once all masters with gradients were stepped, take the due outer steps.
+        """Note that an optimizer has stepped.
+
+        Once optimizers have stepped all masters that have gradients, take the outer steps that are due.
 
         Args:
             step: the number of optimizer steps so far.
             first: whether the optimizer is the first to step after a backward pass.
 
         Raises:
-            ZeroError: if masters with gradients were not stepped in the step before.
+            ZeroError: if optimizers stepped only some of the masters that had gradients, and then another backward
+                pass has run.
         """
         if first and self._waiting:
             raise ZeroError(
-                "local_steps: optimizers have stepped only some of the masters that have gradients, so that the step "
-                "before never ended: step all optimizers after each backward pass, or clear the other gradients"
+                "local_steps: optimizers have stepped only some of the masters that have gradients, and then another "
+                "backward pass has run: step all optimizers after each backward pass, or clear the other gradients"
             )
         self._waiting = first or self._waiting
         if not self._waiting or self._masters.unused_gradients:

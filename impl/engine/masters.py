@@ -26,20 +26,20 @@ _LEAST: Final = 1e-6
 
 
 class Masters:
-    """The masters of one sharded model on one rank; ``numbers`` are the masters' :func:`id`."""
+    """The masters of one sharded model on one rank.  ``numbers`` is the set of the masters' :func:`id`."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self._all = [master for unit in units for _, master in unit.master_shard.masters]
         self.numbers = frozenset(map(id, self._all))
-        # numbers of the masters that no optimizer has stepped since the last backward pass
+        # the :func:`id` of each master that no optimizer has stepped since the last backward pass
         self.unused: set[int] = set()
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._all)
 
     def groups(self, options: Mapping[int, Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-        """Return parameter groups for an optimizer; see :meth:`impl.engine.engine.Zero.param_groups`."""
+        """Return the masters as parameter groups for an optimizer; see :meth:`impl.engine.engine.Zero.param_groups`."""
         tables: Any = {} if options is None else options
         if not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) for t in tables.values()):
             raise ZeroError(
@@ -58,7 +58,7 @@ class Masters:
         ]
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by ``factor``, in place."""
+        """Multiply the gradients of all masters by ``factor``, in place."""
         # The factor on each device, so that a tensor is copied to each device only once.
         factors: dict[torch.device, float | Tensor] = {}
         for gradient in (master.grad for master in self if master.grad is not None):
@@ -109,12 +109,15 @@ class Masters:
 
     @property
     def unused_gradients(self) -> int:
-        """The number of masters whose gradient no optimizer has used for a step yet."""
+        """Number of masters that have a gradient and that no optimizer has stepped since the last backward pass."""
         return sum(master.grad is not None and id(master) in self.unused for master in self)
 
 
 def joint_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Combine the norms of several models' gradients into their joint norm () fp64, on the first norm's device."""
+    """Return the norm () fp64 of the gradients of several models, taken as one vector.
+
+    ``norms`` has each model's norm.  The result is on the device of the first norm.
+    """
     first, *others = norms
     if not others:
         return first
@@ -125,9 +128,9 @@ def joint_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Return the factor () that scales gradients of ``norm`` to at most ``max_norm``.
+    """Return the factor () that scales gradients whose norm is ``norm`` down to a norm of at most ``max_norm``.
 
-    It is at most 1, and NaN if the norm is not finite.
+    The factor is at most 1.  It is NaN if ``norm`` is not finite.
     """
     factor = (max_norm / (norm + _LEAST)).clamp(max=1.0)
     return torch.where(norm.isfinite(), factor, math.nan)
@@ -142,7 +145,7 @@ class Stepped(NamedTuple):
 
 
 class LossScaleError(ArithmeticError):
-    """Gradients overflow at the smallest loss scale, so a smaller scale is no remedy."""
+    """Gradients overflow although the loss scale is the smallest that the policy allows."""
 
 
 # The loss scale of each backward pass, by the number that autograd gives the pass.  When the scaler of one model
@@ -152,12 +155,12 @@ _PASSES: Final = 1 << 14  # how many passes are remembered: more than run at onc
 
 
 def _autograd_pass() -> int:
-    """Return autograd's number of the backward pass that runs in this thread; -1 if none does."""
+    """Return autograd's number of the backward pass that runs in this thread; -1 if no pass runs."""
     return torch._C._current_graph_task_id()  # noqa: SLF001  # there is no public function for it
 
 
 class LossScaler:
-    """The loss scale of one model.  Without a ``setting`` the scale stays 1, and no step is skipped."""
+    """The loss scale of one model.  If ``setting`` is None, the scale stays 1 and no step is skipped."""
 
     def __init__(self, setting: LossScale | None) -> None:
         self._setting = setting
@@ -168,7 +171,7 @@ class LossScaler:
         self._unscaled = 0  # how many backward passes since the last step had a loss that was not scaled
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the scaled loss, on which to call ``backward()``."""
+        """Return ``loss`` multiplied by the loss scale; call ``backward()`` on the result."""
         if self.scale == 1.0:
             return loss
         scaled = loss * self.scale
@@ -183,7 +186,7 @@ class LossScaler:
             _scales.pop(min(_scales), None)
 
     def passed(self) -> None:
-        """Note that a backward pass has ended, and whether its loss was scaled."""
+        """Note that a backward pass has ended; count the pass if there is a loss scale and the loss was not scaled."""
         reached = self._reached or _scales.get(_autograd_pass()) == self.scale
         self._unscaled += self.scale != 1.0 and not reached
         self._reached = False
@@ -202,9 +205,9 @@ class LossScaler:
             )
 
     def factor(self, norm: float, max_norm: float | None) -> float | None:
-        """Return the factor that undoes the loss scale and clips; None if the step must be skipped.
+        """Return the factor by which to multiply gradients, to undo the loss scale and to clip them.
 
-        After an overflow, this lowers a dynamic loss scale.
+        Returns None if the step must be skipped, because ``norm`` is not finite.  Then a dynamic loss scale is halved.
 
         Args:
             norm: the norm of the gradients without the loss scale.
@@ -229,15 +232,18 @@ class LossScaler:
         return factor
 
     def stepped(self) -> None:
-        """Note that a step was not skipped; a dynamic scale doubles after enough such steps."""
+        """Note that a step was not skipped.
+
+        A dynamic scale doubles when ``window`` steps have not been skipped since the scale last changed.
+        """
         self._since += 1
         if self._setting is not None and 0 < self._setting.window <= self._since:
             self.scale, self._since = min(self.scale * 2.0, LARGEST_SCALE), 0
 
     def follow(self, other: LossScaler, *, skipped: bool) -> None:
-        """Take over the scale of ``other``, the scaler of a model that was stepped together with this one.
+        """Take over the scale of ``other``, the scaler of another model that took this step together with this model.
 
-        ``skipped`` says whether that step was skipped.
+        ``skipped`` says whether the step was skipped; a skipped step is counted here too.
         """
         if other is not self:
             self.scale, self._since = other.scale, other._since
@@ -248,5 +254,5 @@ class LossScaler:
         return {"scale": self.scale, "skipped": self.skipped, "since": self._since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a :meth:`state_dict`."""
+        """Take over the numbers that :meth:`state_dict` has returned."""
         self.scale, self.skipped, self._since = float(state["scale"]), state["skipped"], state["since"]

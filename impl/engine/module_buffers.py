@@ -44,9 +44,10 @@ _WAY_OUT: Final = "or register it with persistent=False, so that each rank has i
 class ModuleBuffers:
     """Makes the persistent buffers (running means, counters) of one model equal on all ranks.
 
-    :meth:`make_equal` gives all ranks the mean of floating-point buffers of 16 to 64 bits, and rank 0's values
-    of all others.  (DDP gives all ranks rank 0's values of all buffers.)  ``shard()`` compares the shapes and types
-    of buffers between ranks; they are compared again when they change on a rank.
+    For floating-point buffers of 16 to 64 bits, :meth:`make_equal` gives all ranks the mean over ranks.  For all other
+    buffers, it gives all ranks the values of rank 0.  (DDP gives all ranks the values of rank 0 for all buffers.)
+    ``shard()`` compares the shapes and types of buffers between ranks.  When a rank's shapes or types change later, all
+    ranks compare them again.
     """
 
     def __init__(self, model: nn.Module, wire: Wire, saved: SavedTensors) -> None:
@@ -61,14 +62,17 @@ class ModuleBuffers:
         )
 
     def _agree_on(self, buffers: Mapping[str, Tensor]) -> None:
-        """Set the layout of messages: they have room for ``buffers`` of these shapes and types."""
+        """Lay out the ranks' messages for ``buffers``: from now on, each message has room for exactly these buffers."""
         self._kinds = _kinds(buffers)
         # Bytes of a rank's message, whose last byte may be _CHANGED.  Without buffers there is no message.
         self.nbytes = sum(buffer.nbytes for buffer in buffers.values()) + 1 if buffers else 0
 
     @staticmethod
     def changed_by(module: nn.Module) -> bool:
-        """Return whether even a forward pass of ``module`` under no_grad() may change buffers, as batch norm's does."""
+        """Return whether a forward pass of ``module`` may change buffers even under no_grad(), as batch norm does.
+
+        This holds if a module with buffers is in training mode.
+        """
         return any(part.training and part._buffers for part in module.modules())  # noqa: SLF001
 
     @contextlib.contextmanager
@@ -87,10 +91,13 @@ class ModuleBuffers:
 
     @torch.no_grad()
     def make_equal(self) -> None:
-        """Make buffers equal on all ranks, if a pass may have changed them; all ranks must call it.
+        """Make buffers equal on all ranks; all ranks must call it.
+
+        Nothing is sent if no pass can have changed buffers since the last call.
 
         Raises:
-            ZeroError: on all ranks, if the shape or type of a buffer differs between ranks.
+            ZeroError: on all ranks, if the shape or type of a buffer differs between ranks, or has changed so that
+                ranks cannot take a mean (:func:`check`).
         """
         if not self.differ:
             return
@@ -123,9 +130,9 @@ class ModuleBuffers:
                 write(buffer, values)
 
     def _gathered(self, buffers: Mapping[str, Tensor]) -> Tensor | None:
-        """Gather the bytes of ``buffers`` on all ranks, (ranks, bytes) uint8.
+        """Gather the bytes of ``buffers`` from all ranks, (ranks, bytes + 1) uint8; the last byte of a row is a flag.
 
-        Returns None if any rank's buffers do not have the shapes and types that ranks have agreed on.
+        Returns None if on any rank the buffers' shapes or types are not those for which messages were laid out.
         """
         if not self.nbytes:  # all ranks got their first buffers after shard()
             return None
@@ -142,7 +149,7 @@ class ModuleBuffers:
     def _compare(self, buffers: Mapping[str, Tensor]) -> None:
         """Raise a ZeroError, on all ranks, if a buffer's shape or type differs between ranks.
 
-        Buffers of which no mean can be taken are refused too.
+        Raises a ZeroError also for buffers of which ranks cannot take a mean (:func:`check`).
         """
         device = self._wire.mesh.device
         text = json.dumps(in_words(buffers)).encode()
@@ -155,7 +162,10 @@ class ModuleBuffers:
         check(buffers)
 
     def _replace(self, buffer: Tensor, values: Tensor) -> None:
-        """Put a new buffer with ``values`` in place of ``buffer``, which is a pass's result and cannot be written."""
+        """Put a new tensor with ``values`` in place of ``buffer`` in all modules that hold it.
+
+        This is for a buffer that cannot be written in place, because a pass has assigned its result to the buffer.
+        """
         with torch.inference_mode(mode=False), torch.no_grad():
             new = torch.empty_like(buffer, requires_grad=False).copy_(values)
         for part in self._model.modules():
@@ -165,7 +175,10 @@ class ModuleBuffers:
 
 
 def persistent(model: nn.Module) -> dict[str, Tensor]:
-    """Return the persistent buffers that have elements, by name; each once, in the model's order."""
+    """Return the persistent buffers of ``model`` that have elements, by name, in the model's order.
+
+    A buffer that several modules share is returned once, under its first name.
+    """
     buffers: dict[int, tuple[str, Tensor]] = {}
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():  # noqa: SLF001  # the same walk as state_dict()'s
@@ -184,7 +197,7 @@ def _kinds(buffers: Mapping[str, Tensor]) -> dict[str, Kind]:
 
 
 def in_words(buffers: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the kind of each buffer as text, such as ``(3, 3) float32 sparse_coo``."""
+    """Return the shape, type and layout of each buffer as text, by name, such as ``(3, 3) float32 sparse_coo``."""
     return {name: _words(*kind) for name, kind in _kinds(buffers).items()}
 
 
@@ -211,9 +224,9 @@ def check(buffers: Mapping[str, Tensor]) -> None:
 
 
 def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
-    """Return an error message for the first buffer whose kind differs between ranks; None if none does.
+    """Return an error message for the first buffer whose shape, type or layout differs between ranks.
 
-    ``ranks`` has, for each rank in order, the kinds of its buffers as :func:`in_words` gives them.
+    Returns None if all are equal.  ``ranks`` has, for each rank in rank order, what :func:`in_words` returns there.
     """
     for name in {name: None for kinds in ranks for name in kinds}:
         alike: dict[str, list[int]] = {}  # kind -> ranks whose buffer is of this kind

@@ -39,7 +39,8 @@ _STATE: Final = "momentum_buffer"  # the name that torch.optim.Muon gives to the
 def hidden_parameters(model: nn.Module) -> set[str]:
     """Return the names of the parameters inside a model's blocks (:func:`impl.zero.find_blocks`), except embeddings.
 
-    A parameter that several modules share is among them only if all these modules are inside blocks.
+    If several modules share a parameter, its name is returned only if all of these modules are inside blocks and none
+    is an embedding.
     """
     inside = {module for block in find_blocks(model) for module in block.modules()}
     names: dict[nn.Parameter, str] = {}  # the name of each parameter's first holder, as shard() names it
@@ -54,17 +55,19 @@ def hidden_parameters(model: nn.Module) -> set[str]:
 
 
 def hidden_matrices(model: nn.Module) -> GroupOf:
-    """Return a ``group_of`` for :func:`impl.zero.shard` that puts a model's hidden matrices into a group of their own.
+    """Return a ``group_of`` for :func:`impl.zero.shard` that puts a model's hidden matrices into one optimizer group.
 
-    These are the 2-D parameters inside the model's blocks (:func:`impl.zero.find_blocks`), except embeddings.  Vectors,
-    and everything outside of all blocks, such as embeddings and the output head, are in group 0.
+    Hidden matrices are the 2-D parameters inside the model's blocks (:func:`impl.zero.find_blocks`), except embeddings.
+    All other parameters are in group 0: vectors, and everything outside of blocks, such as the output head.
     """
     hidden = hidden_parameters(model)
     return lambda name, parameter: MATRICES if name in hidden and len(parameter.shape) == 2 else 0
 
 
 def check_arguments(muon: Mapping[str, Any], adamw: Mapping[str, Any]) -> dict[str, Any]:
-    """Check arguments of ``torch.optim.Muon`` and ``torch.optim.AdamW``, and return Muon's options with its defaults.
+    """Check arguments of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
+
+    Returns Muon's options: the arguments ``muon``, and the defaults of those that are not given.
 
     Raises:
         ValueError: if torch refuses an argument.
@@ -105,7 +108,11 @@ class WithAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take one step; ``closure``, if given, computes the loss and its gradients first, and the loss is returned."""
+        """Take one step.
+
+        If ``closure`` is given, it is called first, to compute the loss and its gradients, and the loss is returned.
+        Otherwise None is returned.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -118,34 +125,34 @@ class WithAdamW(Optimizer):
         return loss
 
     def step_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """Step the matrices of Muon's parameter groups; called without autograd."""
+        """Step the matrices in ``groups``, Muon's parameter groups.  It is called under no_grad()."""
         raise NotImplementedError
 
 
 class _Sent(NamedTuple):
-    """A part of a matrix on the rank that holds it."""
+    """A part of a matrix that this rank holds in its shard, and the part's places in messages."""
 
     part: Part
-    owner: int  # index of the owner among the ranks that share one copy of the states
-    momentum: slice  # the part's bytes in this rank's messages to owners
-    update: slice  # the part's bytes in the message from the owner
+    owner: int  # index of the matrix's owner among the ranks that share one copy of the states
+    momentum: slice  # the part's bytes in the buffer of this rank's messages to owners
+    update: slice  # the part's bytes in the message that comes back from the owner
 
 
 class _Held(NamedTuple):
-    """The matrices of one unit on the rank that holds a shard of it."""
+    """The parts of one unit's matrices that this rank holds in its shard."""
 
-    master: nn.Parameter  # (n,) the masters of the unit's matrices in this rank's shard
-    start: int  # place of the first element of ``master`` in the shard
+    master: nn.Parameter  # (n,) the elements of the unit's matrices in this rank's shard
+    start: int  # index in the shard of the first element of ``master``
     parts: list[_Sent]
 
 
 class _Piece(NamedTuple):
-    """A part of a matrix on its owner."""
+    """A part of a matrix that this rank owns; another rank, or this rank itself, holds the part in its shard."""
 
-    holder: int  # index of the rank that holds the part, counted as owners are
+    holder: int  # index of the rank that holds the part, among the ranks that share one copy of the states
     place: slice  # the part's elements in the matrix
     momentum: slice  # the part's bytes in the message from the holder
-    update: slice  # the part's bytes in the owner's messages to holders
+    update: slice  # the part's bytes in the buffer of this rank's messages to holders
 
 
 @elementwise  # Muon is not elementwise, but it gets the whole of each matrix from the other ranks' shards
@@ -157,12 +164,12 @@ class Muon(WithAdamW):
         zero = zeropp.shard(model, policy=policy, group_of=zeropp.hidden_matrices(model))
         optimizer = zeropp.Muon(zero, lr=0.02, momentum=0.95, adamw={"lr": 3e-4})
 
-    All ranks must step it together.  The policy's ``owned`` are the codecs of the exchanges with owners.
+    All ranks must step it together.  The policy's field ``owned`` has the codecs of the exchanges with owners.
 
     Args:
         zero: the engine.
-        adamw: arguments of ``torch.optim.AdamW`` for all other parameters; by default torch's own.
-        group: the optimizer group of matrices, which ``group_of`` returned for them.
+        adamw: arguments of ``torch.optim.AdamW`` for all other parameters; torch's defaults if not given.
+        group: the number that ``group_of`` returned for the matrices.
         options: arguments of ``torch.optim.Muon``: ``lr``, ``weight_decay``, ``momentum``, ``nesterov``,
             ``ns_coefficients``, ``eps``, ``ns_steps`` and ``adjust_lr_fn``.
 
@@ -216,7 +223,10 @@ class Muon(WithAdamW):
         zero.units[0].meter.add("owned", self._direction.nbytes + self._whole.nbytes)
 
     def _find_held(self, me: int, group: int) -> list[_Held]:
-        """Return this rank's parts of matrices, by unit."""
+        """Return one :class:`_Held` for each unit with matrices, with the parts that this rank holds.
+
+        ``me`` is this rank's index among the ranks that share one copy of the states.
+        """
         owners, sent = self.owners, dict[int, _Sent]()
         for owner in range(owners.axis.size):
             base = sum(owners.to_owners[me][:owner])
@@ -235,7 +245,10 @@ class Muon(WithAdamW):
         return held
 
     def _find_owned(self, me: int) -> list[tuple[Matrix, list[_Piece]]]:
-        """Return the matrices that this rank owns, with their parts on all ranks."""
+        """Return (matrix, its parts on all ranks) for each matrix that this rank owns.
+
+        ``me`` is this rank's index among the ranks that share one copy of the states.
+        """
         owners = self.owners
         pieces: dict[int, list[_Piece]] = {
             number: [] for number, matrix in enumerate(owners.matrices) if matrix.owner == me
@@ -269,9 +282,10 @@ class Muon(WithAdamW):
             back.close()
 
     def _send_momentum(self, held: _Held, options: Mapping[str, Any], messages: Tensor) -> None:
-        """Update the momentum of one unit's masters, and encode the step's direction in the messages to owners.
+        """Update the momentum of one unit's matrices, and encode it in ``messages``, the buffer of messages to owners.
 
-        Masters without a gradient keep their momentum, and zeros are sent for them, as the owner expects a message.
+        With Nesterov momentum, the message has the gradient mixed with the momentum.  If the masters have no gradient,
+        their momentum stays, and zeros are sent, since the owners expect a message.
         """
         gradient = held.master.grad
         if gradient is None:
@@ -298,7 +312,10 @@ class Muon(WithAdamW):
         momentum: Sequence[Tensor],
         messages: Tensor,
     ) -> None:
-        """Orthogonalise a matrix that this rank owns, and write the update to the messages for its holders."""
+        """Orthogonalise a matrix that this rank owns, and encode the result in ``messages`` to the matrix's holders.
+
+        ``momentum`` has the message of each holder, by the holder's index.
+        """
         whole = self._whole[: matrix.slot.spec.numel]
         for piece in pieces:
             ops.decode(self.owners.momentum, momentum[piece.holder][piece.momentum], whole[piece.place])
@@ -312,7 +329,7 @@ class Muon(WithAdamW):
             ops.encode(self.owners.update, whole[piece.place], messages[piece.update])
 
     def _apply(self, held: _Held, options: Mapping[str, Any], updates: Sequence[Tensor]) -> None:
-        """Step one unit's masters with the updates that the owners sent."""
+        """Step the masters of one unit's matrices with ``updates``: the message of each owner, by the owner's index."""
         if held.master.grad is None:
             return
         rate = float(options["lr"])

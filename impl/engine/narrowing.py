@@ -1,6 +1,7 @@
 """Casts whole weights to a narrower type for a state dict or an export, and reports values that are lost.
 
-Values are lost if they are finite but beyond the type's largest value, or if they become 0.
+A value is lost if it is finite but beyond the type's largest value, or if it is not 0 and becomes 0.  Values that were
+infinite or NaN before the cast are reported too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _OTHERS: Final = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
-    """Return torch's type for ``dtype``, a type or its name; raises a ZeroError if weights cannot be cast to it."""
+    """Return the torch type that ``dtype`` is or names, such as ``torch.bfloat16`` for ``bf16``.
+
+    Raises a ZeroError if weights cannot be cast to this type.
+    """
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found not in (*DTYPES.values(), *_OTHERS):
         others = ", ".join(map(str, (*DTYPES.values(), *_OTHERS)))
@@ -30,10 +34,10 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """Counts of the values of one tensor that were lost in a cast to a narrower type."""
+    """How many values of one tensor were lost in a cast to a narrower type, or were not finite before."""
 
     name: str
-    numel: int
+    numel: int  # number of all values
     overflowed: int  # number of finite values beyond the type's largest value
     largest: float  # the overflowed value with the largest magnitude; 0 if none overflowed
     vanished: int  # number of values that were not 0 and became 0
@@ -51,10 +55,10 @@ class Narrowing:
         self._lost: dict[str, _Lost] = {}
 
     def cast(self, name: str, values: Tensor) -> Tensor:
-        """Cast ``values`` (fp32), and count under ``name`` what is lost.
+        """Return ``values`` (fp32) cast to ``dtype``; remember under ``name`` how many values are lost.
 
-        A tied parameter, which is cast once for each of its names in a state dict, is counted once if ``name`` is the
-        same each time.
+        A second call with the same name replaces the counts of the first.  So a tied parameter, which is cast once for
+        each of its names in a state dict, is counted once if all calls give one name.
         """
         cast = values.to(self.dtype)
         back, finite = cast.to(values.dtype), values.isfinite()
@@ -72,7 +76,10 @@ class Narrowing:
         return cast
 
     def overflow(self) -> str | None:
-        """Return a sentence that names the tensors with finite values beyond the type's largest; None without any."""
+        """Return a sentence that names the tensors with finite values beyond the type's largest value.
+
+        Returns None if no tensor has such values.
+        """
         parts = [
             f"{lost.name!r} ({lost.overflowed:,} of {lost.numel:,}, largest {lost.largest:g})"
             for lost in self._lost.values()
@@ -86,7 +93,10 @@ class Narrowing:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Return a line for each kind of loss that occurred: overflow, values that became 0, NaN or infinity."""
+        """Return a line of text for each kind of value that occurred, with the names of the tensors.
+
+        The kinds are finite values that overflowed, values that became 0, and values that were infinite or NaN before.
+        """
         lines = [self.overflow()]
         for sentence, key in (
             (f"values became 0 in {self._kind}", "vanished"),

@@ -1,12 +1,12 @@
 """Watches all torch optimizers of this process, so that engines learn when their masters are stepped.
 
-Version counters do not show a step: fused AdamW does not increment them.  Therefore hooks run before and after
-every optimizer's step.  They find the engines whose masters the optimizer holds, refuse an optimizer that is not
+Version counters do not show a step, because fused AdamW does not increment them.  Therefore hooks run before and after
+every optimizer's step.  The hooks find the engines whose masters the optimizer holds, refuse an optimizer that is not
 elementwise, and report the step to these engines.
 
 Some functions of torch would take one rank's masters for the whole model: ``clip_grad_norm_()``, ``GradScaler``
-and the loading of a state dict of another layout.  They are replaced by guards that refuse masters and otherwise
-call the original.  Hooks and guards are removed with the last engine.
+and the loading of a state dict of another layout.  These functions are replaced by guards.  A guard refuses masters,
+and otherwise calls the function that it has replaced.  Hooks and guards are removed when no engine is left.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _lock = threading.RLock()
 
 
 def watch_optimizers(engine: Any) -> None:
-    """From now on, report to ``engine`` the steps of optimizers that hold its masters."""
+    """From now on, report to ``engine`` each step of an optimizer that holds the engine's masters."""
     with _lock:
         _engines[current()][next(_numbers)] = engine
         _watch()
@@ -60,7 +60,7 @@ def watch_optimizers(engine: Any) -> None:
 def engines() -> list[Any]:
     """Return all live engines in the order of their creation, which is the same on all ranks.
 
-    On a rank that is a thread, these are the rank's own.
+    On a rank that is a thread, only the engines of this rank are returned.
     """
     with _lock:
         if (rank := getattr(here, "rank", None)) is not None:  # current() would be another call in every step
@@ -89,7 +89,7 @@ def engines_of(optimizers: Iterable[Optimizer]) -> list[Any]:
 
 
 class _Guard(NamedTuple):
-    """A function of torch, and the guard that has taken its place: attribute ``name`` of ``owner``."""
+    """A function of torch, and the guard that has replaced it as attribute ``name`` of ``owner``."""
 
     owner: Any
     name: str
@@ -103,7 +103,7 @@ _STEP: Final = Optimizer.profile_hook_step(lambda: None).__code__  # the code of
 
 
 def _watch() -> None:
-    """Install the hooks and guards that are not installed yet."""
+    """Install the hooks on optimizers' steps, and replace functions of torch by guards, where this is not done yet."""
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
@@ -122,10 +122,10 @@ def _watch() -> None:
 
 
 def _release() -> None:
-    """If no engine is left, remove hooks and guards, so that torch is as it was before the first engine.
+    """If no engine is left, remove what :func:`_watch` has installed, so that torch is as it was before.
 
-    If other code has put a function of its own in a guard's place since, that function stays, because it may call
-    the guard.  Without engines, a guard passes all calls on to torch.
+    If other code has replaced a guard by another function in the meantime, this function and the guard stay, because
+    the function may call the guard.  Without engines, a guard passes all calls on to torch.
     """
     with _lock:
         for rank in [rank for rank, each in _engines.items() if not list(each.values())]:
@@ -141,9 +141,9 @@ def _release() -> None:
 
 
 def _stepping() -> bool:
-    """Return whether a thread is inside an optimizer's step, where torch iterates over the hooks.
+    """Return whether any thread is inside an optimizer's step, where torch iterates over the hooks.
 
-    A garbage collection during the step may end an engine; removing hooks then would break torch's iteration.
+    A garbage collection during the step may end an engine.  If hooks were removed then, torch's iteration would fail.
     """
     for frame in sys._current_frames().values():  # noqa: SLF001  # documented in spite of its name
         inner: FrameType | None = frame
@@ -208,9 +208,9 @@ def _guard_loading(load: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise a ZeroError for a state whose tensors do not have the sizes of the masters.
+    """Raise a ZeroError if a tensor in ``state_dict`` does not have the size of the master to which it belongs.
 
-    A fused step with such a state would read and write past the end of its tensors.
+    A fused optimizer step with such a tensor would read and write past the end of the tensor.
     """
     saved, own = (
         [number for group in groups for number in group["params"]]
@@ -225,9 +225,9 @@ def _check_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
                 continue
             if by_element or value.dim() > 1:  # masters have one dimension
                 raise ZeroError(
-                    f"load_state_dict() of {kind.__name__}: {key!r} is {tuple(value.shape)} for a master of "
-                    f"{master.numel()} elements, this rank's shard: the state is of a whole model, or of another "
-                    "layout; use zeropp.load_checkpoint(), or zeropp.OptimizerState"
+                    f"load_state_dict() of {kind.__name__} got {key!r} of shape {tuple(value.shape)}, but this rank's "
+                    f"shard of the parameters has {master.numel()} elements: load a state of a whole model, or of "
+                    "another layout, with zeropp.load_checkpoint() or zeropp.OptimizerState"
                 )
 
 
@@ -264,7 +264,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 def _check_elementwise(optimizer: Optimizer, *, closure: bool) -> None:
     """Raise a ZeroError for an optimizer that is not elementwise.
 
-    An optimizer is tested once, and again whenever an option that is a boolean or a text has changed.
+    An optimizer is tested at its first step, and again whenever an option that is a boolean or a text has changed.
+    ``closure`` says whether its steps are called with a closure.
     """
     groups = optimizer.param_groups
     switches = [value for group in groups for value in group.values() if isinstance(value, bool | str)]

@@ -7,12 +7,13 @@ lies in a unit's flat buffer (P,), a saved-tensor hook stores only its :data:`~i
 the version of the weights.  When backward needs the tensor, unpacking it gathers the unit if it is not gathered.
 A use that the hooks on modules have missed thus costs time, but is never an error.
 
-Torch calls only the saved-tensor hooks that were entered last.  During a call of the model or of a block, these
-are the engine's, which hide the user's.  The engine's hooks therefore pass every tensor that is not a weight on
-to the user's hooks.  Weights are not passed on, since ``save_on_cpu()`` would keep a copy of the whole model.  If
-the user has no hooks, the engine's hooks check that saved tensors are not changed in place, because torch makes
-this check only without hooks.  Hooks that the user enters inside of a block's forward pass are called instead of
-the engine's, for weights too; the unit's memory is then kept as long as those hooks hold views of it.
+Torch calls only the saved-tensor hooks that were entered last.  During a call of the model or of a block, these are the
+engine's hooks, so torch does not call hooks that the user has entered before.  The engine's hooks therefore pass every
+tensor that is not a weight on to the user's hooks.  Weights are not passed on, since ``save_on_cpu()`` would then copy
+the whole model.  If the user has no hooks, the engine's hooks check that saved tensors are not changed in place,
+because torch makes this check only without hooks.  If the user enters hooks inside of a block's forward pass, torch
+calls these hooks instead of the engine's, for weights too.  The unit's memory is then kept as long as the user's hooks
+hold views of it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ from impl.unit.unit import Unit
 
 
 def register(module: nn.Module, unit: Unit) -> None:
-    """Gather ``unit`` before each forward pass of ``module``, and reshard it afterwards."""
+    """Make each later forward pass of ``module`` gather ``unit`` before it, and reshard the unit afterwards.
+
+    If the unit is gathered already when the pass begins, nothing is done.
+    """
     gathered: list[bool] = []  # for each running call, the innermost last: whether it has gathered the unit
 
     def before(*_: Any) -> None:
@@ -63,9 +67,10 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # a pair of ho
 
 
 def weights_in(units: Sequence[Unit]) -> Special:
-    """Return a function that packs views of the units' flat buffers, as shape, strides and offset.
+    """Return a function that packs tensors which are views of the units' flat buffers.
 
-    The function is called with a tensor and the index of the unit in whose memory it lies.
+    The function is called with a tensor and the index of the unit in whose memory the tensor lies.  The packed form
+    has the unit, the version of its weights, and the tensor's shape, strides and offset, but no memory.
     """
 
     def pack(tensor: Tensor, index: int) -> Packed | None:
@@ -82,10 +87,10 @@ def weights_in(units: Sequence[Unit]) -> Special:
 
 
 def _gathered_again(unit: Unit, view: View, version: Version) -> Tensor:
-    """Return a view of the unit's weights that autograd has saved, gathering the weights if need be.
+    """Return the tensor that autograd has saved as ``view`` of the unit's weights; gather the weights if necessary.
 
     Raises:
-        ZeroError: if the weights are no longer of this ``version``.
+        ZeroError: if the weights have changed since autograd saved the tensor, when they had ``version``.
     """
     if version != unit.master_shard.version:
         raise ZeroError(
@@ -97,9 +102,9 @@ def _gathered_again(unit: Unit, view: View, version: Version) -> Tensor:
 
 
 def _as_it_was(tensor: Tensor, version: int) -> Tensor:
-    """Return a saved tensor; raises a ZeroError if it was changed in place after it was saved.
+    """Return the saved ``tensor``; raises a ZeroError if it was changed in place after it was saved with ``version``.
 
-    Torch makes this check itself only where there are no saved-tensor hooks.
+    Torch makes this check only for tensors that pass no saved-tensor hooks.
     """
     if tensor._version != version:  # noqa: SLF001
         raise ZeroError(
@@ -110,9 +115,9 @@ def _as_it_was(tensor: Tensor, version: int) -> Tensor:
 
 
 class _Constant:
-    """A saved tensor that needs no gradient, and so may be a view of a module's buffer.
+    """A saved tensor that needs no gradient.  It may be a view of a module's buffer.
 
-    Its ``packed`` form can be replaced later: see :meth:`SavedTensors.spare`.
+    :meth:`SavedTensors.spare` may later replace ``packed``, the form in which autograd keeps the tensor.
     """
 
     __slots__ = ("__weakref__", "packed")
@@ -144,8 +149,9 @@ class SavedTensors:
     :meth:`leave`.
 
     Args:
-        special: packs tensors in memory whose address is in ``places``; gets the tensor and the place.
-        places: maps addresses of memory to places, such as the index of a unit.
+        special: a function that packs special tensors, such as weights.  It is called with the tensor and its place.
+        places: maps addresses of memory to places, such as the index of a unit.  A tensor whose memory has such an
+            address is special.
     """
 
     def __init__(self, special: Special, places: Mapping[int, Any]) -> None:
@@ -163,14 +169,14 @@ class SavedTensors:
         return bool(self.calls)
 
     def take_over(self, *, needed: bool = True) -> None:
-        """Put the engine's hooks on top of torch's stack of saved-tensor hooks, for the innermost call.
+        """Put the engine's hooks on top of torch's stack of saved-tensor hooks, until the innermost call ends.
 
-        Nothing is done if the engine's hooks are called already, or in a region of ``torch.utils.checkpoint``.  The
-        hooks of such a region keep no tensors: they count all tensors that are saved, weights included, to find them
-        again when the region is recomputed.
+        Nothing is done if tensors reach the engine's hooks already.  Nothing is done either in a region of
+        ``torch.utils.checkpoint``: its hooks keep no tensors, and count all tensors that are saved, weights included,
+        to find them again when the region is recomputed.
 
         Args:
-            needed: whether it is an error if saved-tensor hooks are disabled; otherwise nothing is done then.
+            needed: whether disabled saved-tensor hooks are an error.  If False, nothing is done if they are disabled.
 
         Raises:
             ZeroError: if saved-tensor hooks are disabled and ``needed`` is True.
@@ -191,9 +197,10 @@ class SavedTensors:
         self.calls[-1], self._users = self._users, top
 
     def _hears(self, top: _Hooks | None) -> bool:
-        """Return whether tensors reach these hooks, given the hooks on ``top`` of torch's stack.
+        """Return whether saved tensors reach this engine's hooks if ``top`` are the hooks on top of torch's stack.
 
-        They do if these hooks are on top, or if only the hooks of other engines are above, since these pass tensors on.
+        They do if ``top`` are this engine's hooks.  They do also if only hooks of other engines are above this engine's
+        hooks, since engines pass tensors on.
         """
         while top is not None:
             owner = getattr(top[0], "__self__", None)
@@ -203,20 +210,24 @@ class SavedTensors:
         return False
 
     def leave(self) -> None:
-        """End the innermost call, and remove the hooks if that call had put them on the stack."""
+        """End the innermost running call of a hooked module.
+
+        If this call has put the engine's hooks on torch's stack, they are removed.
+        """
         if self.calls and (users := self.calls.pop()) is not NOTHING:
             self._hooks.__exit__()
             self._users = users
 
     def leave_all(self) -> None:
-        """End all calls, because they were interrupted."""
+        """End all running calls of hooked modules, because they were interrupted."""
         while self.calls:
             self.leave()
 
     def spare(self, memories: Collection[int]) -> None:
-        """Replace constants that lie in memory at the addresses ``memories`` by copies, before that memory is written.
+        """Replace saved tensors by copies if they lie in memory at one of the addresses ``memories``.
 
-        Autograd's graphs then keep the values that their forward pass used.
+        Only saved tensors that need no gradient are replaced.  Call this before the memory is written: autograd's
+        graphs then keep the values that their forward passes used.
         """
         copies: dict[tuple[Any, ...], Tensor] = {}
 
@@ -259,7 +270,10 @@ class SavedTensors:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Return the address of the memory of ``tensor``; 0 for a sparse tensor or a wrapper without memory of its own."""
+    """Return the address of the memory in which ``tensor`` lies; views of one tensor have the same address.
+
+    Returns 0 for a sparse tensor, and for a wrapper class that has no memory itself.
+    """
     if tensor.layout is not torch.strided or (tensor.numel() and not tensor.data_ptr()):
         return 0
     return tensor.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Gathers and loads full state dicts: those that the unsharded model would have."""
+"""Gathers and loads full state dicts, which are equal to the state dicts of the unsharded model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ EXTRA: Final = "_extra_state"  # the last part of the name under which torch sav
 
 
 def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
-    """Map each name of a sharded parameter in the state dict to the parameter's name in its unit.
+    """Return a dict from each name that a sharded parameter has in the state dict to its name in its unit.
 
-    A tied parameter has several names in the state dict and one in its unit.
+    A tied parameter has several names in the state dict and a single name in its unit.
     """
     names = {
         id(visible): slot.spec.name
@@ -42,7 +42,10 @@ def is_extra(name: str) -> bool:
 
 
 def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
-    """Write ``value`` to the buffer ``held``, or set it as a module's extra state, according to ``name``."""
+    """Load the entry ``name`` of a state dict, which is a buffer or a module's extra state.
+
+    A buffer ``held`` is overwritten with ``value``.  An extra state is set with the module's ``set_extra_state()``.
+    """
     if is_extra(name):
         model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
     elif isinstance(held, Tensor):
@@ -51,9 +54,10 @@ def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
 
 
 def check_repeated(name: str, held: Tensor, value: Tensor) -> None:
-    """Raise a ZeroError if an expanded buffer cannot take ``value``.
+    """Raise a ZeroError if the buffer ``held`` was made by ``expand()`` and cannot take ``value``.
 
-    Along an expanded dimension the buffer has one value in memory, so all values must be equal there.
+    Along an expanded dimension the buffer has one value in memory.  So the values in ``value`` must be equal along this
+    dimension.
     """
     if held.layout is not torch.strided:
         return
@@ -66,7 +70,10 @@ def check_repeated(name: str, held: Tensor, value: Tensor) -> None:
 
 
 def check_value(name: str, held: Tensor, value: object) -> None:
-    """Raise a ZeroError for a ``value`` that the parameter or buffer ``held`` cannot take without loss."""
+    """Raise a ZeroError if the parameter or buffer ``held`` cannot take ``value``, the entry ``name`` of a state dict.
+
+    That is so if the value is no tensor, has another shape, has no data, or would change in the conversion.
+    """
     if not isinstance(value, Tensor):
         raise ZeroError(f"state {name!r} is a {type(value).__name__}, expected a tensor")
     if value.shape != held.shape:
@@ -101,7 +108,7 @@ def check_value(name: str, held: Tensor, value: object) -> None:
 
 
 def _same(value: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have equal shapes and values, where NaN equals NaN."""
+    """Return whether two tensors have equal shapes and equal values; NaN counts as equal to NaN."""
     if value is other:
         return True
     first, second = (t.double() if t.is_floating_point() else t for t in (value, other))
@@ -119,9 +126,9 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Gather the unsharded model's state dict; see :meth:`impl.engine.engine.Zero.full_state_dict`.
 
-    Units are gathered one after the other, so that besides the result no more than one unit is whole at a time.
-    Buffers must have been made equal on all ranks before.  If ``keep`` is False, this rank takes part without keeping
-    anything, and returns an empty dict.
+    Units are gathered one after the other.  So at any time a rank has the result so far and one whole unit.  Buffers
+    must be equal on all ranks already.  If ``keep`` is False, this rank takes part in the gathers, keeps nothing, and
+    returns an empty dict.
     """
     narrowing = Narrowing(dtype_of(dtype))
     whole: dict[int, Any] = {}
@@ -141,10 +148,12 @@ def full_state_dict(
 
 
 def _of_unit(unit: Unit, narrowing: Narrowing, device: torch.device | None) -> dict[int, Tensor]:
-    """Gather the parameters of ``unit``; returns a copy of each on ``device``, by the id of the visible parameter.
+    """Gather the parameters of ``unit``, cast them, and return a copy of each on ``device``.
 
-    All ranks must call this, and all cast the values, so that all find those that overflow.  Without a ``device`` the
-    result is empty.  In either case the gathered values are freed on return, before the next unit is gathered.
+    The keys of the result are the :func:`id` of the parameters that modules hold now.  If ``device`` is None, the
+    result is empty.  The gathered values are freed on return.
+
+    All ranks must call this.  All ranks cast the values, so that ``narrowing`` counts the same losses on all of them.
     """
     whole = {}
     for visible, slot, values in zip(
@@ -157,16 +166,18 @@ def _of_unit(unit: Unit, narrowing: Narrowing, device: torch.device | None) -> d
 
 
 def fill(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix: str) -> None:
-    """Put the parameters' whole values (fp32, in host memory) into what ``model.state_dict()`` has collected.
+    """Replace the parameters in ``state``, which ``model.state_dict()`` has collected, by their whole values.
 
-    Entries keep their order.  Parameters that GatheredParameters shows have their values already, and a state dict
-    with ``keep_vars=True`` keeps the parameters themselves.
+    The values are fp32, in host memory.  Entries keep their order.  Parameters that GatheredParameters shows have their
+    values already and are left alone.  Nothing is replaced if the state dict was collected with ``keep_vars=True``.
+    All ranks must call this.
 
     Args:
-        model: the model whose entries of ``state`` begin with ``prefix``.
-        units: its units, which are gathered one after the other; all ranks must call this.
-        state: the state dict.
-        prefix: the path of the model in a larger module, with a dot at its end; empty for the model itself.
+        model: the model.
+        units: the model's units, which are gathered one after the other.
+        state: the state dict of the model, or of a larger module that has the model as a submodule.
+        prefix: the beginning of the names of the model's entries in ``state``.  It is the path of the model in the
+            larger module, with a dot at its end, or empty.
     """
     held = {prefix + name: p for name, p in model.named_parameters(remove_duplicate=False)}
     names = defaultdict[int, list[str]](list)  # a tied parameter has several
@@ -198,12 +209,13 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
 
 
 def take(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix: str) -> set[str]:
-    """Load the entries of ``state`` that the model has, and remove them from ``state``.
+    """Load the entries of ``state`` that belong to the model, and remove them from ``state``.
 
-    Arguments are those of :func:`fill`.  ``state`` may lack entries of the model, and may have entries of others.
+    :func:`fill` explains the arguments.  ``state`` may lack some of the model's entries, and may have other entries.
 
     Returns:
-        The names, with ``prefix``, of the loaded entries; a tied parameter is among them under all its names.
+        The names of the loaded entries, each with ``prefix`` before it.  For a tied parameter all its names are
+        returned, even if ``state`` has only one of them.
 
     Raises:
         ZeroError: as :func:`load_full_state_dict`, before anything is changed.
@@ -221,7 +233,10 @@ def take(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix:
 
 
 def _under_all_names(held: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state``, in which each tied parameter and buffer of ``held`` is under all of its names."""
+    """Return ``state`` with additional entries, so that each tied parameter or buffer is there under all its names.
+
+    ``held`` is the state dict of the model, which shows what is tied.
+    """
     tensors = {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
     name_of = {id(tensor): name for name, tensor in tensors.items() if name in state}
     tied = {name: state[name_of[id(t)]] for name, t in tensors.items() if id(t) in name_of}
@@ -230,10 +245,10 @@ def _under_all_names(held: Mapping[str, Any], state: Mapping[str, Any]) -> dict[
 
 
 def _load(model: nn.Module, units: Sequence[Unit], held: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Load the entries ``given``, whose names are among those of the state dict ``held``.
+    """Load the entries ``given`` into the model.  ``held`` is the model's state dict, with all names of ``given``.
 
     Raises:
-        ZeroError: before anything is changed, if one of them cannot be loaded.
+        ZeroError: before anything is changed, if an entry cannot be loaded.
     """
     name_of = {id(held[name]): name for name in given}  # for each parameter and buffer, one of its names
     for name, value in given.items():

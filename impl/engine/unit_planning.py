@@ -25,7 +25,7 @@ GroupOf = Callable[[str, nn.Parameter], int]
 
 
 class Draft(NamedTuple):
-    """A unit before it is laid out: a module and the parameters that are gathered for it, in slot order."""
+    """A unit before it is laid out: a module, and the parameters that are gathered for it, in layout order."""
 
     name: str
     module: nn.Module  # the module for whose passes the unit is gathered
@@ -36,14 +36,18 @@ class Draft(NamedTuple):
 
 
 def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
-    """Return those children of the outermost ``ModuleList`` and ``Sequential`` that have parameters, in model order.
+    """Return the blocks of a model, in model order.
+
+    The blocks are those elements of the outermost ``ModuleList`` and ``Sequential`` that have parameters.  An element
+    that is itself a ``ModuleList`` or ``ModuleDict`` cannot be called, so the blocks inside it are returned instead.
 
     Args:
         model: the model.
-        most: the largest number of elements in a block; 0 for no limit.  A larger block is replaced by its
-            children, and these by theirs, until each has at most ``most`` elements or no children.  If the
-            parameters outside of all blocks have more than ``most`` elements together, the largest modules that
-            contain no block become blocks, too, and are divided in the same way.
+        most: the largest number of elements in a block; 0 for no limit.  A larger block is replaced by its children,
+            and a larger child by its own children, until each has at most ``most`` elements or cannot be divided.  An
+            ``nn.MultiheadAttention`` is not divided.  If the parameters outside of all blocks have more than ``most``
+            elements together, the largest modules that contain no block become blocks too, and are divided in the same
+            way.
     """
     blocks = list(dict.fromkeys(_contained(model)))
     if not most:
@@ -55,7 +59,7 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
 
 
 def _contained(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield those children of the outermost containers in ``module`` that have parameters and can be called."""
+    """Yield the blocks in ``module``, as :func:`find_blocks` defines them without a limit."""
     contains = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         if contains and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _has_parameters(child):
@@ -69,7 +73,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the blocks, and the largest modules of ``module`` that contain no block, in model order."""
+    """Yield, in model order, the given ``blocks`` and the largest modules inside ``module`` that contain no block."""
     for child in _called(module):
         if child in blocks or blocks.isdisjoint(child.modules()):
             yield child
@@ -78,7 +82,10 @@ def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterato
 
 
 def _cut(module: nn.Module, most: int) -> list[nn.Module]:
-    """Return the module, or the parts into which it is divided if it has more than ``most`` elements."""
+    """Return a list with ``module`` itself, or with its parts if it has more than ``most`` elements.
+
+    The parts are the module's children; a child with more than ``most`` elements is divided in the same way.
+    """
     # MultiheadAttention uses the weight of its output projection without calling this module, so it stays whole.
     parts = [] if isinstance(module, nn.MultiheadAttention) else list(_called(module))
     if not parts or sum(parameter.numel() for parameter in module.parameters()) <= most:
@@ -87,9 +94,10 @@ def _cut(module: nn.Module, most: int) -> list[nn.Module]:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children that have parameters; in place of a ModuleList or ModuleDict, yield its elements.
+    """Yield the children of ``module`` that have parameters.
 
-    A ModuleList or ModuleDict cannot be called, so it has no forward pass at which it could be gathered.
+    In place of a ModuleList or ModuleDict, its elements are yielded.  Such a module cannot be called, so it has no
+    forward pass before which it could be gathered.
     """
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -110,14 +118,15 @@ def check_shapes(model: nn.Module) -> None:
 def drafts_of(
     model: nn.Module, blocks: Sequence[nn.Module] | None, group_of: GroupOf | None, policy: Policy
 ) -> list[Draft]:
-    """Assign every parameter to exactly one draft of a unit, and return the drafts.
+    """Assign every parameter of the model to exactly one unit, and return a draft of each unit.
 
-    A parameter that several blocks share, or that is outside of all blocks, belongs to the root's unit.
-    Parameters with fewer elements than the policy's ``persist_below`` together form a persistent unit, up to
-    ``persist_most`` elements.  The frozen parameters of a block form a unit apart from its trained parameters.
+    A parameter belongs to the root's unit if it is outside of all blocks, or if several blocks share it.  A parameter
+    with fewer elements than the policy's ``persist_below`` belongs to the persistent unit, as long as this unit has at
+    most ``persist_most`` elements.  The trained parameters of a block form one unit, and its frozen parameters form
+    another unit.
 
     Raises:
-        ZeroError: for a block that is no submodule, overlaps another, or has a reserved name; for a parameter
+        ZeroError: for a block that is no submodule, overlaps another block, or has a reserved name; for a parameter
             of an unsupported type; for a unit with more elements than ``largest_unit``.
     """
     check_shapes(model)
@@ -189,9 +198,9 @@ def plan_units(
     blocks: Sequence[nn.Module] | None = None,
     group_of: GroupOf | None = None,
 ) -> list[UnitGeometry]:
-    """Return the layouts of the units that :func:`impl.zero.shard` would make, the root's first.
+    """Return the layouts of the units that :func:`impl.zero.shard` would make, in the order of ``Zero.units``.
 
-    Raises the same errors as ``shard()`` for a model, policy or topology that do not fit.
+    Raises the same errors as ``shard()`` if model, policy and topology do not fit together.
     """
     policy.check(topology)
     return geometries_of(drafts_of(model, blocks, group_of, policy), topology, policy)

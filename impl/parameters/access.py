@@ -13,7 +13,7 @@ Values are returned as copies.  Full values are fp32, on the engine's device.  L
 holds this rank's shard; they are fp32, except for optimizer state, which keeps its type.
 
 All three classes raise a :class:`~impl.errors.ZeroError` for anything but a parameter of the model, for values of
-another shape, and inside a forward or backward pass.
+another shape than the methods return, and inside a forward or backward pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Which = str | nn.Parameter
 
 
 class _Values(ABC):
-    """Reads and writes the values of one parameter; subclasses read and write the part in this rank's shard."""
+    """Reads and writes the values of one parameter.  Subclasses read and write the elements in this rank's shard."""
 
     # whether the values are an optimizer's state with a single number instead of one for each element
     _is_number = False
@@ -50,8 +50,8 @@ class _Values(ABC):
         if (owner := find(which)) is None or owner.engine is not zero:
             shape = tuple(which.shape)
             raise ZeroError(
-                f"got a parameter of shape {shape} that is not one of this sharded model: pass a parameter that a "
-                "module of the model holds, or its name"
+                f"got a parameter of shape {shape} that does not belong to this sharded model: pass a parameter that "
+                "a module of the model holds, or the parameter's name"
             )
         self._zero, self._unit, self._number = owner
         self._whole, self._slot = WholeValues(self._unit), self._unit.geometry.slots[self._number]
@@ -60,16 +60,22 @@ class _Values(ABC):
 
     @abstractmethod
     def _get(self) -> Tensor | None:
-        """Return the local values (n,), or () for a state that is a single number; None if there is no gradient yet."""
+        """Return the local values (n,), without a copy.
+
+        A state that is a single number is returned with shape ().  Returns None if there is no gradient yet.
+        """
 
     @abstractmethod
     def _set(self, part: Tensor) -> None:
-        """Overwrite the local values."""
+        """Overwrite the local values with ``part`` (n,) fp32.
+
+        For a state that is a single number, ``part`` has shape ().
+        """
 
     def full(self) -> Tensor | None:
         """Gather the full values, (shape) fp32; all ranks must call it.
 
-        Returns None if there is no gradient yet, and a tensor () for a state that is a single number.
+        Returns None if there is no gradient yet.  A state that is a single number is returned with shape ().
         """
         part = self.local()
         if part is None or part.dim() == 0:
@@ -77,21 +83,35 @@ class _Values(ABC):
         return self._whole.gather_member(self._number, part.float())
 
     def local(self) -> Tensor | None:
-        """Return the local values (n,); None and a tensor () mean the same as in :meth:`full`."""
+        """Return the local values (n,).
+
+        Returns None if there is no gradient yet.  A state that is a single number is returned with shape ().
+        """
         return None if (part := self._get()) is None else part.clone()
 
     def set_full(self, value: Tensor) -> None:
-        """Overwrite the values with ``value`` (shape); all ranks must call it with equal values."""
+        """Overwrite the values of the parameter with ``value`` (shape); all ranks must call it with equal values.
+
+        For a state that is a single number, ``value`` has shape ().
+        """
         whole = self._checked(value, self._slot.spec.shape)
         geometry, rank = self._unit.geometry, self._unit.wire.mesh.rank
         self._set(whole if self._is_number else part_of(whole, geometry, self._slot, rank))
 
     def set_local(self, value: Tensor) -> None:
-        """Overwrite the local values with ``value`` (n,)."""
+        """Overwrite the local values with ``value`` (n,).
+
+        For a state that is a single number, ``value`` has shape ().
+        """
         self._set(self._checked(value, (self._length,)))
 
     def _checked(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return ``value`` in fp32; raises a ZeroError unless it has ``shape``, or () for a single number."""
+        """Return ``value`` in fp32, on the engine's device.
+
+        Raises:
+            ZeroError: unless the value is real, is not on the meta device, and has the right shape.  The right shape is
+                () for a state that is a single number, and ``shape`` otherwise.
+        """
         shape = () if self._is_number else shape
         if tuple(value.shape) != shape:
             raise ZeroError(
@@ -106,7 +126,7 @@ class _Values(ABC):
 class Weights(_Values):
     """A parameter's weights, read from the masters and written to them.
 
-    Frozen weights that are held as codes are decoded and encoded again.
+    Frozen weights that the policy stores in a codec (``frozen``) are decoded to read and encoded to write them.
     """
 
     def _get(self) -> Tensor:
@@ -118,7 +138,11 @@ class Weights(_Values):
 
 
 class Gradient(_Values):
-    """A parameter's mean gradient for the next step; raises a ZeroError after a backward pass that failed."""
+    """A parameter's mean gradient for the next optimizer step.
+
+    Raises a ZeroError for a frozen parameter, after a backward pass that failed, and while gradients that were added up
+    locally are not reduced yet.
+    """
 
     def __init__(self, zero: Zero, which: Which) -> None:
         zero.hooks.check_finished("access to a gradient")
@@ -135,9 +159,9 @@ class Gradient(_Values):
 
 
 class OptimizerState(_Values):
-    """The state ``key`` (such as ``exp_avg``) that an optimizer keeps for a parameter.
+    """The state ``key`` (such as ``exp_avg``) that ``optimizer`` keeps for a parameter.
 
-    Raises a ZeroError if there is no such state; the message names the states that the optimizer has.
+    Raises a ZeroError if the optimizer has no such state of this parameter; the message names the states that it has.
     """
 
     def __init__(self, zero: Zero, which: Which, optimizer: Optimizer, key: str) -> None:

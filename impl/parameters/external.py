@@ -1,8 +1,9 @@
 """Handles external parameters, which a module uses although another module holds them.
 
-Most external parameters need no call: if a parameter is used in a pass while its unit is sharded, the unit is
-gathered then, and stays gathered to the end of the forward pass.  If a parameter is registered, its unit is gathered
-before the module that uses the parameter runs, and resharded right afterwards.
+Most external parameters need no call.  If a parameter is used in a forward pass while its unit is sharded, the unit is
+gathered at that moment, and stays gathered to the end of the forward pass.  If the parameter is registered
+(:func:`register_external_parameter`), its unit is gathered before the module that uses it runs, and resharded right
+afterwards.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _registered: MutableMapping[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDict
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Declare that ``module`` uses another module's ``parameter`` in its forward pass.
 
-    The parameter's unit is gathered before each forward pass of ``module`` and resharded after it.  This may be
-    called before or after the model is sharded.  If the model does not have the parameter, ``shard()`` raises a
-    ZeroError.
+    The parameter's unit is gathered before each forward pass of ``module`` and resharded after it.  The function may be
+    called before or after the model is sharded.  If it is called before, and the model does not have the parameter,
+    ``shard()`` raises a ZeroError.
     """
     if (owner := find(parameter)) is not None:
         register(module, owner.unit)
@@ -57,7 +58,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def external_to(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield each module of ``model`` with each parameter registered for it, and forget these registrations."""
+    """Yield (module, parameter) for each parameter registered for a module of ``model``; forget the registration."""
     for module in model.modules():
         for parameter in _registered.pop(module, ()):
             yield module, parameter

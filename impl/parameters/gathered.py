@@ -42,7 +42,7 @@ class GatheredParameters:
     works on sharded models outside of passes, on models made under :class:`~impl.parameters.init.Init`, and inside
     ``Init``.  Plain parameters outside of ``Init`` are left alone.
 
-    Values may be written in place, or assigned to ``data`` in any memory layout; shape, type and device must stay.
+    Values may be written in place, or assigned to ``data`` in any memory layout.  Shape, type and device must stay.
     Gradients of the shown values reach no optimizer, and a backward pass that needs the values after the context
     raises an error.  To use weights in a loss, use ``zero.unsharded()``.
 
@@ -55,11 +55,15 @@ class GatheredParameters:
         enabled: False makes the context do nothing.
 
     Raises:
-        ZeroError: on entering, inside a pass, or if another context shows one of the parameters.  On leaving, on
-            all ranks: if values were changed without ``modifier_rank``; if the ranks' lists of parameters or
-            ``modifier_rank`` differ; if on any rank a parameter has data of another shape, type or device, or a
-            module of a sharded model holds another object in place of the parameter.  The old values are then
-            restored.
+        ZeroError: at once, for anything that is no parameter.  On entering, if a forward or backward pass is running,
+            if another context shows one of the parameters, or if ``modifier_rank`` is no rank.
+
+            On leaving, on all ranks, in each of these cases; the old values are then restored:
+
+            * values were changed, and ``modifier_rank`` is None;
+            * the ranks have given different lists of parameters, or different ``modifier_rank``;
+            * on any rank, a parameter has data of another shape, type or device;
+            * on any rank, a module of a sharded model holds another object in place of the parameter.
     """
 
     def __init__(
@@ -128,7 +132,11 @@ class GatheredParameters:
             raise ZeroError(refusal + wire.mesh.counting)
 
     def _leave(self, parts: Sequence[Tensor | None] = ()) -> None:
-        """Leave all places with ``parts`` as this rank's new values; where a part is None, the old values stay."""
+        """Stop showing the values of all parameters.
+
+        ``parts`` has, for each parameter in order, the new values of the elements in this rank's shard.  Where it has
+        None or no entry, the old values stay.
+        """
         self._saved.leave()
         self._places.clear()
         for place, part in itertools.zip_longest(self._open, parts):
@@ -142,7 +150,7 @@ class _Place(abc.ABC):
 
     shown: Tensor  # the parameter that modules hold in the context, with its whole values
     left = False  # whether the context has been left
-    mark = b""  # the fingerprint of the values when they were first shown
+    mark = b""  # the hash of the values when they were first shown
     _memory: Tensor  # the tensor that was first shown; users may assign other data to ``shown``
     _resize: str  # for errors: how to give the parameter another shape
 
@@ -153,10 +161,10 @@ class _Place(abc.ABC):
 
     @abc.abstractmethod
     def show(self) -> None:
-        """Gather the values and show them in modules."""
+        """Gather the values, and put them into the modules that hold the parameter; all ranks must call it."""
 
     def reason(self) -> str:
-        """Return why this rank cannot take the values of ``shown`` as new values; empty if it can."""
+        """Return an error message if the values in ``shown`` cannot become the new values; empty if they can."""
         data, memory = self.shown, self._memory
         if data.shape != memory.shape:
             shapes = f"{tuple(data.shape)} in place of {tuple(memory.shape)}"
@@ -174,10 +182,16 @@ class _Place(abc.ABC):
 
     @abc.abstractmethod
     def leave(self, part: Tensor | None) -> None:
-        """Stop showing the values; ``part`` (n,) fp32 has this rank's new values, or is None to keep the old values."""
+        """Stop showing the values.
+
+        ``part`` (n,) fp32 has the new values of the elements in this rank's shard.  None keeps the old values.
+        """
 
     def pack(self, tensor: Tensor) -> Packed:
-        """Return what autograd keeps in place of a ``tensor`` that is a view of the shown values."""
+        """Return what autograd keeps in place of ``tensor``, which is a view of the shown values.
+
+        When a backward pass needs the tensor, it gets an error if the context was left or the values were changed.
+        """
         return self._unpack, tensor.detach(), tensor._version  # noqa: SLF001
 
     def _unpack(self, tensor: Tensor, version: int) -> Tensor:
@@ -194,13 +208,14 @@ class _Place(abc.ABC):
 
     @abc.abstractmethod
     def before(self) -> Tensor:
-        """Return this rank's old values (n,) fp32."""
+        """Return the old values (n,) fp32 of the elements in this rank's shard."""
 
     @torch.no_grad()
     def received(self, source: int) -> Tensor:
-        """Receive this rank's part (n,) fp32 of the values that rank ``source`` has written.
+        """Receive the values that rank ``source`` has written, (n,) fp32, for the elements in this rank's shard.
 
-        Elements whose new value equals the old value in the parameter's type keep their old fp32 value.
+        All ranks must call it.  An element keeps its old fp32 value if its new value, which has the parameter's type,
+        equals the old value cast to this type.
         """
         mesh, before = self.wire.mesh, self.before()
         parts = [part_of(self.shown, self._geometry, self._slot, rank) for rank in range(mesh.topology.world)]
@@ -262,7 +277,7 @@ class _Sharded(_Place):
 
 
 class _BeforeSharding(_Place):
-    """A parameter of a model that is not sharded yet: Init has cut it, or it is still whole on each rank."""
+    """A parameter of a model that is not sharded yet: Init has cut the parameter, or it is whole on each rank."""
 
     _resize = "replace the parameter in its module instead of its data, before shard()"
 
@@ -319,7 +334,10 @@ class _BeforeSharding(_Place):
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
-    """Return a :class:`_Place` for each parameter; plain parameters outside of Init are left out."""
+    """Return for each parameter a :class:`_Place`, which gathers the parameter and writes new values back.
+
+    Plain parameters, of models that are neither sharded nor constructed in Init, are left out.
+    """
     init = active()
     places: list[_Place] = []
     for parameter in parameters:
@@ -338,7 +356,7 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
 
 
 def _checked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters, each once; raises a ZeroError for anything that is no parameter."""
+    """Return the parameters as a list, each once; raises a ZeroError for anything that is no parameter."""
     listed: dict[int, nn.Parameter] = {}
     if isinstance(parameters, str | dict | nn.Module) or not isinstance(parameters, Iterable):
         raise ZeroError(
@@ -356,17 +374,17 @@ def _checked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _order_of(places: Sequence[_Place]) -> int:
-    """Return a 63-bit hash of the list of parameters, equal on all ranks that give equal lists."""
+    """Return a 63-bit hash of the parameters' names in order; ranks with equal lists get equal hashes."""
     names = repr([place.name for place in places])
     return int.from_bytes(hashlib.blake2b(names.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -> str | None:
-    """Return why the values that ranks have changed are not kept; None if they are kept.
+    """Return an error message if the ranks' changes cannot be kept, the same on all ranks; None if they can.
 
     Args:
-        orders: each rank's hash of its list of parameters.
-        modifiers: each rank's ``modifier_rank``; -1 for None.
+        orders: for each rank, the hash of its list of parameters (:func:`_order_of`).
+        modifiers: for each rank, its ``modifier_rank``, or -1 for None.
         changed: (ranks, parameters), not 0 where a rank has changed a parameter.
     """
     for rank, order in enumerate(orders):
@@ -392,18 +410,21 @@ def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -
 
 
 def _reason_of(rank: int, reason: str, wire: Wire) -> str:
-    """Return on all ranks the ``reason`` that ``rank`` has passed; all ranks must call this."""
+    """Send ``reason`` of rank ``rank`` to all ranks, and return it on all of them; all ranks must call this."""
     text = bytearray(reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES))
     texts = wire.all_gather_small(torch.frombuffer(text, dtype=torch.uint8).to(wire.mesh.device))
     return texts[rank].cpu().numpy().tobytes().decode(errors="ignore").rstrip()
 
 
 def _layout(values: Tensor) -> tuple[object, ...]:
-    """Return the address, shape, strides and type of ``values``: equal ones are the same view of memory."""
+    """Return the address, shape, strides and type of ``values``.
+
+    If these four are equal for two tensors, the tensors are the same view of the same memory.
+    """
     return values.data_ptr(), values.shape, values.stride(), values.dtype
 
 
 def _mark(values: Tensor) -> bytes:
-    """Return a fingerprint of the bits of ``values``."""
+    """Return a 128-bit hash of the bits of ``values``."""
     bits = values.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
     return hashlib.blake2b(bits.data, digest_size=16).digest()

@@ -1,8 +1,8 @@
 """Defines Init, a context that constructs models that are larger than one rank's memory, block by block.
 
-The parameters of every block are cut when the constructor of the block returns: each rank keeps its slice, and frees
-the rest.  A rank thus holds no more than its slices and one whole block.  :func:`give_values` does the same for a
-model on the meta device.
+When the constructor of a block returns, the parameters of the block are cut: each rank keeps its slice and frees the
+rest.  A rank thus holds no more than its slices and one whole block.  :func:`give_values` does the same for a model on
+the meta device.
 """
 
 from __future__ import annotations
@@ -34,28 +34,32 @@ class Init:
 
     All ranks must construct the same modules.  While a constructor runs, the parameters of its module are whole.
     If an operation in the context uses parameters that are cut already, these are gathered, so all ranks must run
-    the operation.  They are cut again when other parameters are gathered, or when the outermost constructor returns.
-    After the context, until ``shard()`` takes them over, cut parameters may be used only under
+    the operation.  The gathered parameters are cut again when other parameters are gathered, or when the outermost
+    constructor returns.  Between the end of the context and ``shard()``, cut parameters may be used only under
     :class:`~impl.parameters.gathered.GatheredParameters`.
 
     Args:
-        mesh: the ranks, as :meth:`Mesh.of` reads them; by default all ranks.  They must draw the same random numbers.
+        mesh: the ranks, as :meth:`Mesh.of` reads them; by default all ranks.  All of these ranks must draw the same
+            random numbers (see ``seed``).
         data_parallel_group: a process group or torch's ``DeviceMesh`` in place of ``mesh``, as DeepSpeed's ``Init``
             calls it.  Pass this group, or ``init.mesh``, to ``shard()`` as ``mesh=``.
         policy: the policy that the model will be sharded with.  With another policy, ``shard()`` has to send
             the slices anew.
-        blocks: the classes of the model's blocks, or a function that returns whether a class is a block's.  Each
-            block is cut as a whole; a module outside of blocks is cut when its own constructor returns.
+        blocks: the classes of the model's blocks.  In place of classes, a function may be given, which is called with
+            a class and returns whether its modules are blocks.  Each block is cut as a whole.  A module outside of
+            blocks is cut when its own constructor returns.
         wire: the wire that sends messages; a new one by default.
         remote_device: the device of new values and of slices.  None, and "none" as in Megatron's
             ``--remote-device``, stand for the mesh's device.  On "meta", parameters have no values.
         enabled: False makes the context do nothing.
-        whole_below: parameters outside of blocks with fewer elements stay whole until the model is sharded.
+        whole_below: a number of elements.  Parameters that are outside of blocks and have fewer elements stay whole
+            until the model is sharded.
         seed: the seed of torch's random numbers inside the context; the state of random numbers outside is
             not changed.
 
     Raises:
-        ZeroError: on entering, inside another ``Init``; if both a mesh and a group are given.
+        ZeroError: if both a mesh and a group are given; for ``remote_device="nvme"``; on entering, if this thread is
+            inside another ``Init``.
         MeshError: if no mesh can be made of ``mesh`` or ``data_parallel_group``.
         PolicyError: if the policy does not fit the topology.
     """
@@ -86,7 +90,7 @@ class Init:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The mesh of the ranks that were given, or of all ranks."""
+        """The mesh of the ranks given as ``mesh`` or ``data_parallel_group``; of all ranks if neither was given."""
         if self._mesh is not None and self._data_parallel_group is not None:
             raise ZeroError("Init has both mesh= and data_parallel_group=: leave one of them out")
         return Mesh.of(self._data_parallel_group if self._mesh is None else self._mesh)
@@ -118,9 +122,10 @@ class Init:
 
     @contextlib.contextmanager
     def constructing(self, module: nn.Module) -> Iterator[None]:
-        """Context around a constructor call for ``module``, after which the module's parameters are cut.
+        """Context around a constructor call for ``module``; cuts the module's parameters when the call returns.
 
-        Constructors of base classes run inside the constructor of the module's class, and cut nothing.
+        There are two exceptions.  The constructor of a base class runs inside the constructor of the module's class,
+        and cuts nothing.  A module that is constructed inside a block is cut together with the block.
         """
         if any(module is other for other in self._constructing):  # this is the constructor of a base class
             yield
@@ -137,12 +142,13 @@ class Init:
             self._settle()
 
     def cut(self, module: nn.Module, *, recurse: bool, at_least: int = 0) -> None:
-        """Cut the parameters of ``module`` that are not cut yet and have ``at_least`` elements each.
+        """Cut the parameters of ``module`` that are not cut yet, except for small parameters.
 
         Args:
             module: the module.
-            recurse: whether to cut the parameters of modules inside it too.
-            at_least: the least number of elements; the policy's ``persist_below`` if that is larger.
+            recurse: whether to cut also the parameters of the modules inside ``module``.
+            at_least: parameters with fewer elements are not cut, nor are parameters with fewer elements than the
+                policy's ``persist_below``.
         """
         small = max(at_least, self._policy.memory.persist_below)
         for trainable in (True, False):
@@ -159,7 +165,10 @@ class Init:
                 Cut(kind, parameters, self._policy, mesh=self.mesh, wire=self.wire, on_use=self._use)
 
     def gather(self, cuts: Sequence[Cut]) -> None:
-        """Gather the values of ``cuts``; other gathered values are cut again, unless somebody holds views of them."""
+        """Gather the values of ``cuts``, after the values of other cuts were freed.
+
+        Values of other cuts stay if somebody holds views of them, or if GatheredParameters shows them.
+        """
         self._settle(cuts)
         for cut in cuts:
             cut.gather()
@@ -171,7 +180,11 @@ class Init:
         return isinstance(module, kinds) if isinstance(kinds, type | tuple) else kinds(type(module))
 
     def _use(self, cut: Cut, together: Sequence[Cut], name: str) -> None:
-        """Gather the cuts of an operation that uses parameter ``name``, or refuse the use."""
+        """Gather the cuts ``together``, which one operation uses; ``name`` is a parameter that the operation uses.
+
+        Raises:
+            ZeroError: after this context, or in another thread.
+        """
         if active() is not self:
             raise ZeroError(
                 f"parameter {name!r} is used after Init cut it, outside of Init: use it inside Init, or read or "
@@ -180,9 +193,10 @@ class Init:
         self.gather(together)
 
     def _settle(self, kept: Sequence[Cut] = (), *, viewed: bool = False) -> None:
-        """Cut gathered values to slices again, except for those of ``kept`` and those that GatheredParameters shows.
+        """Cut gathered values to slices again, except for the cuts in ``kept``.
 
-        Values of which somebody holds views are cut again only if ``viewed`` is True.
+        Values that GatheredParameters shows stay whole too.  Values of which somebody holds views are cut only if
+        ``viewed`` is True.
         """
         for cut in list(self._gathered):
             if cut not in kept and not cut.pinned and (viewed or not cut.viewed):
@@ -206,18 +220,19 @@ def give_values(
     policy: Policy,
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Give the modules of a model that are on the meta device their values, and cut each block as soon as it has them.
+    """Give values to the modules of a model on the meta device, and cut each block as soon as it has values.
 
     A module is initialised after the modules that it holds, which is the order in which constructors return.  With
-    equal random numbers, the values are those of a model that was constructed with values.  Modules with values are
-    left alone.
+    equal random numbers, the values are equal to the values of a model that was not constructed on the meta device.
+    Modules that have values already are left alone.
 
     Args:
         model: the model.
-        blocks: its blocks, each of which is cut as a whole.
+        blocks: the model's blocks, each of which is cut as a whole.
         mesh: the ranks.
         policy: the policy that the model will be sharded with.
-        initialise: gives a module its values; its ``reset_parameters()`` by default.
+        initialise: is called with a module, and gives it values.  By default the module's ``reset_parameters()`` is
+            called.
 
     Raises:
         ZeroError: if a module cannot be initialised, or if elements were left without a value.
@@ -256,16 +271,17 @@ def _initialise(
     """Give the module's parameters and buffers that are on the meta device memory and values.
 
     The parameters and buffers stay the same objects.  To find elements that the initialisation leaves out, all bits
-    are set to ones before.  An element with these bits is a NaN that no arithmetic produces, or the integer -1.
+    are set to ones before it runs.  An element with these bits is a NaN that no arithmetic produces, or an integer.
 
     Args:
         module: the module.
-        name: its name in the model, for errors.
+        name: the module's name in the model, for error messages.
         device: the device of the values.
-        initialise: gives the module its values; its ``reset_parameters()`` by default.
+        initialise: is called with the module, and gives it values.  By default the module's ``reset_parameters()`` is
+            called.
 
     Raises:
-        ZeroError: if there is nothing to initialise the module with, or if elements were left out.
+        ZeroError: if the module has no ``reset_parameters()`` and ``initialise`` is None, or if elements were left out.
     """
     reset = getattr(module, "reset_parameters", None)
     versions = {}
@@ -303,7 +319,7 @@ def _initialise(
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the tensor's memory as uint8; writes to it do not change the version of ``tensor``."""
+    """Return a view of the tensor's memory as uint8; writes to the view do not change the tensor's version."""
     return tensor.detach().data.reshape(-1).view(torch.uint8)
 
 
@@ -317,13 +333,13 @@ _inside: list[None] = []  # one element for each Init that a thread is inside
 
 
 def active() -> Init | None:
-    """Return the Init that this thread is inside, or None."""
+    """Return the Init that this thread is inside; None if there is none."""
     return getattr(_thread, "init", None)
 
 
 @contextlib.contextmanager
 def _watching() -> Iterator[None]:
-    """Context in which the constructors of all module classes are wrapped."""
+    """Context in which the constructors of all module classes, also of new ones, call :meth:`Init.constructing`."""
     with _lock:
         if not _inside:
             # Classes that are yet to be defined come first: another thread may define one while the existing classes
@@ -351,7 +367,7 @@ def _watch_new(kind: type[nn.Module], **options: Any) -> None:
 
 
 def _watch(kind: type[nn.Module]) -> None:
-    """Wrap the constructors of ``kind`` and of its subclasses."""
+    """Make the constructors of ``kind`` and of its subclasses call :meth:`Init.constructing`."""
     for sub in type.__subclasses__(kind):
         _watch(sub)
     if "__init__" not in vars(kind) or kind in _watched:

@@ -1,8 +1,8 @@
 """Checks, when a model is sharded, that all ranks start from the same weights.
 
 Ranks compare a checksum of each parameter (:func:`sums`), and the shapes and types of buffers.  For a parameter that
-:class:`~impl.parameters.init.Init` has cut, they compare checksums of the values before each cut.  The comparison
-goes through the store of the ranks' rendezvous, so no ledger counts it.
+:class:`~impl.parameters.init.Init` has cut, they compare checksums of the values before each cut.  The ranks exchange
+the checksums through the store of their rendezvous, not through the wire, so the ledger does not count them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ def check_same_start(
 ) -> None:
     """Raise a ZeroError on all ranks if their models start from different values; all ranks must call this.
 
+    Nothing is compared if the ranks have no store.
+
     Args:
         wire: the wire of the ranks.
-        parameters: the model's parameters; those that are cut already, or have no values, are ignored.
-        drawn: for each cut parameter, a hash of the values from which this rank has cut it.
-        buffers: the shape and type of each buffer as text; values of buffers may differ.
+        parameters: the model's parameters by name.  Parameters that are cut already or have no values are ignored.
+        drawn: for each cut parameter, by name, a hash of the values from which this rank has cut it.
+        buffers: the shape and type of each buffer, by name, as text.  Values of buffers are not compared.
     """
     mesh, rank = wire.mesh, wire.mesh.rank
     store = mesh.store()
@@ -47,9 +49,10 @@ def check_same_start(
 
 
 def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return, for each parameter that has values, the sum of its elements, with their bits read as integers.
+    """Return a checksum of each parameter that has values, by name.
 
-    Parameters with equal values have equal sums.
+    The bits of each element are read as an integer, and the checksum is the sum of these integers.  So parameters with
+    equal values have equal checksums.
     """
     integers = {
         name: parameter.detach()
@@ -65,9 +68,9 @@ def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def difference(ranks: Sequence[Mapping[str, int]]) -> str | None:
-    """Return an error message for the first parameter whose sum differs between ranks; None if none does.
+    """Return an error message for the first parameter whose checksum differs between ranks; None if all are equal.
 
-    ``ranks`` has the sums of each rank, in rank order.
+    ``ranks`` has the checksums of each rank (:func:`sums`), in rank order.
     """
     for name in {name: None for numbers in ranks for name in numbers}:
         others = [rank for rank, numbers in enumerate(ranks) if numbers.get(name) != ranks[0].get(name)]

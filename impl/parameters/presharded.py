@@ -1,8 +1,8 @@
 """Holds parameters that Init has cut before their model is sharded: each rank has only its slice.
 
 A :class:`Cut` is a group of parameters that is laid out like a unit.  If :func:`impl.zero.shard` lays the same
-parameters out in the same way, :func:`take_over` takes the slice over without a message.  Otherwise it gathers one
-parameter after the other and cuts again.
+parameters out in the same way, :func:`take_over` takes the slice over without a message.  Otherwise ``take_over``
+gathers one parameter after the other and cuts each again.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ _LARGE: Final = 2**61 - 1  # the modulus of the hash of values
 
 
 class Cut:
-    """This rank's slice of some parameters, all of which are trainable, or all frozen.
+    """Holds this rank's slice of some parameters, all of which are trainable, or all frozen.
 
     Args:
-        name: the name of the cut, for errors.
+        name: the name of the cut, for error messages.
         parameters: the parameters by name.
         policy: the policy that the model will be sharded with.
         mesh: the ranks.
-        wire: a function that returns the wire; called when values are gathered.
-        on_use: a function that is called when an operation uses a cut parameter.  It gets this cut, all cuts that
-            the operation uses, and the parameter's name, and gathers the values or raises an error.
+        wire: a function that returns the wire; it is called when values are gathered.
+        on_use: a function that is called when an operation uses a cut parameter.  It is called with this cut, with a
+            list of all cuts that the operation uses, and with the parameter's name.  It gathers the values, or raises
+            an error.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Cut:
         self._keepers = [_InCut(self, slot.spec.name) for slot in self.geometry.slots]
         # (S,) fp32, this rank's slice, on the device of the values; empty while the parameters are whole
         self.shard = torch.empty(0)
-        self.pinned: set[int] = set()  # slots that GatheredParameters shows
+        self.pinned: set[int] = set()  # numbers of the slots that GatheredParameters shows
         # For each slot, a hash of all values from which this rank has cut it, so that ranks can compare them.
         self.drawn = [0] * len(self.geometry.slots)
         self.whole = True  # whether the parameters have their whole values
@@ -82,11 +83,11 @@ class Cut:
 
     @property
     def parameters(self) -> list[nn.Parameter | None]:
-        """The parameters in slot order; None for a parameter that was replaced and no longer exists."""
+        """The parameters in the order of the layout; None in place of a parameter that no longer exists."""
         return [reference() for reference in self._parameters]
 
     def number(self, parameter: Tensor) -> int:
-        """Return the number of the slot of ``parameter``, which must belong to this cut."""
+        """Return the index of ``parameter``, which must belong to this cut, among the cut's parameters."""
         return [other is parameter for other in self.parameters].index(True)
 
     def cut(self) -> None:
@@ -126,9 +127,11 @@ class Cut:
         self.whole = True
 
     def values(self, number: int, wire: Wire, part: Tensor | None = None) -> Tensor:
-        """Gather parameter ``number``, (shape) fp32, from the ranks' parts (n,); all ranks must call it.
+        """Gather the values of parameter ``number``, (shape) fp32, from the ranks of the state group.
 
-        ``part`` replaces this rank's part of the slice.
+        All ranks of the group must call it.
+
+        ``part`` (n,) are the values of the elements in this rank's slice.  By default they are taken from the slice.
         """
         start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
         part = (self.shard[start:end] if part is None else part).to(wire.mesh.device)
@@ -138,22 +141,28 @@ class Cut:
 
     @property
     def viewed(self) -> bool:
-        """Whether anybody has taken views of the whole values since they were gathered."""
+        """Whether views of the whole values exist that were made after the values were gathered."""
         return any(map(operator.gt, self._counts(), self._uses))
 
     def _counts(self) -> list[int]:
-        """Return, for each parameter, how many tensors and other objects hold its memory."""
+        """Return, for each parameter, the number of tensors and other objects that hold its memory."""
         return [0 if parameter is None else handles(parameter) for parameter in self.parameters]
 
 
 class _InCut:
-    """The keeper of one parameter of a cut."""
+    """The keeper of one cut parameter: gathers the parameter when an operation uses its placeholder.
+
+    :class:`impl.unit.placeholder.Keeper` says what a keeper is.
+    """
 
     def __init__(self, cut: Cut, name: str) -> None:
         self.cut, self.name = cut, name
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """Gather the cut, or refuse the use; return the parameter, which then is whole."""
+        """Gather the values of ``parameter`` for an operation, and return the parameter.
+
+        ``together`` are all placeholders that the operation uses.  Raises a ZeroError if the use is not allowed.
+        """
         if not self.cut.whole:  # the cut is whole if another parameter of this operation was used before
             self.cut.on_use(self.cut, [*filter(None, map(cut_of, together))], self.name)
         return parameter
@@ -164,7 +173,10 @@ _whole: MutableMapping[Tensor, weakref.ref[Cut]] = WeakTensorKeyDictionary()
 
 
 def cut_of(parameter: Tensor) -> Cut | None:
-    """Return the cut that ``parameter`` belongs to, also while the cut's values are gathered; None for no cut."""
+    """Return the cut that ``parameter`` belongs to, also while the values of the cut are gathered.
+
+    Returns None if the parameter belongs to no cut.
+    """
     if (keeper := keeper_of(parameter)) is not None:
         return keeper.cut if isinstance(keeper, _InCut) else None
     reference = _whole.get(parameter)
@@ -172,21 +184,25 @@ def cut_of(parameter: Tensor) -> Cut | None:
 
 
 def drawn_numbers(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return, for each cut parameter, a hash of the values from which this rank has cut it."""
+    """Return, by name, a hash of the values from which this rank has cut each cut parameter."""
     cuts = {name: _keeping(parameter) for name, parameter in parameters.items()}
     return {name: cut.drawn[cut.number(parameters[name])] for name, cut in cuts.items() if cut is not None}
 
 
 def _keeping(parameter: Tensor) -> Cut | None:
-    """Return the cut that ``parameter`` belongs to; None for no cut, and while the cut's values are gathered."""
+    """Return the cut that holds the slice of ``parameter``.
+
+    Returns None if the parameter belongs to no cut, or if the values of its cut are gathered.
+    """
     cut = cut_of(parameter)
     return None if cut is None or cut.whole else cut
 
 
 def take_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: Wire) -> Tensor | None:
-    """Return this rank's slice (S,) fp32 of ``parameters`` in the layout of ``geometry``; None if none is cut.
+    """Return this rank's slice (S,) fp32 of ``parameters`` in the layout of ``geometry``.
 
-    All ranks must call it.  If the slice is in this layout already, no message is sent.
+    Returns None if no parameter is cut.  All ranks must call it.  If a cut has the slice in this layout already, no
+    message is sent.
     """
     cuts = [_keeping(parameter) for parameter in parameters]
     if all(cut is None for cut in cuts):

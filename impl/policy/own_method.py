@@ -56,7 +56,7 @@ class MethodError(ValueError):
 
 
 class MethodLaw(enum.Enum):
-    """A property that a method can promise; ``zeropp check method`` tests exactly the promised laws."""
+    """A property that a user's class can promise; ``zeropp check method`` tests the laws that the class promises."""
 
     SAME_ON_ALL_RANKS = "every rank finds the same mean, bit by bit, however the mean is sharded"
     ZERO = "a new method turns gradients of zeros into a mean of zeros"
@@ -96,7 +96,10 @@ class MethodSlot(NamedTuple):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """Rows and columns of the parameter as a matrix, whose rows are its first dimension."""
+        """(rows, columns) of the parameter as a matrix: its first dimension gives the rows, all others the columns.
+
+        A parameter of shape (4, 3, 2) gives (4, 6), and a vector of 5 elements gives (5, 1).
+        """
         rows = self.shape[0] if self.shape else 1
         return rows, self.numel // rows
 
@@ -113,52 +116,56 @@ class MethodUnit:
 
     @classmethod
     def of(cls, geometry: UnitGeometry, rank: int) -> MethodUnit:
-        """Returns a laid-out unit as ``rank`` sees it."""
+        """Returns the unit that ``geometry`` lays out, with the shard of ``rank``."""
         slots = (MethodSlot(slot.spec.name, slot.spec.shape, slot.offset) for slot in geometry.slots)
         return cls(geometry.name, tuple(slots), geometry.padded, *geometry.bounds(rank))
 
     @property
     def elements(self) -> int:
-        """Elements of the parameters, without padding."""
+        """Number of elements of the parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     @property
     def shard(self) -> int:
-        """S, elements of this rank's shard."""
+        """S, the number of elements of this rank's shard."""
         return self.end - self.start
 
     def rows(self, whole: Any, ranks: int) -> Any:
-        """Returns ``whole`` (P,) as (ranks, S): row ``i`` is the shard that rank ``i`` of all ``ranks`` keeps."""
+        """Returns the shards of ``whole`` (P,) as (ranks, S): row ``i`` is the shard that rank ``i`` keeps.
+
+        ``ranks`` is the number of all ranks.  Ranks of different groups keep equal shards.
+        """
         shards = self.numel // self.shard
         return whole.view(shards, -1).repeat(ranks // shards, 1)
 
     def whole(self, rows: Any) -> Any:
-        """Returns (P,) from ``rows`` (ranks, S), the shards of all ranks in rank order; undoes :meth:`rows`."""
+        """Joins ``rows`` (ranks, S), the shards of all ranks in rank order, to (P,); this undoes :meth:`rows`."""
         return rows[: self.numel // self.shard].reshape(-1)
 
     @property
     def own(self) -> slice:
-        """This rank's shard in the gradient or the weights: ``whole[unit.own]``."""
+        """The slice that cuts this rank's shard out of the unit's gradient or weights (P,): ``whole[unit.own]``."""
         return slice(self.start, self.end)
 
 
 class MethodMessage(NamedTuple):
-    """A message that every rank sends in each reduction or gather, as a method's ``bytes()`` declares it."""
+    """A message that every rank sends in each reduction or gather, as a method's ``bytes()`` declares it.
+
+    :func:`declared` rounds the number of bytes up to a multiple of 16, the padding with which messages are sent.
+    """
 
     kind: MessageKind
     axis: str  # ``world``, ``node`` or ``local``
-    nbytes: int  # bytes to each other rank of the axis, without the padding to a multiple of 16
+    nbytes: int  # bytes that a rank sends to each other rank of the axis
 
 
 @dataclass(frozen=True, slots=True)
 class OwnMethod:
-    """A user's class, which reduces gradients or gathers weights, and the arguments that it gets.
+    """A user's class, which reduces gradients or gathers weights, and the arguments to construct it with."""
 
-    ``name`` is ``module:Class``.  If ``kind`` is given, nothing is imported, and ``name`` is only a label.
-    """
-
-    name: str
-    arguments: tuple[tuple[str, Argument], ...] = ()
+    name: str  # ``module:Class``
+    arguments: tuple[tuple[str, Argument], ...] = ()  # (name, value) of each argument
+    # The class.  None: it is imported by its name when it is first needed.
     kind: type | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -170,7 +177,7 @@ class OwnMethod:
 
     @property
     def readable(self) -> bool:
-        """Whether the class may be imported (:func:`impl.named_object.forbidden`)."""
+        """Whether the class is known or may be imported; :func:`impl.named_object.forbidden` forbids imports."""
         return self.kind is not None or allowed()
 
     @property
@@ -187,7 +194,7 @@ class OwnMethod:
         return frozenset(LAWS[name] for name in getattr(self.definition, "laws", ()))
 
     def check_role(self, role: Role) -> None:
-        """Raises a MethodError if the class cannot be what the policy's field ``role`` names."""
+        """Raises a MethodError if the class does not fit the policy's field ``role``, ``reduce`` or ``gather``."""
         other = role_of(self.definition)
         if other not in (None, role):
             expected = {"reduce": "start(gradient)", "gather": "start(weights, gather)"}
@@ -202,10 +209,13 @@ class OwnMethod:
         return self.definition(unit, wire, **dict(self.arguments))
 
     def error_bound(self, unit: MethodUnit) -> float:
-        """Returns the largest error that the class promises for an element; infinity if the class promises none.
+        """Returns the largest error that the class promises for an element, as a multiple of a magnitude M.
 
-        For a gather, the error is a multiple of the largest magnitude of the weights in the shard.  For a reduction,
-        every rank's gradient has a largest magnitude in the shard, and the error is a multiple of the ranks' mean.
+        Returns infinity if the class promises no bound.
+
+        If the class gathers weights, M is the largest magnitude of the weights in the element's shard.  If the class
+        reduces gradients, M belongs to the piece of P / ranks elements in which the element lies: each rank's gradient
+        has a largest magnitude in this piece, and M is the mean of these magnitudes over all ranks.
         """
         laws = self.laws
         if MethodLaw.EXACT in laws:
@@ -218,12 +228,12 @@ class OwnMethod:
 
 
 def method(source: type[Any] | str, **arguments: Any) -> OwnMethod:
-    """Returns the value of a policy's ``reduce`` or ``gather`` that names a user's class and gives it ``arguments``.
+    """Names a user's class for a policy's ``reduce`` or ``gather``, with the ``arguments`` to construct it with.
 
     ``source`` is the class, or its name as ``module:Class``.
 
-    Raises MethodError: if a class lacks what a method must have, if the name has another form, or if an argument is
-    no number, text, bool, list or tuple.
+    Raises MethodError: if a class lacks what a method must have; if the name has another form; or if an argument is
+    not a number, text, bool, list or tuple.
     """
     values = tuple(
         (name, tuple(value) if isinstance(value, list) else value) for name, value in arguments.items()
@@ -250,9 +260,9 @@ def _imported(name: str) -> type[Any]:
 
 
 def checked(name: str, kind: Any) -> type[Any]:
-    """Returns ``kind`` if it can be a method.
+    """Returns ``kind`` if it is a class that can be used as a method.
 
-    Raises MethodError: naming what is missing or wrong.
+    Raises MethodError: otherwise; the message begins with ``name`` and says what is missing or wrong.
     """
     if not isinstance(kind, type):
         raise MethodError(f"{name}: is a {type(kind).__name__}, expected a class: name the class")
@@ -284,7 +294,7 @@ def checked(name: str, kind: Any) -> type[Any]:
 
 
 def role_of(kind: type[Any]) -> Role | None:
-    """Returns what a class is for: with ``start(gradient)`` it reduces, with ``start(weights, gather)`` it gathers.
+    """Returns ``reduce`` for a class with ``start(gradient)``, and ``gather`` for one with ``start(weights, gather)``.
 
     Returns None if ``start()`` takes any number of arguments, or has no signature that Python can read.
     """
@@ -304,7 +314,7 @@ def _axes(topology: Topology) -> tuple[Axis, ...]:
 
 
 def axis_of(topology: Topology, name: str) -> Axis:
-    """Returns the axis that a method calls ``name``.
+    """Returns the axis of ``topology`` that users' classes call ``name``.
 
     Raises MethodError: for any name but ``world``, ``node`` and ``local``.
     """
@@ -315,18 +325,21 @@ def axis_of(topology: Topology, name: str) -> Axis:
 
 
 class PlannedWire:
-    """Takes the place of a wire in a method's constructor, where only the method's ``bytes()`` is to be called."""
+    """Takes the place of a wire when a user's class is constructed only to call its ``bytes()``.
+
+    It knows the ranks, and raises a MethodError when something is sent.
+    """
 
     def __init__(self, topology: Topology, rank: int = 0) -> None:
         self.topology, self.rank, self.device = topology, rank, "cpu"
         self.dtype = None  # torch's default
 
     def size(self, axis: str = "world") -> int:
-        """Returns the number of ranks along ``axis``."""
+        """Returns the number of ranks in a group along ``axis``, which is ``world``, ``node`` or ``local``."""
         return axis_of(self.topology, axis).size
 
     def index(self, axis: str = "world") -> int:
-        """Returns this rank's number among the ranks along ``axis``."""
+        """Returns the index of this rank in its group along ``axis``."""
         return axis_of(self.topology, axis).digit(self.rank)
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
@@ -338,11 +351,12 @@ class PlannedWire:
 def declared(
     own: OwnMethod, instance: Any, unit: MethodUnit, topology: Topology, *gather: GatherInfo
 ) -> tuple[MethodMessage, ...] | None:
-    """Returns the messages that ``bytes()`` declares for a reduction, or for a ``gather``.
+    """Returns the messages that ``instance.bytes()`` declares for one reduction of ``unit``.
 
-    Returns None if the class has no ``bytes()``.
+    With ``gather``, returns the messages that ``bytes()`` declares for this gather.  The bytes of each message are
+    rounded up to a multiple of 16.  Returns None if the class has no ``bytes()``.
 
-    Raises MethodError: if ``bytes()`` raises, or returns anything but tuples of kind, axis and bytes.
+    Raises MethodError: if ``bytes()`` raises an error, or returns anything but tuples of kind, axis and bytes.
     """
     count: Callable[..., Any] | None = getattr(instance, "bytes", None)
     if count is None:
@@ -374,9 +388,9 @@ The function returns None if the method's class has no ``bytes()``."""
 
 
 def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> Declared:
-    """Returns, for each trained unit that ``own`` reduces, the messages that the class declares for a reduction.
+    """Returns, by unit name, the messages that the class declares for one reduction of the unit.
 
-    Needs no running ranks.
+    Frozen and persistent units are left out, since the class does not reduce them.  No running ranks are needed.
 
     Raises MethodError: if the class cannot be imported or constructed, or its ``bytes()`` is wrong.
     """
@@ -387,11 +401,11 @@ def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeo
 
 
 def planned_gathers(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> DeclaredGathers:
-    """Returns, for each trained unit that ``own`` gathers, a function that returns a gather's declared messages.
+    """Returns, by unit name, a function that returns the messages that the class declares for one gather of the unit.
 
-    Needs no running ranks.
+    Frozen and persistent units are left out, since the class does not gather them.  No running ranks are needed.
 
-    Raises MethodError: if the class cannot be imported or constructed; the functions raise it if ``bytes()`` is wrong.
+    Raises MethodError: if the class cannot be imported or constructed.  The functions raise it if ``bytes()`` is wrong.
     """
 
     def messages(unit: MethodUnit, instance: Any, gather: GatherInfo) -> tuple[MethodMessage, ...] | None:
@@ -404,16 +418,18 @@ def planned_gathers(own: OwnMethod, topology: Topology, units: Iterable[UnitGeom
 
 
 def declares(own: OwnMethod) -> bool:
-    """Returns whether the class declares its messages, which it does by a method ``bytes()``."""
+    """Returns whether the class declares its messages, that is, whether it has a method ``bytes()``."""
     return callable(getattr(own.definition, "bytes", None))
 
 
 def _planned(
     own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry], role: Role
 ) -> Iterator[tuple[str, MethodUnit, Any]]:
-    """Yield (name, unit, an object of the class) for each trained unit that is not persistent.
+    """Yield (name, unit as rank 0 sees it, an object of the class) for each trained unit that is not persistent.
 
     The object is None if the class has no ``bytes()``.
+
+    Raises MethodError: if the class cannot be used in the policy's field ``role``, or its constructor raises an error.
     """
     own.check_role(role)
     for geometry in units:

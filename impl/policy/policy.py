@@ -63,7 +63,10 @@ _GROUP: Final = 8000  # most elements of a block of weights in DeepSpeed, which 
 
 
 def _raw(*codecs: Codec | Iterable[Codec]) -> bool:
-    """Returns whether none of the codecs, or pairs of codecs, quantises."""
+    """Returns whether all ``codecs`` are plain casts (:class:`Raw`), which do not quantise.
+
+    An argument may also be several codecs, such as the pair ``policy.gradients``.
+    """
     return all(isinstance(codec, Raw) if isinstance(codec, Codec) else _raw(*codec) for codec in codecs)
 
 
@@ -73,9 +76,9 @@ def _schedule_in_words(spans: Sequence[Span]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """One point of the ablation space of ZeRO: everything that decides what is sent, held and computed.
+    """All settings that decide what training sends, holds and computes.
 
-    Raises PolicyError: for combinations that no topology could run.
+    Raises PolicyError: for combinations of settings that no topology could run.
     """
 
     # Stage 1 shards masters and optimizer state; stage 2 also mean gradients; stage 3 also weights; stage 0 nothing
@@ -195,14 +198,15 @@ class Policy:
         None, "`none`, or `weights <bits>`, `gradients <bits>` or both, `every <steps> of <codecs>`", read=parse_budget,
         alters=lambda policy, _: _raw(policy.weights, policy.gradients),
     )  # fmt: skip
-    # Optimizer steps of each group between two exchanges with the other groups (DiLoCo, 2311.08105).  Gradients are
-    # then averaged inside a group only.  None: gradients are averaged over all ranks, in every step.
+    # Optimizer steps that each group takes between two exchanges with the other groups (DiLoCo, 2311.08105).  In these
+    # steps, gradients are averaged inside a group only.  None: every step averages gradients over all ranks.
     local_steps: int | None = setting(
         None, "whole number: optimizer steps that each group takes between exchanges with the others; or "
         "`none`",
         or_none=True, scope="training", alters=lambda policy, _: not policy.group,
     )  # fmt: skip
-    # The parts are exchanged one after the other, evenly spread over ``local_steps`` (Streaming DiLoCo, 2501.18512).
+    # The units are dealt into so many fragments.  The fragments are exchanged after different steps, which are spread
+    # evenly over ``local_steps`` (Streaming DiLoCo, 2501.18512).
     local_fragments: int = setting(
         1, "whole number: parts into which units are dealt, each exchanged after another step; or `none`",
         or_none=True, scope="training", alters=lambda policy, _: not policy.group,
@@ -254,10 +258,10 @@ class Policy:
             raise PolicyError(reason)
 
     def _read_method(self, name: Role, known: Sequence[str]) -> None:
-        """Replace the name of a user's class in the field ``name`` with a method of this class.
+        """If the field ``name`` has the name of a user's class as text, replace the text with ``method(text)``.
 
-        Raises PolicyError: for a value that is no method, no name of a class and none of the ``known`` words, and for
-        a class that does not suit the field.
+        Raises PolicyError: if the field's value is neither a method, nor the name of a class, nor a ``known`` word; or
+        if the class does not suit the field.
         """
         value = getattr(self, name)
         if isinstance(value, str) and is_name(value):
@@ -276,16 +280,16 @@ class Policy:
 
     @property
     def own_reduce(self) -> OwnMethod | None:
-        """The reduction of a user's own; None if gradients are reduced in hops."""
+        """The user's class that reduces gradients; None if gradients are reduced in hops."""
         return self.reduce if isinstance(self.reduce, OwnMethod) else None
 
     @property
     def own_gather(self) -> OwnMethod | None:
-        """The gather of a user's own; None if weights are gathered in hops."""
+        """The user's class that gathers weights; None if weights are gathered in hops."""
         return self.gather if isinstance(self.gather, OwnMethod) else None
 
     def _gather_errors(self) -> Iterator[str]:
-        """Yield an error for each field that a gather of a user's own does not allow."""
+        """Yield an error for each field whose value is not allowed if a user's class gathers weights."""
         if (own := self.own_gather) is None:
             return
         way_out = "or set gather='hierarchical'"
@@ -304,7 +308,7 @@ class Policy:
             yield f"gather='{own}' does not allow budget '{self.budget}', {chooses}: remove weights from it"
 
     def _method_errors(self) -> Iterator[str]:
-        """Yield an error for each field that a reduction of a user's own does not allow."""
+        """Yield an error for each field whose value is not allowed if a user's class reduces gradients."""
         if (own := self.own_reduce) is None:
             return
         usual = {
@@ -381,7 +385,7 @@ class Policy:
             yield f"planes='phase' {needs}; {values}: change these, or set planes=1"
 
     def _copy_errors(self) -> Iterator[str]:
-        """Yield an error for each field that hpZ's copy of the weights does not allow."""
+        """Yield an error for each value that hpZ does not allow, and for each field that has no effect without hpZ."""
         formats = self.secondary_format
         changed = {
             "secondary_format": None if formats == "frames" else formats,
@@ -412,7 +416,7 @@ class Policy:
             yield f"differences='{self.differences}' {needs}; {values}: {way_out}"
 
     def _budget_errors(self) -> Iterator[str]:
-        """Yield an error for each field with which a budget could not choose codecs by their bytes."""
+        """Yield an error for each value that a bit budget does not allow, in the policy or in the budget itself."""
         if (budget := self.budget) is None:
             return
         text = f"budget '{budget}'"
@@ -437,7 +441,7 @@ class Policy:
                 yield f"budget: {codec} has one scale for a whole shard: use a codec with blocks of elements"
 
     def _schedule_errors(self) -> Iterator[str]:
-        """Yield an error for spans that cannot follow one another, or that would move memory."""
+        """Yield an error for each contradiction inside the schedule, or between the schedule and another field."""
         if not self.schedule:
             return
         yield from check_order(self.schedule)
@@ -466,7 +470,7 @@ class Policy:
             yield f"schedule changes how weights are sent, and {keeps}: let spans change gradients only"
 
     def _owned_errors(self) -> Iterator[str]:
-        """Yield an error for each codec with which matrices cannot be sent to their owners."""
+        """Yield an error for each codec in ``owned`` that Muon cannot use for the exchanges with owners of matrices."""
         codecs: object = self.owned
         if not isinstance(codecs, tuple) or len(codecs) != 2:
             yield f"owned = {codecs!r}: expected a tuple of two codecs, for momentum and for updates"
@@ -477,7 +481,11 @@ class Policy:
                 yield f"owned={', '.join(map(str, codecs))} {needs}: use bf16 or, for example, int8:256"
 
     def _local_errors(self) -> Iterator[str]:
-        """Yield an error for each field with which groups could not take steps of their own."""
+        """Yield an error for each impossible value of the fields of local steps.
+
+        Yields errors also for other fields whose values local steps do not allow, and for fields of local steps that
+        have no effect because ``local_steps`` is None.
+        """
         steps, fragments = self.local_steps, self.local_fragments
         for name, kind, expected in (
             ("local_steps", (int, type(None)), "a whole number or None"),
@@ -537,10 +545,10 @@ class Policy:
                 yield f"local_steps={steps} does not allow {name}: {why}; remove {name}, or local_steps"
 
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
-        """Yield an error for each gradient codec whose messages cannot be cut into chunks.
+        """Yield an error for each gradient codec that has one scale for a whole shard, if ``chunks`` cuts the shard.
 
-        With ``user_codecs``, the codecs from named modules are checked, which are imported for this; without, all
-        others.
+        With ``user_codecs``, only codecs of class ``OwnCodec`` are checked, and their modules are imported for it.
+        Otherwise only codecs of all other classes are checked.
         """
         for codec in (*self.gradients, *self.candidates.get("gradients", ())) if self.chunks > 1 else ():
             if isinstance(codec, OwnCodec) == user_codecs and codec.block == "shard":
@@ -549,21 +557,21 @@ class Policy:
 
     @property
     def grain(self) -> int:
-        """The grain, in elements: every parameter and every shard starts on a multiple of this number."""
+        """The grain: every parameter and every shard starts on a multiple of this number of elements."""
         return math.lcm(self.align, common_grain(*self.codecs))
 
     @property
     def grain_in_words(self) -> str:
-        """The codecs and the alignment from which :attr:`grain` follows, for error messages."""
+        """Says in error messages which codecs and which ``align`` make up :attr:`grain`, as their common multiple."""
         aligned = [f"align = {self.align}"] if self.align > 1 else []
         parts = list(dict.fromkeys([str(codec) for codec in self.codecs] + aligned))
         return parts[0] if len(parts) == 1 else f"the common multiple of {', '.join(parts)}"
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """All codecs of the policy: those of weights and of both gradient hops, then the optional ones.
+        """All codecs of the policy: of weights, of the first and the second gradient hop, then of the optional fields.
 
-        With a schedule, they are the codecs of all steps.
+        With a schedule, the codecs of all steps are included, each once.
         """
         if not self.schedule:
             return self._fields_codecs()
@@ -595,9 +603,9 @@ class Policy:
         return 0
 
     def phase_counts(self, begin: int, end: int) -> dict[int, int]:
-        """Returns, by index in :attr:`phases`, how many of the steps ``begin`` to ``end - 1`` have this policy.
+        """Counts, for each policy in :attr:`phases`, in how many of the steps ``begin`` to ``end - 1`` it holds.
 
-        A policy that none of these steps has is left out.
+        Returns a dict from the policy's index to this number.  Policies that hold in none of these steps are left out.
         """
         counts, start = Counter[int](), 0
         rows = _compiled(self)[1] if self.schedule else ((math.inf, 1, 0, 0),)
@@ -632,10 +640,10 @@ class Policy:
 
     @property
     def gathering(self) -> tuple[object, ...]:
-        """The fields that decide how weights are gathered.
+        """The values of the fields that decide how weights are gathered.
 
-        If a step's policy has other values of these fields than the step before, the weights themselves are gathered
-        anew, and neither differences nor hpZ's copy are sent.
+        If these values change from one step to the next, the first gather afterwards sends the weights themselves: it
+        uses neither differences nor hpZ's copy.
         """
         if self.own_gather is not None:
             return (self.gather,)
@@ -651,7 +659,10 @@ class Policy:
 
     @property
     def candidates(self) -> dict[Budgeted, tuple[Codec, ...]]:
-        """The codecs from which a budget chooses, by purpose, the policy's own codec first."""
+        """For each purpose of the budget (``weights``, ``gradients``), the codecs from which the budget chooses.
+
+        The codec that the policy itself names comes first.  The dict is empty without a budget.
+        """
         if (budget := self.budget) is None:
             return {}
         initial: dict[Budgeted, Codec] = {"weights": self.weights, "gradients": self.gradients[1]}
@@ -667,7 +678,10 @@ class Policy:
         return replace(self, align=self.grain, **{purpose: sent})
 
     def choices(self, purpose: Budgeted) -> list[Policy]:
-        """Returns this policy with each codec that a budget may choose for ``purpose``; itself without a budget."""
+        """Returns one policy for each codec that the budget may choose for ``purpose``.
+
+        If there is no budget for this purpose, the list has only this policy itself.
+        """
         return [self.with_choice(purpose, codec) for codec in self.candidates.get(purpose, ())] or [self]
 
     @property
@@ -677,19 +691,22 @@ class Policy:
 
     @property
     def readable(self) -> bool:
-        """Whether the attributes of all codecs may be read (:attr:`impl.codecs.codec.OwnCodec.readable`)."""
+        """Whether the attributes of all codecs may be read, for which users' modules may have to be imported."""
         return all(codec.readable for codec in self.own_codecs)
 
     @property
     def copy_codec(self) -> Codec:
-        """The codec in which hpZ's copy is kept, and sent inside its group."""
+        """The codec in which a rank keeps its part of hpZ's copy, and sends it to the other ranks of the hpZ group."""
         if self.inside is not None:
             return self.inside
         return self.weights if self.secondary_format == "frames" else Raw(self.secondary_format)
 
     @property
     def sends_copy(self) -> bool:
-        """Whether forward sends hpZ's copy inside its group, as backward does, instead of the weights' frames."""
+        """Whether gathers in forward send hpZ's copy inside the hpZ group, as gathers in backward do.
+
+        Otherwise gathers in forward send the frames of the weights inside the group.
+        """
         return self.inside is not None or self.differences is not None
 
     @property
@@ -698,10 +715,11 @@ class Policy:
         return self.stage >= 2 if self.reduce_every == "stage" else self.reduce_every == "micro_batch"
 
     def for_kind(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
-        """Returns the policy of frozen or persistent units; all other units have this policy itself.
+        """Returns the policy of frozen units (``trainable=False``) or of persistent units (``persistent=True``).
 
-        Frozen units are sent in the codec in which they are kept.  The persistent unit, of small parameters, stays
-        gathered and is sent unquantised: codecs that quantise are replaced with a cast to the compute type.
+        Frozen units are sent in the codec in which they are kept.  Persistent units hold small parameters, stay
+        gathered, and are sent unquantised: codecs that quantise are replaced with a cast to the compute type.  With
+        neither argument, returns this policy itself.
         """
         if self.schedule:
             raise PolicyError(
@@ -725,18 +743,27 @@ class Policy:
         return codec if isinstance(codec, Raw) else Raw(self.compute)
 
     def for_unit(self, unit: UnitGeometry) -> Policy:
-        """Returns the policy of a laid-out unit, whose blocks and planes depend on its parameters' shapes."""
+        """Returns the policy of the laid-out ``unit``.
+
+        It depends on whether the unit is frozen or persistent (:meth:`for_kind`), and on the shapes of its parameters
+        (:meth:`by_shape`).
+        """
         policy = self.for_kind(trainable=unit.trainable, persistent=unit.persistent)
         shaped = policy.by_shape([slot.spec.shape for slot in unit.slots], unit.world, unit.shard)
         return shaped if unit.trainable or self.frozen is None else replace(shaped, weights=self.frozen)
 
     def by_shape(self, shapes: Sequence[Sequence[int]], world: int, shard: int = 0) -> Policy:
-        """Returns the policy of a unit whose parameters have these ``shapes``; ``world`` ranks reduce its gradient.
+        """Returns the policy of a unit whose parameters have these ``shapes``.
 
-        Resolves ``blocks='shape'`` to sizes in elements, and sets ``planes=1`` for a unit without a matrix.
-        Without shapes (a unit of which only the size is known) the gradients' blocks and the planes stay as
-        they are.  ``shard`` is the number of elements of a rank's shard; 0 before layout, when the blocks of
-        weights do not matter yet.
+        With ``blocks='shape'``, the result has ``blocks='codec'``, and codecs with the block sizes that DeepSpeed would
+        use for these shapes.  Gradients of a unit without a matrix are then cast, not quantised.  For such a unit, the
+        result has ``planes=1`` in any case.
+
+        Args:
+            shapes: empty if only the size of the unit is known.  Then the gradients' blocks and ``planes`` do not
+                change.
+            world: number of ranks that reduce the unit's gradient.
+            shard: number of elements of a rank's shard; 0 before the unit is laid out.
         """
         matrices = [shape for shape in shapes if len(shape) > 1 and 0 not in shape]
         policy = replace(self, planes=1) if shapes and not matrices and self.planes != 1 else self
@@ -758,7 +785,7 @@ class Policy:
         return replace(self, **_NO_COPY)
 
     def secondary_ranks(self, topology: Topology) -> int:
-        """Returns how many ranks share one secondary copy on ``topology``; 0 without hpZ."""
+        """Returns the number of ranks that share one of hpZ's copies on ``topology``; 0 without hpZ."""
         return topology.ranks_per_node if self.secondary == "node" else self.secondary
 
     def check(self, topology: Topology) -> None:
@@ -766,15 +793,20 @@ class Policy:
 
         Users' codecs are not checked where their modules must not be imported.
 
-        Raises PolicyError: if the topology cannot be cut into the policy's groups, if groups with local steps have no
-        other group to exchange with, if a user's codec does not fit the policy, if a budget needs a second node, or if
-        the spans of a schedule have no known ends.
+        Raises PolicyError: in each of these cases:
+
+        * the topology cannot be cut into the policy's groups;
+        * local steps need several groups, and all ranks form one group;
+        * a user's codec does not fit the policy;
+        * a budget chooses the codec of gradients between nodes, and there is one node;
+        * the number of steps after which a span of the schedule ends is not known.
         """
         if self.schedule:
             if any(span.until is not None and span.end is None for span in self.schedule[:-1]):
                 way_out = "use policy.for_steps(steps), with the number of steps"
                 raise PolicyError(
-                    f"schedule ({self.schedule_in_words}) has shares of a run of unknown length: {way_out}"
+                    f"schedule ({self.schedule_in_words}) ends spans at shares of the run, and the run's length is not "
+                    f"known: {way_out}"
                 )
             if (end := self.schedule[-1].end) is not None:
                 raise PolicyError(
@@ -805,9 +837,9 @@ class Policy:
             )
 
     def _user_codec_errors(self) -> Iterator[str]:
-        """Yield an error for each user's codec that does not fit this policy.
+        """Yield an error for each codec of class ``OwnCodec`` that does not fit this policy.
 
-        These errors need the codec's definition, which is imported here and not when the policy is built.
+        To find these errors, the codecs' modules are imported, which is not done when the policy is built.
         """
         yield from self._chunk_errors(user_codecs=True)
         for codec in self.own_codecs:
@@ -821,19 +853,26 @@ class Policy:
                 yield f"loss_scale={self.loss_scale} {needs}; {codec} does not promise the law 'nonfinite': use another"
 
     def group_ranks(self, topology: Topology) -> int:
-        """Returns how many ranks share one copy of everything that is sharded on ``topology``."""
+        """Returns the number of ranks that share one copy of all sharded states.
+
+        At stage 0 the number is 1, since nothing is sharded.
+        """
         if self.stage == 0:
             return 1
         return topology.ranks_per_node if self.group == "node" else self.group or topology.world
 
     def averaged_ranks(self, topology: Topology) -> int:
-        """Returns over how many ranks the gradients of a step are averaged: all, or with local steps a group's."""
+        """Returns the number of ranks whose gradients are averaged in a step.
+
+        With local steps these are the ranks of one group; otherwise they are all ranks.
+        """
         return topology.world if self.local_steps is None else self.group_ranks(topology)
 
     def gather_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], int]:
-        """Returns (axes of the hops of a weight gather, number of these hops that hpZ's copy saves), first hop first.
+        """Returns the axes of a weight gather's hops, first hop first, and the number of hops that hpZ's copy saves.
 
-        A user's own gather has no axes here, since its messages are not known.
+        The saved hops are the first hops; without hpZ their number is 0.  If a user's class gathers the weights, there
+        are no axes, since its messages are not known here.
         """
         if self.own_gather is not None:
             return (), 0
@@ -846,9 +885,10 @@ class Policy:
         return topology.gather_axes(self.secondary_ranks(topology))
 
     def replica_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], Codec]:
-        """Returns (axes of the hops that gather a mean gradient between groups, the codec of these hops).
+        """Returns the axes of the hops that gather a mean gradient between groups, and the codec of these hops.
 
-        There are no axes for one group, nor for a user's own reduction, after which every group has the mean.
+        There are no axes if all ranks form one group.  There are none either if a user's class reduces the gradients,
+        since every group then has the mean already.
         """
         if self.own_reduce is not None:
             return (), self.gradients[0]
@@ -857,9 +897,10 @@ class Policy:
         return between, self.gradients[any(map(topology.crosses, between))]
 
     def reduce_axes(self, topology: Topology) -> tuple[tuple[Axis, Codec], ...]:
-        """Returns (axis, codec) of each hop of a gradient reduction, first hop first; axes of one rank are left out.
+        """Returns (axis, codec) for each hop of a gradient reduction, first hop first.
 
-        A user's own reduction has no hops here, since its messages are not known.
+        Axes of one rank are left out.  If a user's class reduces the gradients, the result is empty, since its
+        messages are not known here.
         """
         if self.own_reduce is not None:
             return ()
@@ -881,12 +922,13 @@ _NO_COPY: Final[dict[str, Any]] = {  # the fields of a policy without hpZ
 
 @functools.lru_cache(maxsize=256)
 def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, int, int, int], ...]]:
-    """Returns the phases of a policy with a schedule, and for each span a row of numbers.
+    """Returns the phases of a policy with a schedule, and one row (end, every, changed, own) for each span.
 
-    A row has the step at which the span ends, infinite for the last; ``every``; the number of the phase with the span's
-    changes; and the number of the phase of its other steps.
+    ``end`` is the number of steps after which the span ends, infinite if this is not known, as for the last span.
+    ``every`` is the span's field of this name.  ``changed`` is the index of the phase in which the span's changes hold,
+    and ``own`` is the index of the phase of the span's other steps.
 
-    Raises PolicyError: if the fields of a span cannot be combined, naming the span.
+    Raises PolicyError: if the fields of a span cannot be combined; the message names the span.
     """
     own, numbers, rows = replace(policy, schedule=()), dict[Policy, int](), []
     for number, span in enumerate(policy.schedule, 1):
@@ -901,15 +943,15 @@ def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, in
 
 
 def weight_block(shard: int) -> int:
-    """Returns how many elements a block of weights has in DeepSpeed, for a shard of ``shard`` elements.
+    """Returns the size in elements of DeepSpeed's blocks of weights, for a shard of ``shard`` elements.
 
-    This is the largest multiple of 8 that is at most 8000 and divides ``shard``; 1 if there is none.
+    It is the largest multiple of 8 that divides ``shard`` and is at most 8000.  Returns 1 if there is none.
     """
     return next((size for size in range(_GROUP, 0, -8) if shard and shard % size == 0), 1)
 
 
 def _no_fixed_size(codec: OwnCodec) -> str:
-    """Returns the error for a codec whose number of bytes depends on the values."""
+    """Returns the error message for a codec whose number of bytes depends on the values."""
     sizes = "cannot be sent, since its number of bytes depends on the values, and messages have fixed sizes"
     way_out = (
         "measure it with `zeropp bench formats`, or send gradients with reduce='examples.lossless:Lossless'"
@@ -918,5 +960,5 @@ def _no_fixed_size(codec: OwnCodec) -> str:
 
 
 def _in_blocks(codec: Codec, block: int) -> Codec:
-    """Returns the codec with blocks of ``block`` elements; a cast has no blocks and stays as it is."""
+    """Returns ``codec`` with blocks of ``block`` elements; a codec without blocks is returned as it is."""
     return replace(codec, block=block) if isinstance(codec, Blocked) else codec

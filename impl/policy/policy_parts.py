@@ -1,6 +1,6 @@
 """Defines the parts of a :class:`~impl.policy.policy.Policy` that have fields or a text form of their own.
 
-These are the limits of memory, the shares on the host, the loss scale, error feedback and the budget of bits.
+These are the limits of memory, the shares of states in host memory, the loss scale, error feedback and the bit budget.
 :mod:`impl.policy.policy` exports them.
 
 Pure: no torch.
@@ -29,23 +29,30 @@ class PolicyError(ValueError):
 
 @functools.cache
 def _listed(kind: type) -> tuple[tuple[str, tuple[object, ...]], ...]:
-    """Returns the name and the listed values of each field of a class that has a Literal type."""
+    """Returns (name, allowed values) for each field of a dataclass whose type is a ``Literal``."""
     types = get_type_hints(kind)
     return tuple((name, get_args(each)) for name, each in types.items() if get_origin(each) is Literal)
 
 
 def check_literals(settings: object) -> None:
-    """Raise PolicyError for a field of a Literal type whose value is not one of the listed ones."""
+    """Raise a PolicyError if a field with a ``Literal`` type has a value that the type does not list."""
     for name, listed in _listed(type(settings)):  # type: ignore[arg-type]  # a class is hashable
         if (value := getattr(settings, name)) not in listed:
             raise PolicyError(f"{name} = {value!r}: expected one of {', '.join(map(str, listed))}")
 
 
 def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: str) -> dict[str, str] | None:
-    """Split a text such as ``loco:decay0.9:bf16`` into its first word, "head", and its options.
+    """Parse a text of a first word and options, such as ``loco:decay0.9:bf16``, into a dict of texts.
 
-    ``forms`` maps an option's name to a regular expression whose first group is the option's value;
-    ``allowed`` ends the error message.  Returns None for the text ``none``.
+    The example gives ``{"head": "loco", "decay": "0.9", "state": "bf16"}``.  Returns None for the text ``none``.
+
+    Args:
+        text: the text.
+        heads: the first words that are allowed.
+        forms: for the name of each option a regular expression, whose first group is the option's value.
+        allowed: the end of the error message.
+
+    Raises PolicyError: for another first word, or for an option that is unknown or given twice.
     """
     head, *options = text.strip().split(":")
     if head == "none" and not options:
@@ -62,7 +69,10 @@ def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: st
 
 
 def _text(head: str, settings: object, defaults: object, prefixes: Mapping[str, str]) -> str:
-    """Write ``head`` and, after a colon and its prefix, each field that differs from ``defaults``."""
+    """Return ``head`` and those fields of ``settings`` that differ from ``defaults`` as text: ``loco:decay0.9:bf16``.
+
+    ``prefixes`` maps the name of a field to the text before its value, such as ``decay``.
+    """
     options = [
         f"{prefix}{getattr(settings, name)}".removesuffix(".0")
         for name, prefix in prefixes.items()
@@ -78,14 +88,15 @@ MOST_LIVE: Final = 1_000_000_000  # most elements gathered at once by default; D
 class MemoryLimits:
     """Limits of gathered weights and of gradients in reduction, in elements of the unsharded model.
 
-    A unit stays gathered from its forward to its backward pass if fewer than ``max_reuse`` elements run in
-    between and ``max_live`` allows it.  ``max_reuse=1`` keeps the root's unit and the last block, which
-    backward would gather again at once; 0 keeps nothing.  On one rank every value but 0 keeps as many units
-    as ``max_live`` allows.
+    A unit stays gathered from its forward to its backward pass if ``max_live`` allows it, and if the units that run
+    between these two passes have fewer than ``max_reuse`` elements together.  ``max_reuse=1`` keeps the root's unit and
+    the last block, between whose passes no unit runs.  ``max_reuse=0`` keeps nothing.  On one rank, every value above 0
+    keeps as many units as ``max_live`` allows.
 
-    The next unit is gathered ahead even if it is larger than ``prefetch``.  Otherwise a model of large blocks would
-    wait for every all-gather.  DeepSpeed, too, fetches parameters until ``stage3_prefetch_bucket_size`` is
-    exceeded.  ``prefetch=0`` gathers nothing ahead.
+    While a unit computes, the units that are used next are gathered, up to ``prefetch`` elements.  The very next unit
+    is gathered even if it is larger than ``prefetch``; otherwise a model of large blocks would wait for every
+    all-gather.  DeepSpeed, too, fetches parameters until ``stage3_prefetch_bucket_size`` is exceeded.  With
+    ``prefetch=0`` no unit is gathered before its use.
 
     Raises PolicyError: if a limit is negative or NaN.
     """
@@ -94,8 +105,8 @@ class MemoryLimits:
         50_000_000, "elements that are gathered ahead of their use. The next unit is gathered ahead even if it is "
         "larger; 0: no unit is", least=0, execution=True, scope="stage 3",
     )  # fmt: skip
-    # The units in use may exceed this limit by themselves.  None: ``MOST_LIVE``, but the next unit is gathered ahead
-    # whatever its size.
+    # The units in use may exceed this limit by themselves.  None: the limit is ``MOST_LIVE``, but the unit that is used
+    # next is gathered before its use even beyond this limit.
     max_live: int | None = setting(
         None, "most elements that are gathered at the same time: beyond this number no further unit is gathered ahead "
         "or kept. Not given: 1,000,000,000, and the next unit is gathered ahead even beyond this number",
@@ -132,20 +143,21 @@ class MemoryLimits:
 class Offload:
     """Shares of a model's states that are kept in host memory (ZeRO-Offload 2101.06840, ZeRO-Infinity 2104.07857).
 
-    Whole units are offloaded, in model order, until at least the share is reached.  A trained unit whose
-    master is on the device is encoded anew for each gather.  Of such a unit, ``weights`` moves only the frames of
-    hpZ's copy to the host.
+    Whole units are offloaded, in model order, until at least the share is reached.
+
+    If the master of a trained unit is on the device, each gather encodes the master anew, and no encoded weights of
+    the unit are kept.  ``weights`` then moves only the frames of hpZ's copy of this unit to the host.
 
     Raises PolicyError: for shares outside [0, 1].
     """
 
-    # The mean gradients of these elements are on the host too, and the optimizer steps the masters there; the device
-    # keeps the encoded weights.
+    # The mean gradients of these elements are on the host too, and the optimizer steps their masters there.  The device
+    # keeps the encoded weights of these elements.
     optimizer: float = setting(
         0.0, "share of trained elements whose masters and optimizer state are on the host", key="offload_optimizer",
         least=0, most=1, execution=True, label="optimizer on the host", in_words="{:g}".format,
     )  # fmt: skip
-    # Frames, frozen shards and hpZ frames are copied to the device for each gather.
+    # For each gather, these shards and the frames of hpZ's copy are copied to the device.
     weights: float = setting(
         0.0, "share of elements whose encoded and frozen shards are on the host", key="offload_weights",
         least=0, most=1, execution=True, label="weights on the host", in_words="{:g}".format,
@@ -160,7 +172,7 @@ class Offload:
 class LossScale:
     """The factor by which losses are multiplied, so that small gradients do not vanish in fp16.
 
-    A dynamic scale halves at an overflow and doubles after ``window`` steps without one.
+    A dynamic scale halves at an overflow, and doubles after ``window`` steps without an overflow.
 
     Raises PolicyError: for a negative window, or unless ``0 < least <= initial <= LARGEST_SCALE``.
     """
@@ -185,7 +197,9 @@ DYNAMIC: Final = LossScale()
 
 
 def parse_loss_scale(text: str) -> LossScale | None:
-    """Parse a loss scale's text, such as ``dynamic:from1024:window200``, ``512`` (fixed) or ``none``.
+    """Parse a loss scale's text, such as ``dynamic:from1024:window200`` or ``512`` (fixed).
+
+    Returns None for ``none``.
 
     Raises PolicyError: for any other text.
     """
@@ -204,12 +218,13 @@ def parse_loss_scale(text: str) -> LossScale | None:
 class Feedback:
     """Error feedback of gradient codecs: the error of an encoding is added to the next step's gradient.
 
-    ``h = gradient + error`` is encoded, and then ``error = decay * error + (1 - decay) * (h - decoded)``
+    A hop encodes ``h = gradient + error``, and then sets ``error = decay * error + (1 - decay) * (h - decoded)``
     (:class:`impl.codecs.reference.Carried`).  Classic feedback has decay 0.  LoCo (2407.04480) keeps a moving
     average of the errors; DeepSpeed's LoCo has decay 0.8 and is reset every 1024 steps.
 
-    For each unit, a rank keeps ``padded / ranks_per_node`` errors of the last hop, between nodes.  With
-    ``hops="all"`` it also keeps ``padded`` errors of the first hop, one for each element of the unsharded gradient.
+    With ``reduce="two_hop"``, a rank keeps ``padded / ranks_per_node`` errors of each unit for the last hop, which is
+    between nodes; ``padded`` is the number of elements of the unit with padding.  With ``hops="all"`` the rank also
+    keeps ``padded`` errors of the unit for the first hop.
 
     Raises PolicyError: for a decay outside [0, 1) or a negative reset.
     """
@@ -236,7 +251,9 @@ FEEDBACKS: Final = {"classic": Feedback(), "loco": Feedback(decay=0.8, reset=102
 
 
 def parse_feedback(text: str) -> Feedback | None:
-    """Parse the text of error feedback, such as ``classic``, ``loco:decay0.9:reset512:bf16`` or ``none``.
+    """Parse the text of error feedback, such as ``classic`` or ``loco:decay0.9:reset512:bf16``.
+
+    Returns None for ``none``.
 
     Raises PolicyError: for any other text.
     """
@@ -257,21 +274,22 @@ def parse_feedback(text: str) -> Feedback | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BitBudget:
-    """A limit on the bits that units send, for which :mod:`impl.plan.bit_budget` chooses codecs while training.
+    """A limit on the bits that units send, within which :mod:`impl.plan.bit_budget` chooses codecs while training.
 
-    Training begins with the policy's own codecs.  After step 1, and then every ``every`` steps, all candidates
-    encode that step's weights and gradients.  Then each unit gets a codec, so that the units together keep to the
-    limit and the sum of their errors is smallest.
+    Training begins with the policy's own codecs.  In step 1, and then in every ``every``-th step after it, all
+    candidate codecs encode the step's weights and gradients, and their errors are measured.  After the step each unit
+    gets a new codec, so that all units together keep to the limit and the sum of their errors is smallest.  Frozen and
+    persistent units keep their codecs.
 
     Raises PolicyError: for numbers out of range, no codecs, or neither weights nor gradients.
     """
 
     codecs: tuple[Codec, ...]  # candidates, in addition to the policy's own codec
     every: int = 50  # optimizer steps from one choice to the next
-    # Most bits an element in weight gathers between nodes, as the mean over a step and including scales and
-    # padding; 0: as many as the policy's own codec takes; None: the codec of weights is not chosen.
+    # Most bits for each element that weight gathers send between nodes, as the mean over a step.  Scales and padding
+    # count.  0: as many bits as the policy's own codec takes; None: the codec of weights is not chosen.
     weights: float | None = None
-    gradients: float | None = None  # the same for the hop of gradient reductions between nodes
+    gradients: float | None = None  # the same for the elements that gradient reductions send between nodes
 
     def __post_init__(self) -> None:
         bits = [limit for limit in (self.weights, self.gradients) if limit is not None]
@@ -296,7 +314,9 @@ _BUDGET_TEXT: Final = (
 
 
 def parse_budget(text: str) -> BitBudget | None:
-    """Parse a budget's text, such as ``gradients 4.5 every 50 of int3:128`` or ``none``.
+    """Parse a budget's text, such as ``gradients 4.5 every 50 of int3:128``.
+
+    Returns None for ``none``.
 
     Raises PolicyError: for any other text.
     """
@@ -309,7 +329,9 @@ def parse_budget(text: str) -> BitBudget | None:
 
 
 def parse_codec(text: str) -> Codec | None:
-    """Parse a codec's text, or ``none``.
+    """Parse the text of a codec, such as ``int8:2048``.
+
+    Returns None for ``none``.
 
     Raises CodecError: for any other text.
     """

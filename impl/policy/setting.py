@@ -26,9 +26,10 @@ def _in_words(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Describes a field of a policy, apart from the field's type and default.
+    """Describes one field of a policy: how suites set it, which values it allows, and how names and tables show it.
 
-    :func:`settings` adds the last three attributes.
+    :func:`setting` makes this record without its last three attributes ``name``, ``part`` and ``kind``.
+    :func:`settings` fills them in.
     """
 
     # The values that a suite may give, and what the field does, in Markdown: ``kind of value: meaning``.  Empty if the
@@ -56,27 +57,28 @@ class Setting:
     implied: bool = False
 
     name: str = ""  # the field's name
-    part: str = ""  # field of the policy that has this field, such as ``memory``; empty: the policy itself
+    part: str = ""  # the policy's part that has the field, such as ``memory``; empty: the policy itself
     kind: Any = None  # type of the field
 
     @property
     def path(self) -> str:
-        """The field's name, after the part that has it: ``memory.prefetch``."""
+        """The field's name, preceded by the name of the policy's part if a part has the field: ``memory.prefetch``."""
         return f"{self.part}.{self.name}" if self.part else self.name
 
     @property
     def range(self) -> str:
-        """The allowed numbers, as errors name them: ``1 to 8``, ``0 or more``."""
+        """The allowed numbers as text for error messages: ``1 to 8``, ``0 or more``."""
         return f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
 
     def of(self, policy: object) -> Any:
-        """Returns the field's value in a policy."""
+        """Returns the value that the field has in ``policy``."""
         return getattr(getattr(policy, self.part) if self.part else policy, self.name)
 
     def parsed(self, value: Any) -> Any:
-        """Returns the field's value for a suite's ``value``, which may be a list of two texts if the field is a pair.
+        """Returns the field's value for the ``value`` that a suite gives.
 
-        If the field itself has two values, a single text stands for both.
+        Without a parser (``read``) the two are the same.  With a parser, a text is parsed, and a list of two texts
+        becomes a tuple of two parsed values.  If the field holds a tuple, a single text stands for both entries.
         """
         if self.read is None:
             return value
@@ -86,15 +88,16 @@ class Setting:
 
 
 def setting(default: _Value, says: str = "", **known: Any) -> _Value:
-    """Returns a dataclass field with this default and a :class:`Setting` of ``says`` and ``known``."""
+    """Returns a dataclass field with the default ``default``, and with ``Setting(says=says, **known)`` as metadata."""
     return field(default=default, metadata={_RECORD: Setting(says=says, **known)})
 
 
 @functools.cache
 def settings(kind: type) -> tuple[Setting, ...]:
-    """Returns the settings of a policy's class, or of a part of it, in the order in which they are declared.
+    """Returns the settings of the fields of ``kind``, the class of a policy or of a part, in the order of declaration.
 
-    A field whose default is a dataclass with settings, such as ``memory``, is a part: its settings take its place.
+    A part of a policy is a field whose default is a dataclass with settings, such as ``memory``.  The settings of the
+    part's fields stand in its place.
     """
     return tuple(_settings(kind))
 
@@ -111,7 +114,10 @@ def _settings(kind: Any, part: str = "") -> Iterator[Setting]:
 
 
 def out_of_range(values: Any) -> Iterator[tuple[Setting, Any]]:
-    """Yield the settings of a policy or part whose number is out of range, with the number; NaN is in no range."""
+    """Yield (setting, number) for each field of ``values`` whose number is out of the setting's range.
+
+    ``values`` is a policy or a part of a policy; the fields of a policy's parts are not checked.  NaN is out of range.
+    """
     for each in settings(type(values)):  # type: ignore[arg-type]  # a class is hashable
         number = None if each.part or each.least is None else each.of(values)
         if number is not None and not each.least <= number <= (math.inf if each.most is None else each.most):

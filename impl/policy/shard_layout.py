@@ -48,10 +48,10 @@ class ParameterSpec:
 
 
 class Band(NamedTuple):
-    """Consecutive bands of one matrix in a shard; each band has the same number of whole rows."""
+    """A part of one matrix in a shard: consecutive bands, each of which has the same number of whole rows."""
 
-    start: int  # first element, relative to the shard
-    bands: int  # how many bands follow one another
+    start: int  # first element of the first band, relative to the shard
+    bands: int  # number of bands, which follow one another without a gap
     columns: int  # elements of a row
 
 
@@ -72,12 +72,12 @@ class Slot:
 class UnitGeometry:
     """The layout of one unit for one number of ranks.
 
-    A *shard* is what one rank holds of a unit: ``padded / shards`` elements.  A *piece* is what one rank receives of
-    the mean gradient: ``padded / world`` elements.  They are the same unless there are several groups, each of which
-    holds the whole unit.
+    A *shard* is the part of the unit that one rank holds: ``padded / shards`` elements.  A *piece* is the part of the
+    mean gradient that one rank receives: ``padded / world`` elements.  With one group of ranks, a piece is as large as
+    a shard.  With several groups, each group holds a copy of the unit, and a shard has several pieces.
     """
 
-    name: str  # of the block, with the suffix :data:`FROZEN` if not trainable
+    name: str  # name of the block, with the suffix :data:`FROZEN` if the unit is not trainable
     slots: tuple[Slot, ...]  # the parameters, ordered by optimizer group
     padded: int  # elements of the flat buffer, padding included; a multiple of ``world * grain``
     world: int  # number of all ranks, over which gradients are reduced
@@ -118,7 +118,7 @@ class UnitGeometry:
 
     @property
     def piece(self) -> int:
-        """Number of elements of the mean gradient that one rank receives, which are a part of its shard."""
+        """Number of elements of the mean gradient that one rank receives: its shard, or a part of its shard."""
         return self.padded // self.world
 
     def bounds(self, rank: int) -> tuple[int, int]:
@@ -127,42 +127,55 @@ class UnitGeometry:
         return index * self.shard, (index + 1) * self.shard
 
     def overlap(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Returns (start, end) in the unit of ``slot``'s elements in ``rank``'s shard; it may be empty."""
+        """Returns (start, end), counted in the unit, of the elements of ``slot`` that are in ``rank``'s shard.
+
+        If no element of the slot is in the shard, start equals end.
+        """
         low, _ = self.bounds(rank)
         start, end = self.part(slot, rank)
         return low + start, low + end
 
     def part(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Returns (start, end) in ``rank``'s shard of ``slot``'s elements; it may be empty."""
+        """Returns (start, end), counted in ``rank``'s shard, of the elements of ``slot`` that are in this shard.
+
+        If no element of the slot is in the shard, start equals end.
+        """
         return self._clipped(slot.offset, slot.end, rank)
 
     def _clipped(self, start: int, end: int, rank: int) -> tuple[int, int]:
-        """Returns the elements [start, end) of the unit that are in ``rank``'s shard, relative to the shard."""
+        """Returns the part of the unit's elements [start, end) that is in ``rank``'s shard.
+
+        The part is returned as (start, end), counted in the shard.  If it is empty, start equals end.
+        """
         low, high = self.bounds(rank)
         return min(max(start, low), high) - low, min(max(end, low), high) - low
 
     def own_piece(self, rank: int) -> tuple[int, int]:
-        """Returns (start, end) in ``rank``'s shard of the elements that only this rank counts or saves.
+        """Returns (start, end), counted in ``rank``'s shard, of the piece that only this rank counts or saves.
 
-        Groups hold copies of one another; the own pieces of all ranks together cover each element once.
+        If several groups hold copies of the unit, the ranks with the same shard divide this shard into such pieces.
+        So the own pieces of all ranks cover each element of the unit once.  With 4 ranks in groups of 2, ranks 0 and 2
+        hold the same shard: the first half of it is rank 0's own piece, and the second half is rank 2's.
         """
         replica = rank // self.shards
         return replica * self.piece, (replica + 1) * self.piece
 
     def received_piece(self, rank: int) -> tuple[int, int]:
-        """Returns (start, end) in the unit of a piece of the mean gradient that ``rank`` has after a reduction.
+        """Returns (start, end), counted in the unit, of a piece of the mean gradient that ``rank`` holds in backward.
 
-        With several groups this is the piece that a rank of the next group reduced, with one group the rank's own
-        piece.  Together the pieces of all ranks cover the unit.
+        With one group this is the rank's own piece (:meth:`own_piece`).  With several groups it is the own piece of the
+        rank that has the same shard in the next group; ``rank`` has received it from there.  The pieces of all ranks
+        together cover the unit.
         """
         low, _ = self.bounds(rank)
         first, end = self.own_piece((rank + self.shards) % self.world)
         return low + first, low + end
 
     def spans(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Returns (group, start, end) for each optimizer group: its elements in ``rank``'s shard, padding included.
+        """Returns (group, start, end) for each optimizer group of the unit, in the order of the groups' elements.
 
-        ``start`` and ``end`` are relative to the shard, and may be equal.
+        The elements [start, end) of ``rank``'s shard, padding included, belong to the group.  ``start`` equals ``end``
+        if the shard has no element of the group.
         """
         starts: dict[int, int] = {}  # the first element of each group in the unit
         for slot in self.slots:
@@ -172,20 +185,24 @@ class UnitGeometry:
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """(start, end) in the unit of each stretch of padding, none of them empty."""
+        """For each stretch of padding in the unit: (start, end), counted in the unit.  No stretch is empty."""
         starts = [0, *(slot.end for slot in self.slots)]
         ends = [*(slot.offset for slot in self.slots), self.padded]
         return tuple((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
 
     def pads(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Returns (start, end) in ``rank``'s shard of each stretch of padding, none of them empty."""
+        """Returns (start, end), counted in ``rank``'s shard, for each stretch of padding in this shard.
+
+        No stretch is empty.
+        """
         clipped = (self._clipped(start, end, rank) for start, end in self.gaps)
         return tuple((start, end) for start, end in clipped if start < end)
 
     def bands(self, rank: int, rows: int) -> tuple[Band, ...]:
-        """Returns the bands of ``rows`` whole rows in ``rank``'s shard.
+        """Returns the bands of ``rows`` whole rows each in ``rank``'s shard, as one :class:`Band` for each matrix.
 
-        Only matrices whose number of columns is a multiple of ``rows`` have bands.
+        A matrix is left out if its number of columns is not a multiple of ``rows``, or if the shard has fewer than
+        ``rows`` whole rows of it.
         """
         bands = []
         low, _ = self.bounds(rank)
@@ -209,12 +226,12 @@ def lay_out(
     group: int = 0,
     grain_in_words: str = "",
 ) -> UnitGeometry:
-    """Lay out a unit: its parameters one after the other, ordered by optimizer group, each on the grain.
+    """Lay out a unit: place its parameters one after the other, ordered by optimizer group.
 
-    Parameters of one group keep their order, and every parameter and shard starts on a multiple of ``grain``
-    elements.  ``max_padding`` is the largest padding allowed, as a share of the parameters' elements;
-    ``grain_in_words`` is the reason for the grain, for the error message.  The other arguments are explained in
-    :class:`UnitGeometry`.
+    Parameters of one group keep their order.  Every parameter and every shard starts on a multiple of ``grain``
+    elements.  ``max_padding`` is the largest number of elements of padding, divided by the number of elements of the
+    parameters.  ``grain_in_words`` says in the error message where the grain comes from.  :class:`UnitGeometry`
+    explains the other arguments.
 
     Raises PaddingError: if padding exceeds ``max_padding``.
     """
@@ -247,12 +264,14 @@ def padding_share(units: Iterable[tuple[int, int]]) -> float:
 
 
 def chunked(piece: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:
-    """Returns (start, end) of the chunks into which a piece is cut, in order, none of them empty.
+    """Cut a piece of ``piece`` elements into at most ``chunks`` chunks; returns (start, end) of each, in order.
 
-    There are at most ``chunks``, and each starts on a multiple of ``grain``.  With three or more, the first
-    and the last are a third as long as the others (1:3:...:3:1), as far as the grain allows.  These lengths
-    hide more of the shorter hop behind the longer hop: four chunks 1:3:3:1 hide seven eighths of it, ``n`` equal
-    chunks at most ``1 - 1 / n``.
+    No chunk is empty, and each starts on a multiple of ``grain``.  With three or more chunks, the first and the last
+    chunk are a third as long as the chunks between them (1:3:...:3:1), as far as the grain allows.
+
+    A reduction sends one chunk over its second hop while it sends the next chunk over its first hop.  At best, this
+    hides the time of the shorter hop except for one chunk.  With four chunks 1:3:3:1 this chunk is an eighth of the
+    piece; with four equal chunks it would be a quarter.
     """
     whole = max(1, piece // grain)
     weights = [1] * chunks if chunks < 3 else [1, *[3] * (chunks - 2), 1]

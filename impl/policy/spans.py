@@ -48,7 +48,7 @@ FIXED: Final = {
 
 
 class SpanError(ValueError):
-    """A schedule's spans cannot be carried out; the message gives the reason."""
+    """The spans of a schedule cannot be carried out; the message gives the reason."""
 
 
 def refusal(name: str) -> str | None:
@@ -97,7 +97,7 @@ class Span:
                 hash(value)
             except TypeError:
                 raise SpanError(
-                    f"{name} = {value!r}: expected a value of the policy's field {name}"
+                    f"{name} = {value!r}: expected a value that the policy's field {name} can have"
                 ) from None
         values = {
             "until": until,
@@ -109,7 +109,7 @@ class Span:
             object.__setattr__(self, name, value)
 
     def ending(self, end: int | None) -> Span:
-        """Returns the span with a known end, in optimizer steps."""
+        """Returns a copy of this span that ends after ``end`` optimizer steps; None stands for the end of the run."""
         span = Span(until=self.until, every=self.every, **dict(self.changes))
         object.__setattr__(span, "end", end)
         return span
@@ -135,7 +135,11 @@ def _share(until: Any) -> Fraction:
 
 
 def check_order(spans: Sequence[Span]) -> Iterator[str]:
-    """Yield why spans cannot follow one another, as far as this is known without the number of steps."""
+    """Yield an error message for each span that cannot follow the span before it.
+
+    Errors that depend on the run's number of steps are not found here, but by :func:`over`.  For example,
+    ``until=100`` after ``until="50 %"`` is possible in a run of 150 steps, and impossible in a run of 300.
+    """
     for number, (span, after) in enumerate(itertools.pairwise(spans), 1):
         if span.until is None:
             yield f"span {number} of schedule has no until, so that span {number + 1} never begins: set its until"
@@ -161,9 +165,9 @@ def _overlap(number: int, end: str, before: str) -> str:
 
 
 def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
-    """Returns the spans with the steps at which they end in a run of ``steps`` optimizer steps; the last has no end.
+    """Returns the spans for a run of ``steps`` optimizer steps: each span gets the number of steps after which it ends.
 
-    A share of the run is rounded to the nearest step.
+    A share of the run is rounded to the nearest step.  A span that ends with the run gets None.
 
     Raises SpanError: if a span has no step, if the spans do not end with the run, or for an impossible ``steps``.
     """
@@ -193,7 +197,7 @@ def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
 
 
 def changes_in_words(changes: Mapping[str, Any], every: int) -> str:
-    """Returns the changes of a span, such as ``gradients bf16 in every 2nd step``; empty without changes."""
+    """Returns a span's ``changes`` as text, such as ``gradients bf16 in every 2nd step``; empty without changes."""
     parts = [f"{name} {_text(value)}" for name, value in changes.items()]
     often = "" if every == 1 else f" in every {ordinal(every)} step"
     return ", ".join(parts) + often if parts else ""
@@ -202,8 +206,10 @@ def changes_in_words(changes: Mapping[str, Any], every: int) -> str:
 def in_words(spans: Iterable[tuple[str, int | str | None]]) -> str:
     """Returns a schedule on one line, such as ``gradients int4:256 until 50 %, then gradients bf16``.
 
+    Returns ``unchanged`` if no span changes anything.
+
     Args:
-        spans: for each span its text, empty if it changes nothing, and its ``until``.
+        spans: for each span its text (:attr:`Span.text`) and its ``until``.
     """
     texts, before = list[str](), None
     for text, until in spans:
@@ -222,7 +228,7 @@ def _when(until: int | str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Returns a field's value as text; equal codecs of several hops are named once."""
+    """Returns the value of a policy's field as text.  Two equal codecs of two hops are named once."""
     if isinstance(value, tuple | list):
         return "/".join(dict.fromkeys(map(str, value)))
     return "none" if value is None else str(value)

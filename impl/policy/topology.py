@@ -12,7 +12,10 @@ from typing import NamedTuple
 
 
 class Axis(NamedTuple):
-    """One digit of the rank number in a mixed radix; the ranks that differ only in this digit form a group."""
+    """One digit of the rank number in a mixed radix; the ranks that differ only in this digit form a group.
+
+    With 2 nodes of 4 ranks, the axis ``node`` (size 2, stride 4) has the groups (0, 4), (1, 5), (2, 6) and (3, 7).
+    """
 
     name: str  # for the ledger and the process groups
     size: int  # number of ranks in a group
@@ -61,12 +64,12 @@ class Topology:
 
     @property
     def node_axis(self) -> Axis:
-        """The axis whose groups are the ranks of equal local index, one on each node."""
+        """The axis along which the ranks with the same local index form a group, one rank on each node."""
         return Axis("node", self.nodes, self.ranks_per_node)
 
     @property
     def local_axis(self) -> Axis:
-        """The axis whose groups are the ranks of one node."""
+        """The axis along which the ranks of one node form a group."""
         return Axis("local", self.ranks_per_node, 1)
 
     def crosses(self, axis: Axis) -> bool:
@@ -76,10 +79,10 @@ class Topology:
     def check_group(self, name: str, ranks: int) -> None:
         """Check that this topology can be cut into groups of ``ranks`` ranks; 0 means no group.
 
-        ``name`` is what the error message calls the group.
+        The number must divide the number of ranks per node.  Otherwise it must be a multiple of the number of ranks per
+        node that divides the number of all ranks.  ``name`` is what the error message calls the group.
 
-        Raises ValueError: unless ``ranks`` divides the ranks of a node, or is a multiple of them that divides
-        the number of all ranks.
+        Raises ValueError: for any other number.
         """
         per_node, world = self.ranks_per_node, self.world
         if ranks < 0 or (ranks and per_node % ranks and (ranks % per_node or world % ranks)):
@@ -89,12 +92,17 @@ class Topology:
             )
 
     def gather_axes(self, secondary: int) -> tuple[tuple[Axis, ...], int]:
-        """Returns (axes of a hierarchical gather's hops, number of hops before hpZ's copy), first hop first.
+        """Returns the axes of a hierarchical gather's hops, first hop first, and the number of hops before hpZ's copy.
 
-        ``secondary`` ranks share one copy; 0 means that there is none, and any other number must pass
-        :meth:`check_group`.  After the hops before hpZ's copy a rank holds its part of the copy, so that a backward
-        gather repeats only the other hops.  The product of the axes' sizes is the world size, and the hop along an
-        axis of one rank sends nothing.
+        After the hops before hpZ's copy, a rank holds its part of the copy.  A backward gather repeats only the hops
+        that follow.  The product of the axes' sizes is the number of all ranks.  The hop along an axis of one rank
+        sends nothing.
+
+        With 2 nodes of 4 ranks, ``secondary=4`` gives ((node, local), 1), and ``secondary=2`` gives
+        ((node, outer, inner), 2).
+
+        Args:
+            secondary: number of ranks that share one copy; 0 if there is no copy.  It must pass :meth:`check_group`.
         """
         per_node = self.ranks_per_node
         if secondary in (0, per_node):
@@ -107,6 +115,6 @@ class Topology:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Returns ``rank 3`` or ``ranks 0, 2 and 5``, in ascending order."""
+    """Returns the ``ranks`` as text in ascending order: ``rank 3``, or ``ranks 0, 2 and 5``."""
     *others, last = map(str, sorted(ranks))
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

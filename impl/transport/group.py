@@ -20,16 +20,18 @@ def no_group() -> None:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """The group of ranks along one axis to which this rank belongs."""
+    """Describes, for one axis, the group of ranks along this axis that contains this rank."""
 
     axis: Axis
     ranks: tuple[int, ...]  # the ranks of the group as the mesh counts them, ascending
-    index: int  # the index of this rank among them
+    index: int  # the index of this rank in ``ranks``
     same_node: bool  # whether all ranks of the group are on this rank's node
-    # returns torch's group; a weak reference, so that torch alone holds it, or no_group() if the ranks are threads
+    # Returns torch's process group, or None once it was destroyed.  It is a weak reference, so that only torch keeps
+    # the group alive.  If the ranks are threads, it is the function no_group().
     handle: Callable[[], dist.ProcessGroup | None]
     counting: str = ""  # added to errors that name ranks: says how the mesh counts ranks
-    others: Sequence[int] = field(init=False)  # indices of the other ranks, from the next on, wrapping around
+    # Indices of the other ranks, from the next rank on; for index 2 of 4 ranks: [3, 0, 1].
+    others: Sequence[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.others = [(self.index + step) % self.size for step in range(1, self.size)]
@@ -53,7 +55,10 @@ class Group:
         return group
 
     def backend(self, device_type: str) -> str:
-        """Return the name of the backend that carries tensors of a type of device, such as ``cpu``."""
+        """Return the name of the backend that sends tensors of ``device_type``, such as ``gloo`` for ``cpu``.
+
+        If the ranks are threads, the name is ``threads``.
+        """
         if self.handle is no_group:
             return "threads"
         name = str(dist.get_backend(self.process_group))  # "cpu:gloo,cuda:nccl" if it has one for each type

@@ -70,10 +70,12 @@ class FlagFunctions(ctypes.PyDLL):
 
 @functools.cache
 def flag_functions() -> FlagFunctions | None:
-    """Return the functions that keep flags in order with messages; None on x86 if the library is missing.
+    """Return the C++ functions that set and read flags, in order with the messages that the flags announce.
+
+    Returns None on x86 if the C++ library cannot be built or loaded, since x86 needs no such functions.
 
     Raises:
-        SharedMemoryError: if the library is missing on a machine that reorders writes.
+        SharedMemoryError: if the library cannot be built or loaded, and the machine is not x86.
     """
     try:
         return FlagFunctions(str(build.library(build.user_folder())))
@@ -87,17 +89,18 @@ def flag_functions() -> FlagFunctions | None:
 
 
 def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
-    """Return the arguments of ``Work.wait()``: a time limit for gloo alone.
+    """Return the arguments to call ``Work.wait()`` with: ``(limit,)`` for gloo, ``()`` for every other backend.
 
-    With a limit, NCCL would block the host, and the backend whose ranks are threads would raise.
+    With a limit, NCCL's ``wait()`` would block the host, and the ``wait()`` of ranks that are threads would raise an
+    error.
     """
     return (limit,) if backend == "gloo" else ()
 
 
 def shared_file(group: Group, timeout: float, total: int) -> int:
-    """Open the group's shared anonymous file of ``total`` bytes, all zero; all ranks of the group must call it.
+    """Open one anonymous file that all ranks of the group share, and return this process's file descriptor.
 
-    Returns this process's file descriptor.
+    The file has ``total`` bytes, all zero.  All ranks of the group must call this within ``timeout`` seconds.
 
     Raises:
         SharedMemoryError: if the system has no memfd or futex, or if a rank cannot open the first rank's file.
@@ -128,10 +131,17 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
 
 
 class Arena:
-    """The slots that the ranks of one group on one node share, with rows of at least ``row_bytes`` bytes.
+    """The shared slots in which the ranks of one group on one node exchange messages.
 
-    All ranks must construct it together, within ``timeout`` seconds.  Raises a SharedMemoryError if it cannot be
-    made, as :func:`shared_file` says.
+    All ranks of the group must construct it together.
+
+    Args:
+        row_bytes: the largest message in bytes; it is rounded up to a multiple of 4096.
+        group: the ranks.
+        timeout: seconds that a rank waits for the other ranks, here and in every exchange.
+
+    Raises:
+        SharedMemoryError: as :func:`shared_file`.
     """
 
     def __init__(self, row_bytes: int, group: Group, timeout: float) -> None:
@@ -154,18 +164,19 @@ class Arena:
         self._last = [0] * SLOTS  # for each slot, the number of its last exchange
 
     def claim(self) -> int:
-        """Take a slot for the next exchange, and return the number of the exchange.
+        """Take a slot for the next exchange, and return the number of this exchange, counted from 1.
 
         Waits until all ranks have read the last exchange in the slot.
 
         Raises:
-            SharedMemoryError: if no slot is free.
+            SharedMemoryError: if this rank has :data:`SLOTS` exchanges under way.
+            TimeoutError: if a rank has not read the last exchange in the slot when the timeout ends.
         """
         if not self._free:
             axis = self.group.axis.name
             raise SharedMemoryError(
                 f"{SLOTS} exchanges along {axis} are under way, the most that transport 'shm' has room for: finish "
-                "one before starting another"
+                "an exchange before starting another"
             )
         slot = min(self._free)
         self._read.wait(slot, self._last[slot], "did not read")
@@ -176,22 +187,31 @@ class Arena:
         return number
 
     def row(self, number: int, nbytes: int) -> Tensor:
-        """Return the first ``nbytes`` of this rank's row, uint8, in the slot of exchange ``number``."""
+        """Return the first ``nbytes`` bytes (nbytes,) uint8 of this rank's row in the slot of exchange ``number``."""
         return self._rows[self._slots[number]][:nbytes]
 
     def post(self, number: int, mark: int) -> None:
-        """Announce that this rank's row is written, with a 64-bit ``mark`` that identifies the exchange."""
+        """Announce that this rank has written its row of exchange ``number``.
+
+        ``mark`` is a 64-bit number that says which exchange this rank takes part in; :meth:`agree` compares the marks.
+        """
         self._marks[self._slots[number], self.group.index] = mark
         self._posted.set(self._slots[number], self.group.index, number)
 
     def wait(self, number: int) -> Tensor:
-        """Wait until all ranks have posted; returns their rows (ranks, row_bytes), valid until :meth:`done`."""
+        """Wait until all ranks of the group have posted, and return their rows.
+
+        The rows are a tensor (ranks, row_bytes) uint8, which is valid until this rank calls :meth:`done`.
+
+        Raises:
+            TimeoutError: if a rank has not posted when the timeout ends.
+        """
         slot = self._slots[number]
         self._posted.wait(slot, number, "did not send")
         return self._whole[slot]
 
     def agree(self, number: int, mark: int) -> bool:
-        """Return whether all ranks have posted the same ``mark``; to be called after :meth:`wait`."""
+        """Return whether all ranks have posted ``mark`` in exchange ``number``; to be called after :meth:`wait`."""
         marks = self._marks[self._slots[number]].tolist()
         return bool(marks.count(mark) == len(marks))
 
@@ -203,9 +223,12 @@ class Arena:
 
 
 class Flags:
-    """Flags in shared memory: for each slot and rank a number that only grows.
+    """Flags in shared memory: one for each slot and rank.  A flag is a number that only grows.
 
-    ``lines`` (slot, rank, 8) int64 is their memory, one cache line for each flag.
+    Args:
+        lines: (slot, rank, 8) int64, the memory of the flags, one cache line for each flag.
+        group: the ranks.
+        timeout: seconds that :meth:`wait` waits at most.
     """
 
     def __init__(self, lines: Tensor, group: Group, timeout: float) -> None:
@@ -231,8 +254,10 @@ class Flags:
     def wait(self, slot: int, number: int, failure: str) -> None:
         """Wait until the flags of all ranks for ``slot`` have reached ``number``.
 
+        ``failure`` says in the error message what a late rank did not do, such as ``did not send``.
+
         Raises:
-            TimeoutError: after the timeout; the message names the late ranks and their ``failure``.
+            TimeoutError: after the timeout; the message names the late ranks.
         """
         if self._least(slot) >= number:
             return
@@ -249,7 +274,10 @@ class Flags:
         self._least(slot)  # reads with acquire order, which the reads in the loop do not have
 
     def _least(self, slot: int) -> int:
-        """Return the least of all ranks' flags for ``slot``; the rows that they announce can then be read."""
+        """Return the smallest of all ranks' flags for ``slot``.
+
+        If the result is the number of an exchange or more, the rows of this exchange can be read.
+        """
         if self._functions is not None:
             return self._functions.least_flag(self._addresses[slot][0], self._size, LINE)  # type: ignore[no-any-return]
         return int(min(self._numbers[slot].tolist()))

@@ -1,4 +1,4 @@
-"""Runs work of a GPU concurrently with its computation, on a separate stream, and tells when the work has ended."""
+"""Runs work on a second stream of a GPU, while the first stream computes, and tells when this work has ended."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import torch
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """The end of some work on a side stream.
+    """Marks the end of some work on a side stream.
 
-    Without an event there is nothing to wait for: the work has ended already, or is still being enqueued.
+    ``event`` is None while the work is being enqueued, and in an Arrival without any work.  :meth:`join` and
+    :meth:`finish` then do not wait.
     """
 
     event: torch.cuda.Event | None = None  # recorded on the side stream after the work
-    joined: bool = False  # whether the stream of the computation waits for the end already
+    joined: bool = False  # whether the stream of the computation has been made to wait for the event
 
     def join(self) -> None:
-        """Make later work of the current stream wait until this work on the side stream has ended."""
+        """Make later work of the current stream wait until the side stream has finished the work."""
         if self.event is not None:
             self.event.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the work has ended; False while it is being enqueued."""
+        """Return whether the work has ended; False if there is no event."""
         return self.event is not None and bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
@@ -43,13 +44,14 @@ class SideStream:
 
     @contextlib.contextmanager
     def beside(self, *, posted: bool = False) -> Iterator[Arrival]:
-        """Enqueue the body's work on this stream, after all earlier work of the current stream.
+        """Context that enqueues the GPU work of its body on this stream, after all earlier work of the current stream.
 
-        Yields the end of the body's work; it may be waited for once the context is left.
+        Yields an :class:`Arrival` for the end of the body's work.  It gets its event when the context is left.
 
-        ``posted`` says that the body begins by waiting for messages that the current stream has just posted.  They are
-        sent after all earlier work of the current stream.  Therefore this wait puts the two streams in order, and no
-        event is needed.
+        Args:
+            posted: whether the body begins by waiting for messages that the current stream has just posted.  Such
+                messages are sent after all earlier work of the current stream.  So the body's wait orders the two
+                streams, and this method need not.
         """
         arrival = Arrival()
         if not posted:

@@ -5,16 +5,17 @@ A rank runs until it has to wait for a message that another rank has not sent ye
 rank that can go on.  This has four consequences:
 
 * Ranks do not compete for processors or for Python's global lock, so that 128 ranks take 128 times as long as one.
-* What torch keeps once for the whole process can be exchanged with the turn.  Each rank has its own state of
-  torch's random generators, so that dropout and initial weights are those of a rank that is a process.
-* A rank can read what others have written without locks: nobody else runs.
-* If no rank can go on, ranks have parted or one has ended early.  This is known at once, and no wait has a time
-  limit: while one rank waits, up to 127 others compute one after the other.
+* Torch's random generators exist once in a process.  Their states are exchanged when the turn passes, so each rank
+  has states of its own.  Dropout and initial weights are therefore the same as with ranks that are processes.
+* A rank needs no lock to read what other ranks have written, because no other rank runs at that time.
+* If no rank can go on, then the ranks have made different calls, or a rank has ended early.  This is known at once.
+  A wait has no time limit: while one rank waits, up to 127 others compute one after the other.
 
 A message is not copied.  The ranks of a group that take part in an exchange share one tensor with a row for each
-rank; a rank encodes straight into its own row, and the others read it in place (:class:`Arena`).  The tensor is used
-again once all of them have read it.  On a GPU all ranks share one device.  If they enqueue work on different streams,
-a stream waits for the work of the others before it reads what they wrote.
+rank.  A rank encodes straight into its own row, and the other ranks read this row in place (:class:`Arena`).  The
+tensor is used for another exchange once all ranks of the group have read it.  On a GPU all ranks share one device.  If
+ranks enqueue work on different streams, the stream of a rank waits for the streams of the other ranks before it reads
+their rows.
 
 torch.distributed has no part in this: thread ranks have no process groups.  :class:`ThreadStore` takes the place of
 the rendezvous' store.
@@ -48,7 +49,7 @@ here = threading.local()  # its attribute ``rank`` is the ThreadRank that runs i
 
 
 class ThreadRankError(RuntimeError):
-    """Ranks that are threads cannot go on; the message names the rank and what it does."""
+    """Ranks that are threads cannot start or go on; the message gives the reason, and the rank if there is one."""
 
 
 class TurnError(ThreadRankError):
@@ -78,7 +79,7 @@ class Event:
 
     def __init__(self) -> None:
         self.happened = False
-        self.waiting: list[ThreadRank] = []  # ranks that may go on once it has happened
+        self.waiting: list[ThreadRank] = []  # ranks that may go on once the event has happened
 
 
 class ThreadRank:
@@ -88,18 +89,18 @@ class ThreadRank:
         self.world, self.rank = world, rank
         self.turn = threading.Lock()  # released to give this rank the turn
         self.turn.acquire()
-        self.patience = 0.0  # seconds for which a process would wait at most, in the present wait
+        self.patience = 0.0  # the ``patience`` with which wait() was last called
         self.generators: list[Tensor] = []  # states of torch's generators while other ranks run
-        # How many arenas it has made, by the ranks of the group.
+        # For each group, given by its ranks: how many arenas this rank has constructed.
         self.arenas: Counter[tuple[int, ...]] = Counter()
-        self.shared = 0  # how often it has called share()
+        self.shared = 0  # how often this rank has called share()
 
     def wait(self, event: Event, patience: float = math.inf) -> bool:
-        """Pass the turn on until ``event`` has happened.
+        """Let other ranks run until ``event`` has happened, and return True.
 
-        Returns False if no rank can go on, because the event then never happens.  If several ranks wait at that moment,
-        those with the most ``patience`` give up first: the others may be ranks that have given up already and wait for
-        reports.
+        Returns False if no rank can go on, because the event can then never happen.  If several ranks wait at that
+        moment, only the ranks with the largest ``patience`` (seconds) get False; the other ranks wait on.  A rank with
+        less patience may be one that has got False before, and now waits for the error reports of other ranks.
         """
         self.world.check()
         if not event.happened:
@@ -111,12 +112,13 @@ class ThreadRank:
         return event.happened
 
     def share(self, value: T) -> list[T]:
-        """Return the values that all ranks have given, in rank order; all ranks must call it, in one order.
+        """Exchange values between all ranks: return the ``value`` of every rank, in rank order.
 
-        The values are handed over as they are: nobody may change them afterwards.
+        All ranks must call this equally often: the second call of one rank belongs to the second calls of all others.
+        The values are handed over without a copy, so nobody may change them afterwards.
 
         Raises:
-            ThreadRankError: if another rank never calls it.
+            ThreadRankError: if another rank never makes its call.
         """
         number = self.shared = self.shared + 1
         gathered = self.world.shares.setdefault(number, _Shared())
@@ -127,18 +129,18 @@ class ThreadRank:
         if not self.wait(gathered.event):
             missing = [rank for rank in range(self.world.size) if rank not in gathered.values]
             raise ThreadRankError(
-                f"rank {self.rank} waits for {ranks_in_words(missing)} outside of the wire, and no rank can go on: all "
-                "ranks must make the same calls"
+                f"rank {self.rank} waits for {ranks_in_words(missing)} in a call that all ranks must make, and no rank "
+                "can go on: make the same calls on all ranks"
             )
         return [gathered.values[rank] for rank in range(self.world.size)]
 
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """The values that ranks have given to one call of :meth:`ThreadRank.share`."""
+    """The values that ranks have passed to one call of :meth:`ThreadRank.share`."""
 
-    values: dict[int, Any] = field(default_factory=dict)
-    event: Event = field(default_factory=Event)
+    values: dict[int, Any] = field(default_factory=dict)  # by rank
+    event: Event = field(default_factory=Event)  # happens when all ranks have passed a value
 
 
 class ThreadWorld:
@@ -155,16 +157,16 @@ class ThreadWorld:
         self.size, self.device, self._timeout = size, device, timeout
         self.ranks = [ThreadRank(self, rank) for rank in range(size)]
         self.store = ThreadStore(self)
-        self.shares: dict[int, _Shared] = {}  # by number of the call, what share() has gathered so far
-        self.arenas: dict[tuple[tuple[int, ...], int], _Rounds] = {}  # by ranks of the group, and number
-        self.free: dict[int, list[_Round]] = defaultdict(list)  # by bytes, exchanges whose tensors are free
-        self._ready = deque(self.ranks)  # ranks that can go on, the one that waited longest first
+        self.shares: dict[int, _Shared] = {}  # by number of the call, the values of a share() so far
+        self.arenas: dict[tuple[tuple[int, ...], int], _Rounds] = {}  # by ranks and number of the arena
+        self.free: dict[int, list[_Round]] = defaultdict(list)  # by bytes of the tensor, finished exchanges
+        self._ready = deque(self.ranks)  # ranks that can go on, in the order in which they get the turn
         # Ranks that cannot go on, in the order in which they stopped.
         self._waiting: dict[ThreadRank, None] = {}
         self._running: ThreadRank | None = None
         self._since = 0.0  # time.monotonic() when the running rank got its turn
         self._left = size  # number of ranks that have not ended
-        self._ended = threading.Event()  # whether all ranks have ended, or are to end
+        self._ended = threading.Event()  # set when all ranks have ended, or when the run has failed
         self._failure: BaseException | None = None
         self._generators = [torch.default_generator]
         if device.type == "cuda":
@@ -177,7 +179,7 @@ class ThreadWorld:
 
         Raises:
             ThreadRankError: if a rank runs for longer than the timeout without waiting for a message.
-            BaseException: what the first rank that failed has raised, with a note that names the rank.
+            BaseException: the error that the first failing rank has raised, with a note that names this rank.
         """
         results: list[Any] = [None] * self.size
         before = self._states()
@@ -220,7 +222,7 @@ class ThreadWorld:
         return results
 
     def check(self) -> None:
-        """Raise :class:`Stopped` if ranks are to end."""
+        """Raise :class:`Stopped` if the run has failed, so that this rank ends."""
         if self._failure is not None:
             raise Stopped
 
@@ -230,20 +232,23 @@ class ThreadWorld:
             self._failure = error
         self._ended.set()
         for rank in self.ranks:
-            with suppress(RuntimeError):  # raised if it has its turn already
+            with suppress(RuntimeError):  # raised if the rank has its turn already
                 rank.turn.release()
 
     def happen(self, event: Event) -> None:
         """Let the ranks that wait for ``event`` go on, each when its turn comes."""
         event.happened = True
         for rank in event.waiting:
-            if rank in self._waiting:  # otherwise it has given up, and its turn has still to come
+            if rank in self._waiting:  # otherwise the rank has given up, and its turn has still to come
                 del self._waiting[rank]
                 self._ready.append(rank)
         event.waiting.clear()
 
     def pass_turn(self, rank: ThreadRank) -> None:
-        """Let other ranks run until ``rank`` can go on, or never will; raises :class:`Stopped` if ranks are to end."""
+        """Let other ranks run until ``rank`` can go on or has to give up.
+
+        Raises :class:`Stopped` if the run has failed meanwhile.
+        """
         rank.generators = self._states()
         self._waiting[rank] = None
         self._give_turn()
@@ -252,7 +257,10 @@ class ThreadWorld:
         self._restore(rank.generators)
 
     def _give_turn(self) -> None:
-        """Give the turn to the next rank that can go on; if there is none, to those that have to give up."""
+        """Give the turn to the next rank that can go on.
+
+        If no rank can go on, the waiting ranks with the largest patience give up, and get the turn one after the other.
+        """
         if not self._ready:
             most = max(rank.patience for rank in self._waiting)
             self._ready.extend(rank for rank in self._waiting if rank.patience == most)
@@ -263,7 +271,7 @@ class ThreadWorld:
             self._running.turn.release()
 
     def _end(self) -> None:
-        """Note that the running rank has ended, and give the turn to another one."""
+        """Note that the running rank has ended, and give the turn to another rank if there is one."""
         self._left -= 1
         self._running = None
         if self._failure is None and self._left:
@@ -279,7 +287,10 @@ class ThreadWorld:
             generator.set_state(state)
 
     def _look(self, threads: Sequence[threading.Thread]) -> None:
-        """End all ranks if one has had its turn for longer than the timeout."""
+        """End all ranks if the running rank has had its turn for longer than the timeout.
+
+        ``threads`` are the threads of all ranks, in rank order.
+        """
         rank, seconds = self._running, time.monotonic() - self._since
         if rank is None or seconds < self._timeout:
             return
@@ -291,13 +302,13 @@ class ThreadWorld:
 
 @dataclass(slots=True, eq=False)
 class ThreadStore:
-    """The keys and values that the ranks of one process share, with the methods of torch's ``Store`` that we use.
+    """A store of keys and values for ranks that are threads, with the methods of torch's ``Store`` that we use.
 
     While a rank waits for a key, other ranks run.
     """
 
     world: ThreadWorld
-    prefix: str = ""  # the beginning of all keys
+    prefix: str = ""  # put before each key that a method is given
     _values: dict[str, bytes] = field(default_factory=dict)
     _awaited: dict[str, list[_Awaited]] = field(default_factory=lambda: defaultdict(list))
 
@@ -307,12 +318,15 @@ class ThreadStore:
         self._set(self.prefix + key, value.encode() if isinstance(value, str) else value)
 
     def get(self, key: str) -> bytes:
-        """Return the value of ``key``, once it is there; raises a RuntimeError if it never will be."""
+        """Wait until ``key`` is set, and return its value.
+
+        Raises a RuntimeError if the key is never set, as :meth:`wait` says.
+        """
         self.wait([key])
         return self._values[self.prefix + key]
 
     def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to the number under ``key``, 0 at first, and return the sum."""
+        """Add ``amount`` to the number under ``key``, and return the sum; a missing key counts as 0."""
         total = int(self._values.get(self.prefix + key, b"0")) + amount
         self._set(self.prefix + key, str(total).encode())
         return total
@@ -328,18 +342,19 @@ class ThreadStore:
         return found
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all ``keys`` are there."""
+        """Return whether all ``keys`` are set."""
         return all(self.prefix + key in self._values for key in keys)
 
     def delete_key(self, key: str) -> bool:
-        """Delete ``key``; returns whether it was there."""
+        """Delete ``key``, and return whether it was set."""
         return self._values.pop(self.prefix + key, None) is not None
 
     def wait(self, keys: Sequence[str], timeout: timedelta = timedelta.max) -> None:
-        """Wait until all ``keys`` are there; raises a RuntimeError if they never will be.
+        """Wait until all ``keys`` are set.
 
-        A rank that is waiting for others gives up only if no rank can go on; ranks with the longest ``timeout`` give up
-        first.
+        Raises a RuntimeError if no rank can go on, because a missing key is then never set.  If several ranks wait at
+        that moment, the ranks with the longest ``timeout`` get the error first; otherwise the timeout has no effect.
+        A thread that is no rank does not wait: if a key is missing, the error is raised at once.
         """
         missing = {self.prefix + key for key in keys} - self._values.keys()
         if not missing:
@@ -348,7 +363,9 @@ class ThreadStore:
         for key in missing:
             self._awaited[key].append(awaited)
         if rank is None or not rank.wait(awaited.event, timeout.total_seconds()):
-            raise RuntimeError(f"no rank has set {', '.join(sorted(missing))}")
+            raise RuntimeError(
+                f"no rank has set {', '.join(sorted(missing))} in the store: make the same calls on all ranks"
+            )
 
     def _set(self, key: str, value: bytes) -> None:
         self._values[key] = value
@@ -360,14 +377,14 @@ class ThreadStore:
 
 @dataclass(slots=True, eq=False)
 class _Awaited:
-    """The keys for which a rank waits, without those that are set already."""
+    """One wait of a rank for keys of the store."""
 
-    missing: set[str]
-    event: Event = field(default_factory=Event)
+    missing: set[str]  # the keys that are not set yet
+    event: Event = field(default_factory=Event)  # happens when all keys are set
 
 
 def under(store: Store | ThreadStore, prefix: str) -> Store | ThreadStore:
-    """Return a view of ``store`` in which all keys begin with ``prefix``."""
+    """Return a view of ``store`` that puts ``prefix`` and a slash before every key."""
     if isinstance(store, ThreadStore):
         return replace(store, prefix=f"{store.prefix}{prefix}/")
     return PrefixStore(prefix, store)
@@ -375,33 +392,36 @@ def under(store: Store | ThreadStore, prefix: str) -> Store | ThreadStore:
 
 @dataclass(slots=True, eq=False)
 class _Round:
-    """One exchange of a group: the tensor with all ranks' messages, and how far the ranks are.
+    """One exchange of a group: a tensor with the messages of all ranks, and which ranks have posted and read.
 
-    On a GPU, events mark where the ranks' streams are after a use of the tensor.
+    On a GPU, each use of the tensor records an event on the stream of the rank that uses it.
     """
 
     whole: Tensor  # (ranks, bytes) uint8
     size: int  # number of ranks
-    # Marks of the ranks that have posted, by index in the group.
+    # The mark of each rank that has posted its message, by the rank's index in the group.
     marks: dict[int, int] = field(default_factory=dict)
-    event: Event = field(default_factory=Event)  # happens when all have posted
-    done: int = 0  # number of ranks that have read
-    # When the ranks had read the exchange that used the tensor before.
+    event: Event = field(default_factory=Event)  # happens when all ranks have posted
+    done: int = 0  # number of ranks that have read all messages
+    # After the ranks' reads in the exchange that used the same tensor before.
     before: list[torch.cuda.Event] = field(default_factory=list)
-    written: list[torch.cuda.Event] = field(default_factory=list)
-    read: list[torch.cuda.Event] = field(default_factory=list)
+    written: list[torch.cuda.Event] = field(default_factory=list)  # after each rank's write of its row
+    read: list[torch.cuda.Event] = field(default_factory=list)  # after each rank's reads
 
 
 _Rounds = dict[int, _Round]  # by number of the exchange in its arena
 
 
 class Arena:
-    """The exchanges of one group, as one of its ranks sees them; all ranks of the group make it, in one order.
+    """Carries out the exchanges of one group on one rank of the group.
+
+    Every rank of the group constructs an arena for the same exchanges.  If a group has several arenas, all its ranks
+    must construct them in the same order.
 
     Args:
         rank: this rank.
         ranks: the ranks of the group, ascending.
-        index: the index of this rank among them.
+        index: the index of this rank in ``ranks``.
     """
 
     row_bytes: Final = sys.maxsize  # a message may have any size
@@ -414,13 +434,17 @@ class Arena:
         self._cuda = rank.world.device.type == "cuda"
 
     def claim(self) -> int:
-        """Return the number of the next exchange."""
+        """Return the number of the next exchange, counted from 1."""
         self._world.check()
         self._count += 1
         return self._count
 
     def row(self, number: int, nbytes: int) -> Tensor:
-        """Return this rank's row (nbytes,) uint8 of exchange ``number``."""
+        """Return this rank's row (nbytes,) uint8 of exchange ``number``, for the message that this rank sends.
+
+        If another rank has opened the exchange with another size, the result is memory that no other rank reads.
+        :meth:`agree` returns False for such an exchange, since the ranks' marks then differ.
+        """
         if (found := self._rounds.get(number)) is None:
             found = self._rounds[number] = self._fresh(nbytes)
         if found.whole.shape[1] != nbytes:  # ranks have opened different exchanges, which agree() finds
@@ -430,7 +454,10 @@ class Arena:
         return found.whole[self._index]
 
     def post(self, number: int, mark: int) -> None:
-        """Announce that this rank's row is written, with a 64-bit ``mark`` that identifies the exchange."""
+        """Announce that this rank has written its row of exchange ``number``.
+
+        ``mark`` is a 64-bit number that says which exchange this rank takes part in; :meth:`agree` compares the marks.
+        """
         self._world.check()
         found = self._rounds[number]
         found.marks[self._index] = mark
@@ -440,10 +467,12 @@ class Arena:
             self._world.happen(found.event)
 
     def wait(self, number: int) -> Tensor:
-        """Wait until all ranks have posted; returns their rows (ranks, bytes), valid until :meth:`done`.
+        """Wait until all ranks of the group have posted, and return their rows.
+
+        The rows are a tensor (ranks, bytes) uint8, which is valid until this rank calls :meth:`done`.
 
         Raises:
-            TimeoutError: if some rank never posts, because no rank can go on.
+            TimeoutError: if a rank never posts, because no rank can go on.
         """
         found = self._rounds[number]
         if not self._rank.wait(found.event):
@@ -454,12 +483,12 @@ class Arena:
         return found.whole
 
     def agree(self, number: int, mark: int) -> bool:
-        """Return whether all ranks have posted the same ``mark``; to be called after :meth:`wait`."""
+        """Return whether all ranks have posted ``mark`` in exchange ``number``; to be called after :meth:`wait`."""
         marks = list(self._rounds[number].marks.values())
         return marks.count(mark) == len(marks)
 
     def done(self, number: int) -> None:
-        """Announce that this rank has read the rows of exchange ``number``."""
+        """Announce that this rank has read the rows of exchange ``number`` and will not read them again."""
         found = self._rounds[number]
         found.done += 1
         if self._cuda:
@@ -469,7 +498,10 @@ class Arena:
             self._world.free[found.whole.numel()].append(found)
 
     def _fresh(self, nbytes: int) -> _Round:
-        """Return a new exchange; its tensor is one that all ranks have finished with, if there is one."""
+        """Return a new exchange with messages of ``nbytes`` bytes.
+
+        It takes the tensor of a finished exchange of this size, if there is one; otherwise a new tensor is made.
+        """
         size = len(self._ranks)
         if free := self._world.free[size * nbytes]:
             last = free.pop()

@@ -198,7 +198,11 @@ def _alone_outside(mesh: Mesh) -> None:
                 "rank 1: did not report: it has ended, or waits for something else",
             ],
         ),
-        (_alone_outside, ThreadRankError, ["waits for rank 1 outside of the wire, and no rank can go on"]),
+        (
+            _alone_outside,
+            ThreadRankError,
+            ["waits for rank 1 in a call that all ranks must make, and no rank can go on"],
+        ),
     ],
 )
 def test_a_rank_that_never_comes_is_found_at_once(

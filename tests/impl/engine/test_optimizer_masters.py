@@ -191,7 +191,9 @@ def test_the_state_of_a_whole_models_optimizer_is_refused(
     whole.grad = torch.ones(shape)
     others.step()
     key = next(key for key, value in others.state[whole].items() if value.dim())
-    message = rf"load_state_dict\(\) of \w+: '{key}' is .* for a master of 32 elements, this rank's shard: "
+    message = (
+        rf"load_state_dict\(\) of \w+ got '{key}' of shape .*, but this rank's shard .* has 32 elements: "
+    )
     before = repr(optimizer.state_dict())
     with pytest.raises(ZeroError, match=message):
         optimizer.load_state_dict(others.state_dict())

@@ -99,5 +99,5 @@ def test_what_is_not_there_is_a_clear_error(mesh: Mesh) -> None:
         ZeroError, match=r"Adam has no state 'exp_avg' of parameter 'embed.weight', only these: none"
     ):
         access.OptimizerState(zero, "embed.weight", optimizer, "exp_avg").full()
-    with pytest.raises(ZeroError, match="not one of this sharded model"):
+    with pytest.raises(ZeroError, match="does not belong to this sharded model"):
         access.Weights(zero, NET.get_parameter("embed.weight")).full()

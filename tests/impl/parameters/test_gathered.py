@@ -196,7 +196,7 @@ def test_a_parameter_taken_before_sharding_is_refused(mesh: Mesh) -> None:
 def test_a_backward_pass_to_gathered_parameters_is_an_error(mesh: Mesh) -> None:
     """Such a gradient would reach no optimizer, so an error is raised."""
     net, _ = made(mesh, EXACT)
-    lost = pytest.raises(ZeroError, match=f"'{NAME}' under GatheredParameters, whose gradient no optimizer")
+    lost = pytest.raises(ZeroError, match=f"'{NAME}' under GatheredParameters, and no optimizer would see")
     with lost, GatheredParameters(weight(net)):
         weight(net).square().sum().backward()
     net(batch(0, mesh.rank)).backward()

@@ -161,7 +161,7 @@ def test_a_schedule_and_a_run_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PolicyError, match="the last span of schedule ends at step 3 of 5"):
         scheduled(Span(until=3)).for_steps(5)
     assert scheduled(Span(until=5)).for_steps(5).policy_at(99) == Policy()
-    with pytest.raises(PolicyError, match=r"has shares of a run of unknown length: use policy\.for_steps"):
+    with pytest.raises(PolicyError, match=r"the run's length is not known: use policy\.for_steps"):
         scheduled(Span(until="5 %"), Span(**RAW)).check(FOUR)
     with pytest.raises(PolicyError, match="the last span of schedule ends at step 5, and the steps after it"):
         scheduled(Span(until=5)).check(FOUR)
@@ -239,5 +239,7 @@ def test_a_number_of_steps_is_a_whole_number(steps: Any) -> None:
 @pytest.mark.parametrize("value", [{}, [[]], set()])
 def test_a_span_holds_values_of_fields(value: Any) -> None:
     """A value that no field of a policy can have is refused with the field's name."""
-    with pytest.raises(SpanError, match=r"^weights = .*: expected a value of the policy's field weights$"):
+    with pytest.raises(
+        SpanError, match=r"^weights = .*: expected a value that the policy's field weights can have$"
+    ):
         Span(weights=value)
