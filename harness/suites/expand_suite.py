@@ -195,6 +195,9 @@ def _trial(point: Point) -> Trial:
             near = suggestion(path, known) or suggestion(path, [name.rpartition(".")[2] for name in known])
             near = near or f"; expected one of {', '.join(known)}"
             raise SuiteError(f"{table} {path}: no such field of a trial{near}") from None
+        field = ".".join(map(str, errors[0]["loc"]))
+        if errors[0]["type"] in ("list_type", "tuple_type") and path.startswith(f"{field}."):
+            raise SuiteError(f"{table} {field}: is a table; expected a list: {field} = [...]") from None
         expected = expected_text([error for error in errors if _path_of(error, point) == path])
         raise SuiteError(f"{table} {path} = {value_text(value)}: {expected}") from None
 

@@ -50,7 +50,8 @@ def check_replay(traced: Traced) -> list[float]:
     """Return the relative error of each traced step's replay.
 
     Raises:
-        Refusal: If the median of the errors' absolute values is above :data:`CLOSE`, or a traced step takes no time.
+        Refusal: If the median of the errors' absolute values is above :data:`CLOSE`, if a traced step takes no time, or
+            if one rank ended a step with collectives before another rank began this step.
     """
     for step in traced.steps:
         if step.seconds <= 0:
@@ -58,6 +59,7 @@ def check_replay(traced: Traced) -> list[float]:
                 "a traced step takes no time, from the last rank's beginning of the step to the last rank's end: trace "
                 "steps that train, on all ranks of one run"
             )
+        _check_overlap(step)
     replayed = [joint.replay(step, joint.as_traced(step)) for step in traced.steps]
     for run, step in zip(replayed, traced.steps, strict=True):
         if traced.rate_given and run.link > (1 + CLOSE) * step.seconds:
@@ -73,6 +75,17 @@ def check_replay(traced: Traced) -> list[float]:
             "that runs nothing else"
         )
     return errors
+
+
+def _check_overlap(step: JointStep) -> None:
+    """Raise a Refusal if one rank ended a step with collectives before another rank began this step."""
+    ends = {rank: step.skew[rank] + own.end - own.begin for rank, own in step.ranks.items()}
+    earliest, latest = min(ends, key=ends.__getitem__), max(step.skew, key=step.skew.__getitem__)
+    if step.collectives and ends[earliest] <= step.skew[latest]:
+        raise Refusal(
+            f"rank {earliest} ended a traced step {step.skew[latest] - ends[earliest]:.3g} s before rank {latest} "
+            "began it, although they exchange messages in it: give traces of one run, in which all ranks train together"
+        )
 
 
 def step_seconds(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Predicted:

@@ -103,6 +103,7 @@ def test_labels_say_when_what_is_sent() -> None:
         ("[{ until = 5, secondary = 2 }, { secondary = 4 }]", "whose copies lie on different ranks"),
         ("[{ until = 5, every = 0 }, {}]", "greater than or equal to 1"),
         ('"none"', "expected a valid array"),
+        ('{ until = "50 %" }', "policy.schedule: is a table; expected a list: policy.schedule = [...]"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused_in_one_line(

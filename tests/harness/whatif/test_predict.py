@@ -304,6 +304,15 @@ def test_steps_that_take_no_time_are_refused(tmp_path: Path) -> None:
         check_replay(none)
 
 
+def test_steps_of_ranks_that_share_no_time_are_refused(tmp_path: Path) -> None:
+    """Rank 1 begins its step when rank 0 has ended it, as in traces of two runs; the refusal names both ranks."""
+    traced = joined(tmp_path, ddp(Writer(0)), ddp(Writer(1)), rate=RATE * 1e3)
+    step = traced.steps[0]
+    late = replace(step, skew={0: 0.0, 1: step.ranks[0].end - step.ranks[0].begin})
+    with pytest.raises(Refusal, match="rank 0 ended a traced step 0 s before rank 1 began it"):
+        check_replay(replace(traced, steps=[late]))
+
+
 def test_a_collective_of_any_number_of_elements_is_refused(tmp_path: Path) -> None:
     """JSON's integers have any size, and bytes are floats."""
     writer = ddp(Writer(0))
