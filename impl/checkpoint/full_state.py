@@ -84,7 +84,10 @@ def export(
 
 
 def _entries(folder: Path | str, narrowing: Narrowing | None = None) -> Iterator[tuple[str, Any]]:
-    """Verify all files, then yield (name, value) of one entry of the state dict after the other."""
+    """Verify all files of a checkpoint, then yield (name, value) for each entry of the unsharded state dict.
+
+    ``narrowing`` casts the parameters; without it they are fp32.
+    """
     path = resolve(Path(folder))
     manifest = read_manifest(path)
     manifest.verify(path, range(len(manifest.files)))
