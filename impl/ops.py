@@ -94,7 +94,8 @@ def operations_of(name: str) -> Operations:
     """Return the backend called ``name``: cpu, cuda or reference.
 
     Raises:
-        ValueError: for another name, and if this machine lacks what the backend needs.
+        ValueError: if ``name`` is another name, or if this machine lacks the compiler or the package that the backend
+            needs.
     """
     if name == REFERENCE.name:
         return REFERENCE
@@ -111,9 +112,9 @@ def warning_of(device: torch.device) -> str | None:
 
 @functools.cache
 def _choose(device: str) -> tuple[Operations, str | None]:
-    """Return (operations, warning) for a type of device, ``cpu`` or ``cuda``.
+    """Return (backend, warning) for a type of device, ``cpu`` or ``cuda``.
 
-    The warning says in one line why the operations are the reference's.  It is None if there are kernels.
+    The warning says in one line why the backend is the reference.  The warning is None for a backend with kernels.
     """
     if device == "cpu":
         try:

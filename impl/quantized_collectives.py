@@ -153,8 +153,8 @@ def quantized_reduce_scatter(
     Args:
         x: (world * n, ...) fp32, bf16 or fp16 on the mesh's device, in any layout.  No gradient flows back
             to it.
-        codecs: the codec of the hop inside nodes and the codec of the hop between nodes.  A single codec
-            serves both hops, or the only hop.
+        codecs: the codec of the hop inside nodes and the codec of the hop between nodes.  A single codec is used
+            for both hops, or for the only hop of ``one_hop`` and ``ring``.
         mesh: the ranks that take part, as :meth:`Mesh.of` reads them.
         reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.policy.policy.Policy`.
         chunks: the number of pieces into which each rank's part is cut.  While one piece is sent between nodes,

@@ -51,7 +51,7 @@ def read_text(path: Path, encoding: str = "utf-8", most: int = MOST) -> str:
     """Return the text of a regular file, with each end of line as a line feed.
 
     Raises:
-        OSError: As :func:`read_bytes` does.
+        OSError: For the same reasons as :func:`read_bytes`.
         UnicodeDecodeError: If the file is not in this encoding.
     """
     return read_bytes(path, most).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")

@@ -46,14 +46,14 @@ def simulate(
         nodes: number of nodes.
         ranks_per_node: number of ranks on each node.
         device: the device of all ranks: ``cpu``, or one GPU such as ``cuda`` or ``cuda:1``.
-        threads: threads that torch may use for one operation.  With 1, results equal those of a rank that is a process
-            with one thread; more can change the order of sums.
+        threads: threads that torch may use for one operation.  With 1 thread, each rank gets the same results as a
+            process with 1 thread.  With more threads, sums may be added in another order.
         timeout: seconds after which a rank that computes, and has not waited for a message, counts as stuck.  Waits
             themselves have no limit.
 
     Raises:
-        ThreadRankError: if the device is neither the CPU nor a GPU.  The returned function raises it if a rank calls
-            the function, or if a rank counts as stuck.
+        ThreadRankError: if the device is neither the CPU nor a GPU.  The returned function raises the same error if it
+            is called by a rank, or if a rank counts as stuck.
         ValueError: if a number of nodes or ranks is not positive.
         BaseException: the returned function raises the exception of the first rank that failed, with a note that
             names the rank.  All other ranks are then ended, as after Ctrl-C.

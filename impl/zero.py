@@ -84,7 +84,8 @@ def shard(
         group_of: a function of a parameter's name and the parameter, which returns the number of the parameter's
             optimizer group; by default all parameters are in group 0.
         seed: the seed of stochastic codecs, equal on all ranks.
-        initialise: gives a module on the meta device its values; its ``reset_parameters()`` by default.
+        initialise: a function that gives a module on the meta device its values; by default it calls the module's
+            ``reset_parameters()``.
 
     Raises:
         PolicyError: if the policy does not fit the topology.

@@ -81,7 +81,7 @@ class InDDP(Joined):
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def _taker(self) -> Callable[[Any, Any], Any]:
-        """Returns the hook that DDP calls.
+        """Returns the communication hook, which DDP calls with each bucket of gradients.
 
         DDP keeps the hook where Python's garbage collector does not see it, so the hook refers to this object
         weakly.

@@ -213,8 +213,8 @@ class InFSDP2(Joined):
     def check(self, group: GroupGeometry, verb: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
         """Raise HostError if FSDP2 calls a collective of ``group`` with unexpected ranks, type or size.
 
-        ``verb`` is ``gathers`` or ``reduces``, ``numel`` the elements of one rank, and ``ranks`` the number of ranks
-        in the call.  The size is checked for gathers only.
+        ``verb`` is ``gathers`` or ``reduces``.  ``numel`` is the number of elements of one rank, and ``ranks`` the
+        number of ranks in the call.  The number of elements is checked for gathers only.
         """
         world, prefix = self.wire.mesh.topology.world, f"FSDP2 {verb} {group.name!r}"
         if ranks != world:
@@ -306,7 +306,7 @@ class _Scatter(_OfGroup, ReduceScatter):
     ) -> None:
         """Write this rank's part of the reduced ``input_tensor`` (world * S,) to ``output_tensor`` (S,).
 
-        ``op`` is the sum or the mean over all ranks.
+        ``op`` says whether the sum or the mean over all ranks is taken.
         """
         joined, name = self._joined, self._group.name
         joined.check(self._group, "reduces", output_tensor.numel(), input_tensor.dtype, group.size())

@@ -42,7 +42,7 @@ class Joined:
         self._host, self.wire, self.policy = host, wire, policy
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
-        """Raise HostError unless the wire has the same global ranks as the host, ``ranks``, in the same order."""
+        """Raise HostError unless the wire's global ranks are ``ranks``, the host's, in the same order."""
         theirs, ours = (", ".join(map(str, each)) for each in (ranks, self.wire.mesh.global_ranks))
         if theirs != ours:
             raise HostError(

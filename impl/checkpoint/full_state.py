@@ -48,8 +48,8 @@ def export(
             values are an error.
 
     Returns:
-        A line for each kind of value that the cast changed or that is not finite.  The line says how many such
-        values there are, and in which parameters.
+        A line for each of these three that occurred: finite values that became infinite, values that became 0, and
+        values that were infinite or NaN before the cast.  The line counts the values in each parameter.
 
     Raises:
         CheckpointError: if a file cannot be read or written, or values overflow; then nothing is written.

@@ -47,7 +47,7 @@ class Manifest:
         return sum(map(math.prod, self.parameters.values()))
 
     def text(self) -> str:
-        """Returns the text of the file: JSON, whose last key is the SHA-256 of the JSON without that key."""
+        """Returns the text of the manifest's file: JSON, whose last key is the SHA-256 of all other keys' JSON."""
         fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return json.dumps({**fields, "sha256": digest(fields)}, indent=1) + "\n"
 
@@ -178,8 +178,8 @@ def _is_file(value: Any) -> bool:
 def check_names(model_names: Collection[str], saved_names: Collection[str], kind: str) -> None:
     """Raise CheckpointError unless ``model_names`` and ``saved_names`` are the same.
 
-    The message counts the names that only one of both has, and cites the first.  ``kind`` says in the message what has
-    these names, such as ``parameters of optimizer 0``.
+    The message counts the names that are in only one of the two, and cites the first.  ``kind`` says in the message
+    what has these names, such as ``parameters of optimizer 0``.
     """
     if different := sorted(set(model_names) ^ set(saved_names)):
         side = "only in the model" if different[0] in model_names else "only in the checkpoint"

@@ -72,11 +72,11 @@ class _Framed:
         return 0
 
     def scale_bytes(self, numel: int) -> int:
-        """Returns the bytes of scales and offsets, before padding."""
+        """Returns how many bytes the scales and offsets of ``numel`` elements take, before padding."""
         return 0
 
     def code_bytes(self, numel: int) -> int:
-        """Returns the bytes of the packed codes, before padding."""
+        """Returns how many bytes the packed codes of ``numel`` elements take, before padding."""
         return -(-numel * self.bits // 8)
 
     def scales_at(self, numel: int) -> int:
@@ -84,7 +84,7 @@ class _Framed:
         return padded_bytes(self.code_bytes(numel))
 
     def frame_bytes(self, numel: int) -> int:
-        """Returns the bytes of the frame of ``numel`` elements: codes, scales and padding."""
+        """Returns how many bytes the frame of ``numel`` elements takes: codes, scales, offsets and padding."""
         return self.scales_at(numel) + padded_bytes(self.scale_bytes(numel))
 
 
@@ -101,7 +101,7 @@ class Raw(_Framed):
 
     @property
     def grain(self) -> int:
-        """Number of elements in 16 bytes; every shard must have a multiple of so many elements."""
+        """The number of elements of every shard must be a multiple of this number: the elements in 16 bytes."""
         return FRAME_ALIGNMENT // ITEM_BYTES[self.dtype]
 
     @property
@@ -135,7 +135,10 @@ class _Scaled(_Framed):
 
     @property
     def grain(self) -> int:
-        """Number of elements that every shard must have, or a multiple of it, so that no block spans two shards."""
+        """The number of elements of every shard must be a multiple of this number.
+
+        Otherwise a block would span two shards.
+        """
         return max(1, self.hadamard) if self.block == "shard" else self.block
 
     @property
@@ -160,12 +163,14 @@ class _Scaled(_Framed):
         return -(-numel // self.block_size(numel)) if numel else 0
 
     def scale_bytes(self, numel: int) -> int:
-        """Returns the bytes of scales and offsets, before padding."""
+        """Returns how many bytes the scales and offsets of ``numel`` elements take, before padding."""
         width = 1 if self.scale == "e8m0" else SCALE_BYTES
         return self.blocks(numel) * width * (2 if self.asymmetric else 1)
 
     def _check(self, head: str) -> None:
-        """Raise CodecError if the block or the rotation has an impossible size, or if they do not fit together.
+        """Raise CodecError if the block or the rotation has an impossible size.
+
+        The block must also be a multiple of the rotation's size.
 
         ``head`` names the codec's type in the message, such as ``int8``.
         """
@@ -207,7 +212,7 @@ class IntCodec(_Scaled):
     smaller, but values near ``+absmax`` are cut off at the largest code.
 
     Raises CodecError: if ``bits`` is not 2 to 8, or if a block or a rotation has an impossible size.  Also if
-    ``clipped`` is combined with an offset, or with stochastic rounding, whose mean clipping would change.
+    ``clipped`` is combined with an offset, or with stochastic rounding: clipping would change the mean.
     """
 
     bits: int  # 2 to 8
@@ -250,11 +255,12 @@ class IntCodec(_Scaled):
 
 @dataclass(frozen=True, slots=True)
 class FloatCodec(_Scaled):
-    """Block-quantised floats of 8 or 4 bits with a scale for each block; elements have no infinities.
+    """Block-quantised floats of 8 or 4 bits with a scale for each block.
 
-    An E8M0 scale is rounded up to a power of two, so that no element saturates.
+    No code stands for infinity.  An E8M0 scale is rounded up to a power of two, so that no element saturates.
 
-    Raises CodecError: for an impossible block or rotation, or an MX block other than 32.
+    Raises CodecError: if the element type and the scale are no known format, if an MX block does not have 32 elements,
+    or if a block or a rotation has an impossible size.
     """
 
     element: Element  # ``e4m3`` (largest 448), ``e5m2`` (57344), ``e2m1`` (6)
@@ -404,7 +410,7 @@ class OwnCodec(_Framed):
 
     @property
     def grain(self) -> int:
-        """Number of elements that every shard must have, or a multiple of it."""
+        """The number of elements of every shard must be a multiple of this number."""
         return self._contract.grain
 
     @property
@@ -427,7 +433,7 @@ class OwnCodec(_Framed):
             return operator.index(contract.frame_bytes(numel))  # type: ignore[misc]  # checked when read
 
     def frame_bytes(self, numel: int) -> int:
-        """Returns the bytes of the frame of ``numel`` elements, with padding."""
+        """Returns how many bytes the frame of ``numel`` elements takes, with padding."""
         return padded_bytes(self.own_bytes(numel))
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
@@ -533,6 +539,6 @@ def built_in(text: str) -> BuiltIn:
 def common_grain(*codecs: Codec) -> int:
     """Returns the least common multiple of 32 and the grains of ``codecs``.
 
-    A shard with a multiple of so many elements suits all codecs.
+    A shard whose number of elements is a multiple of the result suits all codecs.
     """
     return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits fill a 16-byte vector

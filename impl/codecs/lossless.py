@@ -168,7 +168,7 @@ def _within(x: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _sizes(frame: NDArray[np.uint8]) -> list[int]:
-    """Returns the stored bytes of each of four planes; 0 for a plane that the element type does not have."""
+    """Returns how many bytes each of four planes takes in a frame; 0 for planes that the element type does not have."""
     return [int(size) for size in np.frombuffer(frame[8:HEADER].tobytes(), "<i8")]
 
 

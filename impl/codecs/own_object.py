@@ -68,7 +68,7 @@ class OwnObject:
 
     @property
     def grain(self) -> int:
-        """Number of elements that every shard must have, or a multiple of it."""
+        """The number of elements of every shard must be a multiple of this number."""
         return 1 if self.block == "shard" else int(self.block)
 
 

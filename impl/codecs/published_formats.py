@@ -52,7 +52,7 @@ class _Format:
         return [-(-numel * self.bits // 8), -(-numel // self.size) * self.beside, self.whole]
 
     def frame_bytes(self, numel: int) -> int:
-        """Returns the bytes of the frame of ``numel`` elements."""
+        """Returns how many bytes the frame of ``numel`` elements takes."""
         return sum(self._parts(numel))
 
     def encode(self, x: Tensor, frame: Tensor) -> None:
@@ -135,11 +135,11 @@ class _Table(_Format):
         return (upper - 1 + up.long()).to(torch.uint8)
 
     def entries(self, codes: Tensor) -> Tensor:
-        """Returns the table's entries (n, size) fp32 for codes."""
+        """Returns the entry of the table for each of ``codes`` (n, size), in fp32."""
         return torch.tensor(self.table, device=codes.device)[codes.long()]
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Returns half of the largest distance between neighbouring entries of the table, times the scale."""
+        """Returns half of the largest distance between neighbouring entries of the table, times the largest scale."""
         scale = max(top / self.table[-1], SMALLEST_NORMAL)
         if self.beside == 1:
             scale = 2.0 ** math.ceil(math.log2(scale) - 1e-9)
@@ -231,16 +231,16 @@ class NVFP4(_Table):
 
 
 def _bf16(values: Tensor) -> Tensor:
-    """Casts finite values to bf16; values beyond its largest magnitude become that magnitude."""
+    """Casts finite values to bf16; values beyond the largest bf16 number are saturated."""
     return values.clamp(-LARGEST["bf16"], LARGEST["bf16"]).to(torch.bfloat16)
 
 
 class _Spikes(_Format):
     """Spike reserving (2508.03760): the smallest and the largest element of a block are kept in bf16.
 
-    The other elements are integers, in equal steps of their own range.  A block has 10 further bytes: one for the
-    place of each spike, and four numbers in bf16, which are the spikes, the smallest of the other elements, and
-    the step of the other elements.
+    The other elements become integers: the number of equal steps above the smallest of the other elements.  A block has
+    10 further bytes: the index of each of the two spikes in the block, in one byte, and four numbers in bf16.  The
+    numbers are the two spikes, the smallest of the other elements, and the step.
     """
 
     size, beside = 128, 10
@@ -248,8 +248,8 @@ class _Spikes(_Format):
     def _bound(self, low: float, high: float, top: float) -> float:
         """Returns an upper bound of |decoded - x| in fp32.
 
-        The bound is half a step of a range from ``low`` to ``high``, plus the errors of rounding the step, the smallest
-        element and the spikes to bf16.
+        The bound is half of a step of the range from ``low`` to ``high``, plus the errors of rounding the step, the
+        smallest element and the spikes to bf16.
         """
         # Below the smallest normal number bf16 has coarse steps.
         ends = (top + 2 * (high / 2 - low / 2)) * 2.0**-8 + 2 * SMALLEST_NORMAL

@@ -663,7 +663,10 @@ def _floats(frames: Tensor, start: int, count: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int, out: Tensor) -> None:
-    """Write the low ``bits`` of codes (..., S) uint8 as a little-endian bit stream to ``out`` (..., bytes)."""
+    """Write the lowest ``bits`` bits of each of ``codes`` (..., S) uint8 to ``out`` (..., bytes) uint8.
+
+    The codes of a row follow one another in a little-endian bit stream.
+    """
     if bits == 8:
         out.copy_(codes)
         return

@@ -1,9 +1,9 @@
 """Keeps the errors that error feedback carries from one encoding of a unit's gradient to the next.
 
-A rank keeps one error for each element that it encodes.  For the first hop it encodes the whole gradient.  For
-the hop between nodes it encodes only the sums that belong to its local index, and keeps
-``padded / ranks_per_node`` errors.  Errors are cleared every ``reset`` optimizer steps.  They are also cleared after a
-step with an overflow, because the gradients of such a step are not used.
+A rank keeps one error for each element that it encodes.  For the first hop a rank encodes the whole gradient.  For
+the hop between nodes it encodes only the sums that belong to its local index: with 4 ranks on a node, a quarter of the
+unit's elements.  Errors are cleared every ``reset`` optimizer steps.  They are also cleared after a step with an
+overflow, because the gradients of this step are not used.
 """
 
 from __future__ import annotations
@@ -61,7 +61,11 @@ class Errors:
             self._since = step
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a resumed run needs: copies of the errors, ``hop0`` and so on, and the last reset, ``since``."""
+        """Return what a resumed run needs, by name.
+
+        ``hop0``, ``hop1`` and so on are copies of the errors of each hop.  ``since`` is the optimizer step of the last
+        reset.
+        """
         state = {f"hop{hop}": error.clone() for hop, error in self._errors.items()}
         return {**state, "since": torch.tensor(self._since)}
 

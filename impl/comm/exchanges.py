@@ -119,11 +119,11 @@ def point_to_point(
 ) -> list[dist.Work]:
     """Post an exchange over gloo: one send to each rank of the group, and one receive from each.
 
-    Returns what gloo returned for each send and receive.
+    Returns the ``Work`` of each receive and each send.
 
-    gloo's own all-to-all announces a receive only when its turn comes.  Behind a slow link the announcement then
-    queues behind our data, and the link idles: it carries 24 to 30 of 50 Mbit/s.  Here all receives are
-    announced before any send, and the link carries 48 Mbit/s.
+    gloo's own all-to-all announces a receive only when the receive's turn comes.  On a slow link the announcement then
+    queues after the data that the rank sends, and the link idles: a link of 50 Mbit/s carries 24 to 30 Mbit/s.  Here
+    all receives are announced before any send, and this link carries 48 Mbit/s.
     """
     size, me, handle = len(group.ranks), group.index, group.handle() or group.process_group
     # Each rank starts with the rank after it, so that not all ranks send to the same rank first.

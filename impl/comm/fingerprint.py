@@ -75,7 +75,7 @@ class CollectiveLog:
 def parting(histories: Mapping[int, Iterable[Step]]) -> str | None:
     """Return, in words, the first exchange in which ranks differ, and which ranks opened what.
 
-    ``histories`` has the last exchanges of each rank.  Exchanges of one number are compared.
+    ``histories`` has the last exchanges of each rank.  Exchanges with the same number are compared.
 
     Returns None if no exchange differs.
     """

@@ -4,8 +4,8 @@ With NCCL a stream of the GPU waits for messages.  If a rank does not take part 
 nothing until it waits for the GPU, and that wait has no time limit.  NCCL's own watchdog counts from the moment at
 which an exchange was enqueued, and ends the process without saying which exchange it was.
 
-The :class:`HangMonitor` of a rank is a thread that looks at the exchanges that were posted.  If none of them has
-completed for as long as the wire's timeout, it passes an error that names the oldest one to ``on_hang``.
+The :class:`HangMonitor` of a rank has a thread that looks at the exchanges that were posted.  If no exchange has
+completed for as long as the wire's timeout, the thread calls ``on_hang`` with an error that names the oldest exchange.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ class Mesh:
             topology: the nodes and the ranks on each, in rank order.  A device mesh or a process group may be passed
                 here instead of as ``group``.  Without a topology, the nodes are read from the device mesh or from
                 torchrun, as described below.
-            device: the device of tensors.  By default it is the current GPU or the CPU: the type of the device mesh,
-                or without a device mesh a GPU if the backend is NCCL.
+            device: the device of tensors.  With a device mesh, the default is the current device of the mesh's type.
+                Without a device mesh, it is the current GPU if the backend is NCCL, and otherwise the CPU.
             group: what ``dist.new_group([...])`` returned, or a device mesh; all ranks by default.
 
         In a device mesh of two dimensions, the dimension called ``node``, ``inter``, ``replicate`` or ``dp_replicate``
@@ -191,9 +191,9 @@ class Mesh:
         return f" (ranks as counted in the mesh of global ranks {', '.join(map(str, self.members))})"
 
     def store(self) -> Store | ThreadStore | None:
-        """Return the store of the ranks' rendezvous.
+        """Return the key-value store of the ranks' rendezvous, as this mesh sees it.
 
-        Meshes over different ranks have different prefixes of keys, so that their keys do not meet.
+        The store puts a prefix before each key.  Meshes over different ranks have different prefixes.
 
         Returns None if the mesh has one rank, or if there is no default process group.
         """

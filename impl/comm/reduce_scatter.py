@@ -285,7 +285,8 @@ class Reduction:
     def _own_part(self, exchange: Exchange) -> Tensor:
         """Return this rank's parts of the gradients that the ranks have written to the messages of ``exchange``.
 
-        The result is a view (source, sizes of the later hops..., F) uint8 of shared memory.
+        The result is a view (source, sizes of the later hops..., F) uint8 of shared memory, where F is the bytes of a
+        frame.
         """
         frame = self.hops[0].nbytes // self.hops[0].frames
         assert isinstance(exchange, InMemory)  # noqa: S101  # collects() with several hops needs shared memory

@@ -214,7 +214,8 @@ class Watchdog:
         Args:
             failure: what this rank could not do, such as ``could not finish exchange 3, ...``.
             cause: the error or text that says why.
-            waiting: the exchange that this rank waits for, or the purpose of a :meth:`meet`; None if it waits for none.
+            waiting: the exchange that this rank waits for, or the purpose of a :meth:`meet`; None if the rank does not
+                wait.
         """
         log, in_exchange = self.collective_log, isinstance(waiting, tuple)
         waits_for = label(waiting) if isinstance(waiting, tuple) else waiting
@@ -244,7 +245,7 @@ class Watchdog:
         """Write this rank's report to the store.
 
         The report has three parts: ``status`` in words, ``call``, and the last exchanges.  ``call`` is the public call
-        that the rank is in, such as ``save()``.  It is empty if all ranks have made the call, or there is none.
+        that the rank is in, such as ``save()``.  It is empty if all ranks have made the call, or outside of calls.
         """
         if self._store is not None:
             self._store.set(str(self._rank), json.dumps((status, call, [*self.collective_log.steps])))

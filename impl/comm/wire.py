@@ -316,7 +316,7 @@ class Wire:
         return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into, in_line=in_line)
 
     def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, in_line: bool = False) -> Exchange:
-        """Open an exchange in which every rank of the axis sends a different row of ``nbytes`` to each rank.
+        """Open an exchange in which every rank of the axis sends a different row of ``nbytes`` bytes to each rank.
 
         ``in_line`` is as in :meth:`all_gather`.
         """
@@ -348,7 +348,7 @@ class Wire:
     ) -> Tensor:
         """Gather every rank's ``row`` (n,), of any type and layout; all ranks must call it.
 
-        Rows are gathered along one of ``axes`` after the other, by default along the axis of all ranks.
+        Rows are gathered along each of ``axes`` in turn, by default along the axis of all ranks.
 
         Returns (ranks, n) of the row's type, equal on all ranks.  Along a single axis, the rows are in rank order.
         """
@@ -522,7 +522,7 @@ class Wire:
 
 
 def wire_of(mesh: Mesh, wire: Wire | None) -> Wire:
-    """Return ``wire``, or a new wire over ``mesh`` if it is None.
+    """Return ``wire``, or a new wire over ``mesh`` if ``wire`` is None.
 
     Raises:
         WireError: if ``wire`` is over another topology, other ranks or another device than ``mesh``.

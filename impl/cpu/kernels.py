@@ -207,9 +207,10 @@ def _sources(frames: Tensor) -> dict[str, int]:
 
 
 def _coding(codec: Codec, numel: int) -> tuple[str, _Coding | None]:
-    """Returns (suffix, coding) of a codec: the suffix of its kernels' names, and how they code a row of ``numel``.
+    """Returns (suffix, coding) of a codec.
 
-    The coding is None if the library has no kernels for the codec.
+    The suffix ends the names of the codec's kernels in the library.  The coding says how the kernels code a row of
+    ``numel`` elements; it is None if the library has no kernels for the codec.
     """
     if isinstance(codec, OwnCodec) and codec.published:
         return "_formats", _Coding(kind=[*FORMATS].index(codec.name), frame_bytes=codec.frame_bytes(numel))

@@ -148,7 +148,7 @@ class _Call:
     def launch(
         self, file: str, kernel: str, parts: int, threads: int = THREADS, *, loops: bool = False
     ) -> Launch:
-        """Returns a launch of ``kernel`` in ``file`` with ``threads`` threads a block.
+        """Returns a launch of ``kernel`` in ``file``, with ``threads`` threads in each thread block.
 
         Each row is cut into ``parts`` parts, and a thread block works on one part.  If ``loops`` is True, a thread
         block may work on several parts, one after the other.
@@ -290,7 +290,7 @@ class Kernels(Operations):
         One launch can if neither codec quantises and no errors are carried.  It cannot if only one codec quantises.  If
         both quantise:
 
-        - The second codec's block must have at most 4,096 elements and fill octets (:func:`_holds`).
+        - The second codec's block must have at most 4,096 elements, and fit into registers (:func:`_holds`).
         - If errors are carried, the second codec must not rotate.
         - The threads that hold a group of the first codec's rotation must be neighbours also in the teams that encode
           the second codec's blocks.  They are neighbours if the second codec's block consists of whole groups, is a
@@ -326,8 +326,8 @@ class Kernels(Operations):
     def _copy(self, codec: Raw, x: Tensor, frames: Tensor) -> Repeat | None:
         """Copy the elements of ``x`` to ``frames``, padding included, by one launch.
 
-        Returns None, and copies nothing, if ``x`` does not have the codec's type, or the kernel does not take the
-        tensors.
+        Returns a function that repeats the launch.  Returns None, and copies nothing, if ``x`` does not have the
+        codec's type, or if the kernel does not take the tensors.
         """
         elements = _elements(codec, frames, x.shape[-1])
         if elements is None or x.dtype != elements.dtype:
@@ -483,9 +483,10 @@ def _any(codec: Blocked) -> str:
 
 
 def _holds(codec: Blocked, numel: int, most: int) -> bool:
-    """Returns whether the codec's blocks have at most ``most`` elements and can be held in octets.
+    """Returns whether kernels can hold one of the codec's blocks in registers.
 
-    For the latter a block must be a multiple of 8 elements, or the whole row of ``numel`` elements.
+    A block must have at most ``most`` elements.  It must also be a multiple of 8 elements, or the whole row of
+    ``numel`` elements.
     """
     block = codec.block_size(numel)
     return block <= most and (block % OCTET == 0 or block == numel)
