@@ -1,8 +1,9 @@
 """Encodes and decodes tensors with the kernels for their device.
 
 There are three backends, and all of them give the same bits.  Tensors on a CPU are encoded by C++ kernels,
-which are compiled on first use; tensors on a GPU by CUDA kernels, which CuPy compiles.  Where the compiler or
-CuPy is missing, the ``reference`` (:mod:`impl.codecs.reference`), written in plain torch, takes their place.
+which are compiled on first use; tensors on a GPU by CUDA kernels, which NVRTC compiles and CuPy launches.  If the
+compiler or CuPy is missing, the ``reference`` (:mod:`impl.codecs.reference`), written in plain torch, takes their
+place.
 :func:`backend_of` returns the name of the backend in use.  If it is the reference, :func:`warning_of` returns why.
 """
 

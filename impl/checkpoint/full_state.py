@@ -48,8 +48,8 @@ def export(
             values are an error.
 
     Returns:
-        A line for each of these three that occurred: finite values that became infinite, values that became 0, and
-        values that were infinite or NaN before the cast.  The line counts the values in each parameter.
+        Up to three lines: for finite values that became infinite, for values that became 0, and for values that were
+        infinite or NaN before the cast.  A line counts the values in each parameter; it is left out if there are none.
 
     Raises:
         CheckpointError: if a file cannot be read or written, or values overflow; then nothing is written.

@@ -136,8 +136,8 @@ class SavedMasters:
         for name in names:
             if parameters[name][key] != parameters[names[0]][key]:
                 raise CheckpointError(
-                    f"has different {key} for parameters {names[0]!r} and {name!r}, which share them here in one "
-                    "optimizer group: have group_of= of shard() put the two into different groups"
+                    f"has different {key} for parameters {names[0]!r} and {name!r}, which are in one optimizer group "
+                    "here: pass a group_of= to shard() that puts the two into different groups"
                 )
         return from_json(parameters[names[0]][key]) if names else None
 

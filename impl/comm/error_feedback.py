@@ -70,7 +70,10 @@ class Errors:
         return {**state, "since": torch.tensor(self._since)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the :meth:`state` that the same rank returned, in a run with the same topology and policy."""
+        """Set the errors and the last reset to ``state``, which :meth:`state` returned on the same rank.
+
+        Topology and policy of the two runs must be equal.
+        """
         for hop, error in self._errors.items():
             error.copy_(state[f"hop{hop}"])
         self._since = int(state["since"])

@@ -190,7 +190,7 @@ class Route:
     )
     sent_bytes: int  # bytes of this rank's message
     rows: int  # number of messages received, this rank's own included
-    parts: int  # equal parts of this rank's message, each for another rank; 1 if all ranks receive the whole
+    parts: int  # equal parts of this rank's message, one for each rank; 1 if every receiver gets the whole message
     receivers: int  # other ranks that receive a part of this rank's message
     shared: bool  # whether ranks read each other's messages in shared memory
     # if not shared: whether messages go from rank to rank over gloo, instead of through a collective of the backend
@@ -201,8 +201,12 @@ class Route:
     booked: tuple[tuple[LedgerKey, int, int], ...]
     inter_bytes: int  # bytes of one exchange that go to other nodes
     payload: int  # bytes of one exchange that this rank sends to other ranks
-    shape: tuple[int, ...]  # of the received messages: (rows, bytes), or (bytes,) if they differ in length
-    splits: Splits | None = None  # of an uneven all-to-all; None if all messages have ``nbytes`` bytes
+    shape: tuple[
+        int, ...
+    ]  # shape of the received messages: (rows, bytes), or (bytes,) if they differ in length
+    splits: Splits | None = (
+        None  # the messages of an uneven all-to-all; None if all messages have ``nbytes`` bytes
+    )
 
 
 class Buffers:

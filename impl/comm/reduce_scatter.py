@@ -114,9 +114,10 @@ class Reduction:
         return first.sends_elements(NAMES.get(dtype)) and (not rest or self.wire.shares_memory(first.axis))
 
     def open_message(self) -> Exchange:
-        """Return the opened exchange of the first hop, to whose ``send`` the caller writes the whole gradient.
+        """Open the exchange of the first hop, and return it.
 
-        Call it only if :meth:`collects` returns True, and pass the exchange to :meth:`start`.
+        The caller writes the whole gradient to ``send`` of the exchange, and then passes the exchange to :meth:`start`.
+        Call this only if :meth:`collects` returns True.
         """
         return self.wire.all_to_all(self.hops[0].axis, self.hops[0].nbytes, self.tag)
 
@@ -355,7 +356,8 @@ class Ring(Reduction):
     def _send_step(self, step: int, gradient: Tensor | None) -> None:
         """Encode the partial sum of ``step``, and send it to the next rank.
 
-        The first step's partial sum is this rank's part of the ``gradient``.  Later steps get no gradient.
+        In the first step, the partial sum is one slice of this rank's ``gradient``.  In later steps ``gradient`` is
+        None, and the partial sum is the received one plus a slice of the gradient.
         """
         hop = self.hops[0]
         if gradient is not None:
@@ -376,7 +378,7 @@ class Ring(Reduction):
         exchange.post()
 
     def _receive(self, step: int) -> None:
-        """Wait for the partial sum that is sent in ``step``, and add this rank's part of the gradient to it."""
+        """Wait for the partial sum that is sent in ``step``, and add the same elements of this rank's gradient."""
         hop = self.hops[0]
         ops.decode(hop.codec, self._exchange.wait()[0], self._partial)
         self._exchange.close()
