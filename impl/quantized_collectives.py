@@ -8,7 +8,7 @@ They can be called from FSDP, from a DDP communication hook, or from a script::
 
 All ranks of the mesh must call them with equal shapes and options.  The mesh may also be torch's ``DeviceMesh``, a
 process group or a topology.  Pass one :class:`~impl.comm.wire.Wire` to all calls to reuse its buffers and shared
-memory, and to read its ledger of bytes; without a wire, each call makes one of its own.
+memory, and to read its ledger of bytes.  Without a wire, each call makes a new wire.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def quantized_all_gather(
         mesh: the ranks that take part, as :meth:`Mesh.of` reads them.
         gather: ``hierarchical`` sends a value across each link between nodes once; ``flat`` is the backend's
             own all-gather over all ranks, usually a ring.
-        wire: the wire that sends the messages; a new one by default.
+        wire: the wire that sends the messages; by default a new wire.
         key: the seed of a stochastic codec's random bits.  Pass a key with another ``step`` in each call.
-        out: (world, ...) contiguous, the tensor to write to; a new one by default.  It may share memory
+        out: (world, ...) contiguous, the tensor to write to; by default a new tensor.  It may share memory
             with ``x``.
 
     Returns:
@@ -159,7 +159,7 @@ def quantized_reduce_scatter(
         reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.policy.policy.Policy`.
         chunks: the number of pieces into which each rank's part is cut.  While one piece is sent between nodes,
             the next piece is sent inside them.
-        wire: the wire that sends the messages; a new one by default.
+        wire: the wire that sends the messages; by default a new wire.
         key: the seed of stochastic codecs' random bits.  Pass a key with another ``step`` in each call.
 
     Returns:

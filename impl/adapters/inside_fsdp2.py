@@ -112,8 +112,9 @@ def fsdp2(
 class InFSDP2(Joined):
     """Gathers the weights and reduces the gradients of a model that ``fully_shard`` has sharded.
 
-    All ranks must create it before the first forward pass.  Gathered weights and mean gradients equal those of
-    FSDP2's own collectives, except for the errors of the codecs and, with three or more ranks, the order of sums.
+    All ranks must create an InFSDP2 before the first forward pass.  Gathered weights and mean gradients are the same as
+    with FSDP2's own collectives, except for the errors of the codecs.  With three or more ranks, sums may also be added
+    in another order.
 
     Args:
         model: the root, itself an ``FSDPModule``, sharded over all ranks of ``wire.mesh``.

@@ -58,7 +58,10 @@ def carries(host: Host, name: str) -> bool:
 
 
 def check_host(host: Host, policy: Policy) -> None:
-    """Raise PolicyError for a policy that ``host`` cannot carry out, naming a field and its expected value."""
+    """Raise PolicyError if ``host`` cannot carry out ``policy``.
+
+    The message names a field or a codec, the reason, and what is expected instead.
+    """
     for each in SETTINGS:
         name, value, expected = each.path, each.of(policy), each.of(BASES[host])
         if name not in _OPEN[host] and value != expected:

@@ -28,7 +28,7 @@ class CheckpointError(RuntimeError):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in ``folder``, oldest first; an empty list if there is no such folder."""
+    """Returns the complete checkpoints in ``folder``, oldest first; an empty list if ``folder`` does not exist."""
     return [path for path in named(folder) if (path / MANIFEST).is_file()]
 
 

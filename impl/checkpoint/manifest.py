@@ -56,7 +56,7 @@ class Manifest:
 
         ``numbers`` are the ranks whose files are hashed.
 
-        Raises CheckpointError: if a file is missing or was altered.  The message names the first one.
+        Raises CheckpointError: if a file is missing or was altered.  The message names the first such file.
         """
         for number, (nbytes, sha256) in enumerate(self.files):
             file = path / file_name(number)

@@ -103,9 +103,9 @@ class Parts:
                     self.ranges[name].setdefault(kind, []).append((int(start), number))
 
     def read(self, kind: str, name: str, start: int, end: int) -> Tensor:
-        """Returns a copy of elements [start, end) of the values ``kind`` of parameter ``name``, (end - start,).
+        """Returns a copy of elements [start, end) of one kind of a parameter's values, (end - start,).
 
-        ``kind`` is, for example, ``weight`` or ``optimizer0.exp_avg``.
+        ``name`` is the name of the parameter.  ``kind`` is, for example, ``weight`` or ``optimizer0.exp_avg``.
 
         Raises CheckpointError: if one of these elements is in no file.
         """

@@ -106,9 +106,9 @@ def save(
         folder: the folder of checkpoints, on a disk that all ranks share.
         zero: the engine.
         optimizers: the optimizers to save.
-        extra: further values, the same on all ranks: None, numbers, texts, and lists, tuples and dicts of these,
-            such as the states of torch's schedulers.
-        keep: how many checkpoints to keep in ``folder``; older ones are removed.  None keeps all.
+        extra: any other values to save, the same on all ranks, such as the states of torch's schedulers.  They may be
+            None, numbers, texts, and lists, tuples and dicts of these.
+        keep: how many checkpoints to keep in ``folder``; older checkpoints are removed.  None keeps all.
 
     Returns:
         The folder of the new checkpoint, ``checkpoint-NNNNNN``.
@@ -241,7 +241,10 @@ def _of_phases(policy: Policy, text: Callable[[Policy], str]) -> str:
 
 
 def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
-    """Returns the manifest's entries for the model's state dict, with extra states not yet converted to JSON."""
+    """Returns, by name, the manifest's entry for each entry of the model's state dict.
+
+    Extra states are not yet converted to JSON's types.
+    """
     names = state.parameter_names(zero.model, zero.units)
     entries: dict[str, dict[str, Any]] = {}
     for name, value in zero.model.state_dict(keep_vars=True).items():

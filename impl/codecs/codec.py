@@ -388,7 +388,7 @@ class OwnCodec(_Framed):
 
     @property
     def claimed(self) -> BuiltIn | None:
-        """The built-in codec that this codec claims to equal bit for bit; None without such a claim."""
+        """The built-in codec that this codec claims to equal bit for bit; None if it claims to equal none."""
         text = self.definition.codec
         try:
             return None if text is None else built_in(str(text))

@@ -3,7 +3,7 @@
 Mantissas and signs of weights and gradients are random bits, which no coder shortens.  The exponents are not random:
 most elements have one of a few exponents, so that about 2.6 of an exponent's 8 bits are information (ZipCCL,
 2604.27844).  Elements are therefore cut into planes of bytes, the exponents in a plane of their own, and each plane
-that is not random is compressed with an entropy coder: Huffman's code in zlib, or zstd's.
+that is not random is compressed with an entropy coder: Huffman's code in zlib, or the coder in zstd.
 
 The number of bytes is known only after encoding.  A frame has room for the most, and :meth:`_Lossless.used_bytes`
 returns how many bytes of the frame are used.  The messages of a policy have fixed sizes, so policies refuse these

@@ -1,8 +1,8 @@
 """Implements published formats as torch operations on one row; their kernels must equal this reference.
 
 Each class has the attributes that a user's codec has too (:class:`impl.codecs.own_object.OwnObject`).  A frame
-has three parts: the codes, with element 0 in the lowest bits; the further bytes of each block, such as its scale;
-and the further bytes of the whole row, such as NVFP4's fp32 scale.
+has three parts: the codes, with element 0 in the lowest bits; the extra bytes of each block, such as its scale;
+and the extra bytes of the whole row, such as NVFP4's fp32 scale.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Format:
     def _parts(self, numel: int) -> list[int]:
         """Returns how many bytes each part of a frame of ``numel`` elements has.
 
-        The parts are the codes, the further bytes of all blocks, and the further bytes of the row.
+        The parts are the codes, the extra bytes of all blocks, and the extra bytes of the row.
         """
         return [-(-numel * self.bits // 8), -(-numel // self.size) * self.beside, self.whole]
 
@@ -93,8 +93,8 @@ class _Format:
     def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Encode ``values`` (n, size) fp32, a row of n blocks.
 
-        Returns three tensors of uint8: the codes (n, size), the further bytes of each block (n, beside), and the
-        further bytes of the row (whole,).
+        Returns three tensors of uint8: the codes (n, size), the extra bytes of each block (n, beside), and the
+        extra bytes of the row (whole,).
         """
         raise NotImplementedError
 
@@ -239,7 +239,7 @@ class _Spikes(_Format):
     """Spike reserving (2508.03760): the smallest and the largest element of a block are kept in bf16.
 
     The other elements become integers: the number of equal steps above the smallest of the other elements.  A block has
-    10 further bytes: the index of each of the two spikes in the block, in one byte, and four numbers in bf16.  The
+    10 extra bytes: the index of each of the two spikes in the block, in one byte, and four numbers in bf16.  The
     numbers are the two spikes, the smallest of the other elements, and the step.
     """
 

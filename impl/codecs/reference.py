@@ -656,7 +656,7 @@ def float_levels(bits: int, mantissa: int, least: int) -> list[float]:
 
 
 def _floats(frames: Tensor, start: int, count: int) -> Tensor:
-    """Returns ``count`` fp32 numbers of each frame, (..., count, 1); the first one begins at byte ``start``."""
+    """Returns ``count`` fp32 numbers of each frame, (..., count, 1); the first number begins at byte ``start``."""
     stored = frames[..., start : start + SCALE_BYTES * count]
     aligned = stored.clone(memory_format=torch.contiguous_format)  # a frame may be misaligned for fp32
     return aligned.view(torch.float32).unsqueeze(-1)

@@ -40,7 +40,9 @@ def shard_stride(numel: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """The random bits for the rows of a tensor (..., S), given by the numbers of the elements.
+    """The random bits for the rows of a tensor (..., S).
+
+    The bits of an element depend only on ``philox`` and on the element's number.  Numbers count up along a row.
 
     Raises ValueError: if ``start`` or a stride is negative, or is not a multiple of 8.
     """

@@ -1,7 +1,7 @@
 """All-gathers encoded shards hop by hop, as qwZ and hpZ do (paper sections 3.1 and 3.2).
 
-Each rank encodes its shard once (:mod:`impl.unit.master_shard` does it for weights).  Every further hop forwards
-the frames that the previous hop received, without decoding them, so all ranks decode the same bytes.
+Each rank encodes its shard once; :mod:`impl.unit.master_shard` encodes weights.  Every later hop forwards the frames
+that the previous hop received, without decoding them, so all ranks decode the same bytes.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FrameGather:
         exchange.post()
 
     def post_next_hop(self) -> None:
-        """Wait for the hop under way, and post the next one."""
+        """Wait for the hop under way, and post the next hop."""
         before, last, hop = self._exchange, self.hops[-self.left - 1], self.hops[-self.left]
         received = before.wait()
         if self._keep is not None and last.keeps != "nothing":

@@ -51,13 +51,13 @@ class Exchange(Protocol):
         """Send the message; the caller must not write to ``send`` any more."""
 
     def wait(self) -> Tensor:
-        """Wait for all messages, and return them as (ranks, bytes) uint8, with a row for each rank that sent one.
+        """Wait for all messages, and return them as (ranks, bytes) uint8, with a row for each rank that sent a message.
 
         The result is valid until :meth:`close`.
         """
 
     def parts(self) -> Sequence[Tensor]:
-        """Wait for all messages, and return one tensor (bytes,) uint8 for each rank that sent one.
+        """Wait for all messages, and return a tensor (bytes,) uint8 for each rank that sent a message.
 
         The result is valid until :meth:`close`.  Call this in place of :meth:`wait` in an uneven all-to-all, in which
         messages differ in length.
@@ -158,10 +158,11 @@ def collective(
     in_line: bool = False,
     splits: Splits | None = None,
 ) -> list[dist.Work]:
-    """Post an exchange as one collective of the backend, and return what must be waited for.
+    """Post an exchange as one collective of the backend, and return the ``Work`` to wait for.
 
     If ``in_line`` is True, NCCL runs the collective on the current stream, and the returned list is empty.  Otherwise
-    NCCL runs it on the group's own stream, and an event before and after the collective orders the two streams.
+    NCCL runs the collective on the group's own stream, and an event before and after the collective orders the two
+    streams.
     """
     handle, apart = group.process_group, not in_line
     if splits is not None:

@@ -73,7 +73,7 @@ class CollectiveLog:
 
 
 def parting(histories: Mapping[int, Iterable[Step]]) -> str | None:
-    """Return, in words, the first exchange in which ranks differ, and which ranks opened what.
+    """Return, in words, the first exchange in which ranks differ, and which ranks opened which exchange.
 
     ``histories`` has the last exchanges of each rank.  Exchanges with the same number are compared.
 

@@ -62,7 +62,7 @@ class HangMonitor:
         self._started = False
 
     def posted(self, step: Step, works: Sequence[Work]) -> None:
-        """Add an exchange that has been posted, and drop those that have completed."""
+        """Watch an exchange that has been posted, and forget the exchanges that have completed."""
         with self._lock:
             self._drop_completed()
             if not self._under_way:

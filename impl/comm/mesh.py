@@ -1,4 +1,4 @@
-"""Makes the process groups: the default group, and one along each axis of a mesh.
+"""Makes the process groups: the default group, and a group along each axis of a mesh.
 
 No other file makes process groups.  A mesh is over all ranks, or over the ranks of one process group.  Torch
 numbers all ranks of the job (*global* ranks); a mesh counts its own ranks from 0.  Meshes over different ranks

@@ -3,16 +3,17 @@
 A gradient is viewed as ``(axis 0, axis 1, ..., shard)``.  It is transposed while it is encoded, and sent along
 axis 0.  Each rank decodes what it receives, sums it in ascending order of the sources, encodes the sum for
 axis 1, and so on.  After the last hop of sums, the sum becomes the mean.  :class:`Ring` is an alternative: one ring
-over all ranks.  If several groups of ranks hold copies of a shard, further hops all-gather the means of their pieces.
+over all ranks.  If several state groups hold copies of a shard, the last hops all-gather the means of their pieces.
 
-:meth:`Reduction.start` posts the first message, ``post_next_hop`` posts the next one, and ``finish`` returns the
-mean.  docs/design/engine.md says how to add another kind of reduction.
+:meth:`Reduction.start` posts the first messages, each call of ``post_next_hop`` posts the next messages, and ``finish``
+returns the mean.  docs/design/engine.md says how to add another kind of reduction.
 
 [Note: deferred last hop]
-After posting a hop that is not the last, the caller should call ``post_next_hop`` soon: the next hop can only be
-posted after this one has arrived, and until then the next hop's link idles.  After the last hop nothing is left to
-post.  If the last hop crosses between nodes, on the slowest link, only :meth:`Reduction.finish` waits for it.  If
-it stays inside a node, it arrives at once, and ``post_next_hop`` takes the mean.
+The caller should call ``post_next_hop`` soon after it has posted a hop that is not the last.  The next hop can only be
+posted when the messages of the previous hop have arrived, and until then the next hop's link idles.  After the last hop
+nothing is left to post.  If the last hop crosses between nodes, on the slowest link, only :meth:`Reduction.finish`
+waits for the last hop.  If the last hop stays inside a node, its messages arrive at once, and ``post_next_hop`` sets
+``mean``.
 """
 
 from __future__ import annotations
@@ -357,7 +358,7 @@ class Ring(Reduction):
         """Encode the partial sum of ``step``, and send it to the next rank.
 
         In the first step, the partial sum is one slice of this rank's ``gradient``.  In later steps ``gradient`` is
-        None, and the partial sum is the received one plus a slice of the gradient.
+        None, and the partial sum is the received partial sum plus a slice of the gradient.
         """
         hop = self.hops[0]
         if gradient is not None:

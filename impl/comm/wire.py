@@ -75,8 +75,8 @@ class Observer:
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
         """Called before a hop's message is sent.
 
-        ``values`` (..., n) are what is encoded: the gradient or a sum, plus the carried errors.  ``frames`` (..., F)
-        uint8 are the encoded values.  ``frames`` is None if the values are sent without encoding.
+        ``values`` (..., n) are the gradient or a sum, plus the carried errors.  ``frames`` (..., F) uint8 are the
+        encoded values.  ``frames`` is None if the values are sent without encoding.
         """
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
@@ -232,7 +232,7 @@ class Wire:
         """Context whose posts, waits and decoding are enqueued on the side stream ``stream``.
 
         Yields an :class:`Arrival`, which marks the end of this work.  With NCCL, waiting for a message blocks the
-        stream and not the host.  Therefore all further hops can be enqueued as soon as the first hop is posted.
+        stream and not the host.  Therefore all later hops can be enqueued as soon as the first hop is posted.
         ``posted`` says that the body begins by waiting for messages that the current stream has just posted.
         """
         self._watchdog.paused = True
@@ -502,7 +502,7 @@ class Wire:
         )
 
     def _uneven_route(self, even: exchanges.Route, axis: Axis, tag: Tag, lengths: Lengths) -> exchanges.Route:
-        """Compute the route of an uneven all-to-all from the route of an even one."""
+        """Compute the route of an uneven all-to-all from the route ``even`` of an even all-to-all."""
         (sizes, mark), me = lengths, self.group(axis).index
         sent = uneven(self.mesh.topology, axis, self.mesh.rank, sizes[me])
         splits = exchanges.Splits(

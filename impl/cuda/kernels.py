@@ -7,9 +7,9 @@ Elements that are not quantised are copied or summed by one launch (``raw.cu``).
 types, by one launch of torch.  The reference also takes frames that are not aligned to their elements.
 
 A codec is called *plain* here if it has integers of 4 or 8 bits and no rotation, and the call has no error
-feedback: there are kernels compiled for each such codec and type.  General kernels read the codec's properties
-when they run.  The kernel that encodes depends on the block (the sources give the reasons).  Published formats have
-their own kernels (``formats.cu``).
+feedback.  Plain kernels are compiled separately for each number of bits and type.  General kernels read the codec's
+properties when they run.  The kernel that encodes depends on the block (the sources give the reasons).  Published
+formats have their own kernels (``formats.cu``).
 
 ===========================================  ==========================================================
 elements of a block                          kernels

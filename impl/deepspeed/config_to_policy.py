@@ -120,8 +120,8 @@ def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
     """Returns ``base`` with the findings that depend on the model, whose units are ``units``.
 
     If a unit has more elements than ``stage3_max_live_parameters``, the finding of this key becomes ``changed``, since
-    units cannot be cut further.  Otherwise, if all parameters persist in stage 3, the findings of the keys that concern
-    shards become ``without effect``.
+    the unit cannot be cut into smaller units.  Otherwise, if all parameters persist in stage 3, the findings of the
+    keys that concern shards become ``without effect``.
     """
     sizes = {unit.name: unit.numel for unit in units if not unit.persistent}
     largest = max(sizes, key=sizes.__getitem__, default="")

@@ -134,8 +134,8 @@ def as_json(value: Any) -> str:
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (path, value) for every key of ``table``, and for every empty section.
 
-    ``prefix`` is put before each path: ``table`` is the whole configuration, or a section whose path, with a dot, is
-    the prefix.
+    ``prefix`` is put before each path.  It is empty for the whole configuration, and, for example, ``fp16.`` for the
+    section ``fp16``.
 
     Raises DeepSpeedError: if a key is unknown, or if a section is not a table.
     """
