@@ -145,8 +145,8 @@ def predict_hosted(
 ) -> dict[LedgerKey, Sent]:
     """Predicts the bytes and messages that ``rank`` sends inside ``host``, by key of the ledger.
 
-    FSDP2 gathers every group in each pass.  The groups named in ``kept`` are gathered in the forward pass only, and
-    stay gathered until the backward pass ends or the weights change.  With FSDP2's default settings only the root's
+    FSDP2 gathers every group in each pass.  But the groups named in ``kept``, once gathered in a forward or evaluation
+    pass, stay gathered until a backward pass ends or the weights change.  With FSDP2's default settings only the root's
     group stays gathered.  FSDP2 reduces every group in each backward pass.  DDP reduces only in the last micro-batch of
     a step, and sends nothing for a norm.
 

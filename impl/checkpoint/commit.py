@@ -127,7 +127,10 @@ def thin(folder: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove ``path``: a folder that is left over and not a checkpoint, or a link to a folder; a failure is logged."""
+    """Remove the leftover folder ``path``, which is not a checkpoint; a failure is logged.
+
+    If ``path`` is a link, only the link is removed.
+    """
     try:
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except OSError as error:

@@ -207,9 +207,9 @@ class _Scaled(_Framed):
 class IntCodec(_Scaled):
     """Block-quantised integers of 2 to 8 bits with an fp32 scale for each block.
 
-    Symmetric codes have the scale ``absmax / largest code``.  Without rotation, quantising decoded values once more
-    therefore gives the same codes.  If ``clipped`` is True, the scale is DeepSpeed's ``2 absmax / 2^bits``: steps are
-    smaller, but values near ``+absmax`` are cut off at the largest code.
+    Symmetric codes have the scale ``absmax / largest code``.  Without rotation and stochastic rounding, quantising
+    decoded values once more therefore gives the same codes.  If ``clipped`` is True, the scale is DeepSpeed's
+    ``2 absmax / 2^bits``: steps are smaller, but values near ``+absmax`` are cut off at the largest code.
 
     Raises CodecError: if ``bits`` is not 2 to 8, or if a block or a rotation has an impossible size.  Also if
     ``clipped`` is combined with an offset, or with stochastic rounding: clipping would change the mean.

@@ -78,7 +78,7 @@ class Mesh:
     # the global rank of each rank of the mesh; None if the mesh is over all ranks, in their order
     members: tuple[int, ...] | None = None
     backend: str | None = None  # the backend of the mesh's process groups; None: the default group's backend
-    # this rank, if the ranks are threads of one process (:mod:`impl.simulate`), which have no process groups
+    # this rank as a thread rank (:mod:`impl.simulate`), which has no process groups; None if the ranks are processes
     thread: ThreadRank | None = None
     _groups: dict[Axis, Group] = field(default_factory=dict)
 
@@ -191,9 +191,9 @@ class Mesh:
         return f" (ranks as counted in the mesh of global ranks {', '.join(map(str, self.members))})"
 
     def store(self) -> Store | ThreadStore | None:
-        """Return the key-value store of the ranks' rendezvous, as this mesh sees it.
+        """Return the key-value store of the ranks' rendezvous.
 
-        The store puts a prefix before each key.  Meshes over different ranks have different prefixes.
+        For a mesh over only some of the ranks, the returned store puts a prefix of this mesh before each key.
 
         Returns None if the mesh has one rank, or if there is no default process group.
         """

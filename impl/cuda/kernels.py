@@ -262,9 +262,10 @@ class Kernels(Operations):
         return super()._decode_mean(codec, frames, out, divisor)
 
     def _add_up(self, name: str, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
-        """Decode ``frames`` to ``out`` if ``name`` is ``decode``; decode and sum them if it is ``decode_sum``.
+        """Decode ``frames`` to ``out`` by one launch; if ``name`` is ``decode_sum``, sum the frames of all sources.
 
-        The kernels of published formats always sum; to decode, they sum over one source.
+        ``name`` is ``decode`` or ``decode_sum``.  The kernels of published formats always sum; to decode, they sum over
+        one source.
 
         Returns a function that repeats the launch.  Returns None, and does nothing, if the codec has no kernels.
         """
