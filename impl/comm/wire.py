@@ -157,9 +157,9 @@ class Wire:
     def exposed_seconds(self) -> float:
         """Seconds that this rank has waited for messages.
 
-        If a GPU's stream waits for messages, synchronise the device before you read this property.  Its waits are
-        counted only from the first reading or the first call of :meth:`mark_exposed`, because timing a wait costs the
-        host time.
+        If a GPU's stream waits for messages, synchronise the device before you read this property.  The stream's waits
+        are counted only from the first reading or the first call of :meth:`mark_exposed`, because timing a wait costs
+        the host time.
         """
         return self._watchdog.exposed_seconds
 
