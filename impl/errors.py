@@ -17,10 +17,10 @@ def raised(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def raising(kind: type[Exception], prefix: str) -> Iterator[None]:
-    """Turn any exception of the body, ``SystemExit`` included, into one of type ``kind`` with a one-line message.
+    """Context that turns every exception of its body into a ``kind`` with a one-line message.
 
-    The message is ``prefix``, then the exception as :func:`raised` writes it.  ``KeyboardInterrupt`` is raised
-    unchanged.
+    The message is ``prefix``, then the exception as :func:`raised` writes it.  ``SystemExit`` is turned too, but
+    ``KeyboardInterrupt`` is raised unchanged.
     """
     try:
         yield

@@ -72,9 +72,9 @@ def import_object(text: str, *, ours: bool = False) -> Any:
         ours: Whether the object belongs to this project, so that it may be imported inside :func:`forbidden`.
 
     Raises:
-        NamedObjectError: if the import of the module raises; if the module has no such object; if a module of
-            the same name elsewhere hides the module in the user's folder; inside :func:`forbidden`, unless
-            ``ours``.
+        NamedObjectError: inside :func:`forbidden`, unless ``ours`` is True.  Also if the import of the module
+            raises, if the module does not have the object, or if Python finds another module of the same name
+            before the module in a folder that :func:`see` added.
     """
     if not (ours or _allowed):
         raise NamedObjectError(f"{text}: this command imports no module that a suite names; use zeropp run")

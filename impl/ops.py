@@ -1,8 +1,9 @@
 """Encodes and decodes tensors with the kernels for their device.
 
 There are three backends, and all of them give the same bits.  Tensors on a CPU are encoded by C++ kernels,
-which are compiled on first use; tensors on a GPU by CUDA kernels, which CuPy compiles.  Where the compiler or
-CuPy is missing, the ``reference`` (:mod:`impl.codecs.reference`), written in plain torch, takes their place.
+which are compiled on first use; tensors on a GPU by CUDA kernels, which NVRTC compiles and CuPy launches.  If the
+compiler or CuPy is missing, the ``reference`` (:mod:`impl.codecs.reference`), written in plain torch, takes their
+place.
 :func:`backend_of` returns the name of the backend in use.  If it is the reference, :func:`warning_of` returns why.
 """
 
@@ -25,12 +26,15 @@ from impl.cuda.launch import loaded_sha256, on_device
 
 
 def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
-    """Build the kernels for ``device``, so that no later call waits for a compiler.
+    """Build the C++ kernels for a CPU, or try every codec of ``codecs`` once on a GPU.
+
+    A missing compiler therefore shows here and not in the first training step.  On a GPU each codec encodes and decodes
+    eight elements, and only the kernels for this are compiled.  A kernel for another type, block size or operation is
+    compiled when it is first called.
 
     Raises:
-        ValueError: if no backend serves the device, or if a user's codec does not support it.
-        RuntimeError: on a GPU, if the kernels of a codec do not compile or run.  Every codec is tried here, so
-            that a missing compiler shows now and not in the first training step.
+        ValueError: if no backend serves the device, or if a user's codec does not support the device.
+        RuntimeError: on a GPU, if the kernels of a codec do not compile or run.
     """
     operations, _ = _choose(device.type)
     codecs = dict.fromkeys(codecs)
@@ -43,7 +47,9 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
 
 
 def try_codec(operations: Operations, codec: Codec, device: torch.device) -> None:
-    """Encode eight zeros with ``codec`` and decode them, or sum them if it is a cast, to learn whether its kernels run.
+    """Encode and decode eight zeros on ``device``, to learn whether the kernels of ``codec`` run.
+
+    For a cast, the encoded zeros are summed instead of decoded.  A codec without kernels is not tried.
 
     Raises:
         RuntimeError: if a kernel does not compile or run; the message names the codec.
@@ -89,7 +95,8 @@ def operations_of(name: str) -> Operations:
     """Return the backend called ``name``: cpu, cuda or reference.
 
     Raises:
-        ValueError: for another name, and if this machine lacks what the backend needs.
+        ValueError: if ``name`` is another name, or if this machine lacks the compiler or the package that the backend
+            needs.
     """
     if name == REFERENCE.name:
         return REFERENCE
@@ -106,7 +113,10 @@ def warning_of(device: torch.device) -> str | None:
 
 @functools.cache
 def _choose(device: str) -> tuple[Operations, str | None]:
-    """Return the operations for a type of device, and why they are the reference's (None if there are kernels)."""
+    """Return (backend, warning) for a type of device, ``cpu`` or ``cuda``.
+
+    The warning says in one line why the backend is the reference.  The warning is None for a backend with kernels.
+    """
     if device == "cpu":
         try:
             return cpu.Kernels(build.library(build.user_folder())), None
@@ -138,10 +148,12 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
 
 
 def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
-    """Return ``frames`` as elements (..., S) if one cast by torch can encode or decode them; otherwise None.
+    """Return a view of ``frames`` as elements (..., S) of the codec's type, so that torch can cast them.
 
-    ``x`` (..., S) is what is encoded, or where the decoded elements go.  A cast suffices if the frames have no
-    padding and are aligned to their elements, and if the codec's type differs from that of ``x``.
+    ``x`` (..., S) holds the elements to encode, or receives the decoded elements.
+
+    Returns None if one cast by torch does not suffice: if ``x`` has the codec's type already, or if the frames have
+    padding or are not aligned to their elements.
     """
     kind = DTYPES[codec.dtype]
     size, shape = kind.itemsize, x.shape
@@ -178,8 +190,8 @@ def decode_sum_encode(
 ) -> None:
     """Decode ``frames`` with ``first``, sum them over the first dimension, and encode the sum with ``second``.
 
-    The sum's frames (..., F') go to ``out``; ``numel`` is the number of elements in one frame.  This is the step
-    between the two hops of a reduction, which most pairs of codecs do in one kernel; see
+    The encoded sum, frames (..., F') uint8, is written to ``out``.  ``numel`` is the number of elements in one frame.
+    A two-hop reduction does this between its hops.  For most pairs of codecs, one kernel does all three steps; see
     :meth:`Operations.decode_sum_encode`.
     """
     operations, _ = _choose(out.device.type)
@@ -187,8 +199,8 @@ def decode_sum_encode(
 
 
 def sums_of_bits(values: Tensor) -> Tensor:
-    """Return checksums (n,) int64 of ``values`` (S,) fp32, by which writes are detected.
+    """Return checksums (n,) int64 of the bits of ``values`` (S,) fp32; a write to ``values`` changes some of them.
 
-    See :meth:`Operations.sums_of_bits`.
+    The number n depends on S and on the backend; see :meth:`Operations.sums_of_bits`.
     """
     return _choose(values.device.type)[0].sums_of_bits(values)

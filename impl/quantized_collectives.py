@@ -8,7 +8,7 @@ They can be called from FSDP, from a DDP communication hook, or from a script::
 
 All ranks of the mesh must call them with equal shapes and options.  The mesh may also be torch's ``DeviceMesh``, a
 process group or a topology.  Pass one :class:`~impl.comm.wire.Wire` to all calls to reuse its buffers and shared
-memory, and to read its ledger of bytes; without a wire, each call makes one of its own.
+memory, and to read its ledger of bytes.  Without a wire, each call makes a new wire.
 """
 
 from __future__ import annotations
@@ -53,17 +53,18 @@ def quantized_all_gather(
         mesh: the ranks that take part, as :meth:`Mesh.of` reads them.
         gather: ``hierarchical`` sends a value across each link between nodes once; ``flat`` is the backend's
             own all-gather over all ranks, usually a ring.
-        wire: the wire that sends the messages; a new one by default.
-        key: the seed of a stochastic codec's random bits.  Change its step from call to call.
-        out: (world, ...) contiguous, the tensor to write to; a new one by default.  It may share memory
+        wire: the wire that sends the messages; by default a new wire.
+        key: the seed of a stochastic codec's random bits.  Pass a key with another ``step`` in each call.
+        out: (world, ...) contiguous, the tensor to write to; by default a new tensor.  It may share memory
             with ``x``.
 
     Returns:
         (world, ...) of the type of ``x``: all ranks' values in rank order.
 
     Raises:
-        ValueError: if ``x`` is sparse, a tensor subclass, of another type or on another device; if ``codec``
-            names no codec, or is stochastic and there is no ``key``; if ``out`` does not fit.
+        ValueError: if ``x`` is sparse, a tensor subclass, of another type, or on another device than the mesh; if
+            ``codec`` names no codec, or is stochastic and there is no ``key``; if ``out`` has another shape, type
+            or device than the result, is not contiguous, or requires gradients.
     """
     mesh = Mesh.of(mesh)
     flat, numel, world = _flat(x, mesh), x.numel(), mesh.topology.world
@@ -71,7 +72,7 @@ def quantized_all_gather(
     hops = gather_hops(Policy(weights=codec, gather=gather), mesh.topology, numel)
     if not hops:
         raise ValueError(
-            f"gather={gather!r}: a method of your own needs shard(); pass 'hierarchical' or 'flat'"
+            f"gather={gather!r} names a method of your own, which needs zeropp.shard(): pass 'hierarchical' or 'flat'"
         )
     wire = wire_of(mesh, wire)
     if out is None:
@@ -104,7 +105,7 @@ class Gathering:
 
     Args:
         wire: sends the messages.
-        hops: the hops of a gather of weights, without hpZ's copy (:func:`impl.plan.hops.gather_hops`).
+        hops: what :func:`impl.plan.hops.gather_hops` returns for a policy without hpZ.
         shard: (S,) this rank's values.
         whole: (ranks * S,) receives all shards, in rank order.
         tag: the purpose under which the ledger books the messages.
@@ -152,21 +153,21 @@ def quantized_reduce_scatter(
     Args:
         x: (world * n, ...) fp32, bf16 or fp16 on the mesh's device, in any layout.  No gradient flows back
             to it.
-        codecs: the codec of the hop inside nodes and the codec of the hop between nodes.  A single codec
-            serves both hops, or the only hop.
+        codecs: the codec of the hop inside nodes and the codec of the hop between nodes.  A single codec is used
+            for both hops, or for the only hop of ``one_hop`` and ``ring``.
         mesh: the ranks that take part, as :meth:`Mesh.of` reads them.
         reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.policy.policy.Policy`.
         chunks: the number of pieces into which each rank's part is cut.  While one piece is sent between nodes,
             the next piece is sent inside them.
-        wire: the wire that sends the messages; a new one by default.
-        key: the seed of stochastic codecs' random bits.  Change its step from call to call.
+        wire: the wire that sends the messages; by default a new wire.
+        key: the seed of stochastic codecs' random bits.  Pass a key with another ``step`` in each call.
 
     Returns:
-        (n, ...) fp32.
+        (n, ...) fp32: rows ``rank * n`` to ``(rank + 1) * n`` of the mean.
 
     Raises:
-        ValueError: for the same reasons as :func:`quantized_all_gather`; if the world size does not divide
-            the first dimension of ``x``; for another number of codecs.
+        ValueError: if ``x`` or a codec is refused as in :func:`quantized_all_gather`; if the number of ranks does
+            not divide the first dimension of ``x``; if ``codecs`` is a sequence of another length than 2.
         PolicyError: if codecs, ``reduce`` and ``chunks`` do not go together.
     """
     mesh = Mesh.of(mesh)
@@ -194,7 +195,11 @@ def quantized_reduce_scatter(
 
 
 def _checked(codecs: Sequence[CodecOrText], key: Key | None) -> list[Codec]:
-    """Parse ``codecs``, and refuse a stochastic one without a ``key`` to draw its random bits from."""
+    """Return a list of the given codecs; a codec that is given as text is parsed.
+
+    Raises:
+        ValueError: if a codec is stochastic and ``key`` is None, since the random bits come from the key.
+    """
     parsed = [codec if isinstance(codec, Codec) else parse(codec) for codec in codecs]
     for codec in parsed:
         if codec.stochastic and key is None:
@@ -203,7 +208,10 @@ def _checked(codecs: Sequence[CodecOrText], key: Key | None) -> list[Codec]:
 
 
 def _flat(x: Tensor, mesh: Mesh) -> Tensor:
-    """Return the values of ``x`` as (numel,), row-major and contiguous; copies only if ``x`` is laid out otherwise."""
+    """Return the values of ``x`` in row-major order as a contiguous tensor (numel,), which may share memory with ``x``.
+
+    The values are copied only if ``x`` is not contiguous, or if torch negates it lazily.
+    """
     _check_plain("x", x, mesh)
     if x.dtype not in NAMES:
         raise ValueError(
@@ -214,7 +222,10 @@ def _flat(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def _check_plain(name: str, x: Tensor, mesh: Mesh) -> None:
-    """Raise a ValueError unless ``x`` is a dense ``torch.Tensor``, no subclass, on the device of ``mesh``."""
+    """Raise a ValueError unless ``x`` is a dense ``torch.Tensor`` or ``nn.Parameter`` on the device of ``mesh``.
+
+    ``name`` is the name of ``x`` in the message.  Other subclasses of ``torch.Tensor`` are refused.
+    """
     if type(x) not in (Tensor, nn.Parameter):
         kind = type(x).__name__
         raise ValueError(f"{name} is a {kind}: pass a plain torch.Tensor, such as to_local() of a DTensor")

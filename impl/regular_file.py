@@ -16,10 +16,10 @@ MOST: Final = 64 << 20  # the default maximum of a file's size, in bytes
 
 
 def status(path: Path) -> os.stat_result:
-    """Return the status of a regular file, or of the regular file that a link leads to.
+    """Return the ``os.stat`` result of the regular file at ``path``, which may be a link to the file.
 
     Raises:
-        OSError: If there is no such file, or it is no regular file.
+        OSError: If there is no file at ``path``, or if the file is not a regular file.
     """
     return _regular(path, path.stat())
 
@@ -36,7 +36,7 @@ def read_bytes(path: Path, most: int = MOST) -> bytes:
     """Return the content of a regular file of at most ``most`` bytes; never waits for a writer.
 
     Raises:
-        OSError: If there is no such file, if it is not a regular file, is larger, or cannot be read.
+        OSError: If the file is missing, is not a regular file, has more than ``most`` bytes, or cannot be read.
     """
     status(path)  # before the file is opened, because opening some devices has effects
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123
@@ -51,7 +51,7 @@ def read_text(path: Path, encoding: str = "utf-8", most: int = MOST) -> str:
     """Return the text of a regular file, with each end of line as a line feed.
 
     Raises:
-        OSError: As :func:`read_bytes` does.
+        OSError: For the same reasons as :func:`read_bytes`.
         UnicodeDecodeError: If the file is not in this encoding.
     """
     return read_bytes(path, most).decode(encoding).replace("\r\n", "\n").replace("\r", "\n")

@@ -34,28 +34,29 @@ def simulate(
     """Return a function that runs another function on every rank, as threads of this process.
 
     ``simulate(nodes=2, ranks_per_node=2)(body, *args)`` calls ``body(mesh, *args)`` once for each of the 4 ranks, and
-    returns the results in rank order.  A mesh has the rank's number, ``mesh.rank``, and is passed to
-    :func:`impl.zero.shard`.  Ranks take turns: one runs until it waits for a message.  Their seconds are therefore
-    not those of ranks that run at once.
+    returns the results in rank order.  ``mesh.rank`` is the rank's number, and :func:`impl.zero.shard` takes the mesh.
+    Ranks take turns: a rank runs until it waits for a message, and then another rank runs.  The seconds that a rank
+    takes therefore say nothing about ranks that run at the same time.
 
-    Each rank has its own state of torch's random generators and begins with the caller's.  Python's ``random`` and
-    NumPy's global generator, the default type of tensors, and everything else that belongs to the process, are
-    shared.  There is no process group: ``torch.distributed`` cannot be called.
+    Each rank has its own state of torch's random generators, and begins with the state that the caller has.  All ranks
+    share Python's ``random``, NumPy's global generator, the default type of tensors, and everything else that belongs
+    to the process.  There is no process group: ``torch.distributed`` cannot be called.
 
     Args:
         nodes: number of nodes.
         ranks_per_node: number of ranks on each node.
         device: the device of all ranks: ``cpu``, or one GPU such as ``cuda`` or ``cuda:1``.
-        threads: threads that torch may use for one operation.  With 1, results equal those of a rank that is a process
-            with one thread; more can change the order of sums.
-        timeout: seconds that a rank may run without waiting for a message.
+        threads: threads that torch may use for one operation.  With 1 thread, each rank gets the same results as a
+            process with 1 thread.  With more threads, sums may be added in another order.
+        timeout: seconds after which a rank that computes, and has not waited for a message, counts as stuck.  Waits
+            themselves have no limit.
 
     Raises:
-        ThreadRankError: if the device is neither the CPU nor a GPU, if this is called by a rank, or if a rank runs for
-            longer than ``timeout``.
+        ThreadRankError: if the device is neither the CPU nor a GPU.  The returned function raises the same error if it
+            is called by a rank, or if a rank counts as stuck.
         ValueError: if a number of nodes or ranks is not positive.
-        BaseException: what the first rank that failed has raised, with a note that names the rank.  All other ranks
-            are then ended, as after Ctrl-C.
+        BaseException: the returned function raises the exception of the first rank that failed, with a note that
+            names the rank.  All other ranks are then ended, as after Ctrl-C.
     """
     topology, place = Topology(nodes, ranks_per_node), torch.device(device)
     if place.type not in ("cpu", "cuda"):

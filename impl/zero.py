@@ -79,19 +79,20 @@ def shard(
             reads; by default all ranks.
         policy: what is sharded, and how it is sent.
         wire: the wire that sends all messages; by default a new wire without options.
-        blocks: the modules that are gathered and resharded as a whole; by default those that
+        blocks: the modules that are gathered and resharded as a whole; by default the modules that
             :func:`find_blocks` finds.
-        group_of: returns the number of a parameter's optimizer group from its name and the parameter; by
-            default all are in group 0.
+        group_of: a function of a parameter's name and the parameter, which returns the number of the parameter's
+            optimizer group; by default all parameters are in group 0.
         seed: the seed of stochastic codecs, equal on all ranks.
-        initialise: gives a module on the meta device its values; its ``reset_parameters()`` by default.
+        initialise: a function that gives a module on the meta device its values; by default it calls the module's
+            ``reset_parameters()``.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
         GeometryError: if a unit cannot be laid out, or has too much padding.
         ZeroError: if the model cannot be sharded, is sharded already, or differs between ranks.
         MeshError: on a rank that is not in the mesh.
-        WireError: if the wire is over other ranks.
+        WireError: if ``wire`` is over another topology, other ranks or another device than ``mesh``.
     """
     if not isinstance(policy, Policy):
         raise ZeroError(f"policy is a {type(policy).__name__}: expected a zeropp.Policy")
@@ -164,7 +165,7 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Gather the unsharded state dict of a sharded ``model``; all ranks must call it.
 
-    Arguments, result and errors are those of :meth:`impl.engine.engine.Zero.full_state_dict`.
+    :meth:`impl.engine.engine.Zero.full_state_dict` describes the arguments, the result and the errors.
     """
     return engine_of(model).full_state_dict(
         rank0_only=rank0_only, device=device, dtype=dtype, allow_overflow=allow_overflow
@@ -174,7 +175,7 @@ def full_state_dict(
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Overwrite the weights and buffers of a sharded ``model`` with the ``state`` dict of the unsharded model.
 
-    All ranks must call it, each with the whole state dict.  Values and errors are those of
-    :meth:`impl.engine.engine.Zero.load_full_state_dict`.
+    All ranks must call it, each with the whole state dict.  :meth:`impl.engine.engine.Zero.load_full_state_dict`
+    says which types and values the tensors may have, and describes the errors.
     """
     engine_of(model).load_full_state_dict(state)

@@ -28,7 +28,7 @@ from impl.policy.shard_layout import Slot, UnitGeometry
 
 @dataclass(slots=True)
 class _Unit:
-    """The gradients of one unit, which are copied from DDP's buckets, reduced, and copied back."""
+    """The gradients of one unit: they are copied from DDP's buckets, reduced together, and copied back."""
 
     geometry: UnitGeometry
     flat: Tensor  # (padded,) fp32; the padding is always zero
@@ -42,8 +42,9 @@ class InDDP(Joined):
     Every rank must create an InDDP before the first backward pass, and keep a reference to it.
 
     Gradients are sent in units, one for each block of the model, so the bytes do not depend on DDP's buckets.
-    DDP's buckets fill the units in one order on all ranks.  When a unit is full, all earlier reductions post
-    their next hop, and the unit's reduction starts.  After the last bucket, the hook waits for all reductions.
+    DDP's buckets fill the units in the same order on all ranks.  When a unit has all its gradients, the reductions of
+    earlier units post their next hop, and the reduction of this unit starts.  After DDP's last bucket, DDP's
+    communication hook waits for all reductions.
 
     Args:
         model: a model in DDP over all ranks of ``wire.mesh``.
@@ -73,14 +74,14 @@ class InDDP(Joined):
         model.register_comm_hook(None, self._taker())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``; returns the norm before scaling.
+        """Scale all gradients so that their global 2-norm is at most ``max_norm``; returns the norm before scaling.
 
-        Every rank has all gradients, so nothing is sent.
+        Every rank has all gradients, so this sends no message.
         """
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def _taker(self) -> Callable[[Any, Any], Any]:
-        """Returns the hook that DDP calls.
+        """Returns the communication hook, which DDP calls with each bucket of gradients.
 
         DDP keeps the hook where Python's garbage collector does not see it, so the hook refers to this object
         weakly.
@@ -99,7 +100,11 @@ class InDDP(Joined):
         return take
 
     def _take(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Take a bucket of local gradients; the returned future gets the bucket's buffer with the mean."""
+        """Copy the local gradients of one of DDP's buckets into the units, and start the reduction of each full unit.
+
+        Returns a future, which is completed after the last bucket of the backward pass.  The value of the future is the
+        bucket's buffer, which then holds the mean gradients.
+        """
         if bucket.buffer().is_sparse:
             raise HostError(
                 "gradients in DDP are sparse, which is not supported: set sparse=False in embeddings"
@@ -121,12 +126,16 @@ class InDDP(Joined):
         return future
 
     def _finish(self) -> None:
-        """Wait for all reductions after the last bucket, and write the means back to DDP's buckets."""
+        """Wait for all reductions, write the mean gradients to DDP's buckets, and complete the buckets' futures.
+
+        Called after the last bucket of a backward pass.
+        """
         for unit in self._units:
             if len(unit.back) != len(unit.geometry.slots):
                 raise HostError(
                     f"DDP reduced only {len(unit.back)} of {len(unit.geometry.slots)} gradients of unit "
-                    f"{unit.geometry.name!r}: freeze parameters, or have DDP ignore them, before you create InDDP"
+                    f"{unit.geometry.name!r}: freeze the other parameters, or have DDP ignore them, before you create "
+                    "InDDP"
                 )
         for unit, under_way in self._under_way:
             mean = under_way.finish()  # (padded,) fp32

@@ -18,17 +18,17 @@ call                            current stream             how the result is wai
 ==============================  =========================  ==========================================================
 all-gather, ``async_op=False``  FSDP2's all-gather stream  FSDP2 records an event after the call, for which the
                                                            stream of the computation waits
-all-gather, ``async_op=True``   that of the computation    FSDP2 calls ``wait()`` of the ``Work`` that the call returns
+all-gather, ``async_op=True``   the computation's stream   FSDP2 calls ``wait()`` of the ``Work`` that the call returns
 reduce-scatter                  FSDP2's reduce-scatter     FSDP2 records an event after the call
                                 stream
 ==============================  =========================  ==========================================================
 
 In the first and the last row, encoding, all hops and decoding are enqueued on the current stream, and the call returns
-nothing.  A ``Work`` would let FSDP2 free the gathered buffer at another time.  In the second row, the first hop is
-posted on the stream of the computation, as FSDP2's own copy to the buffer is.  The later hops and decoding follow on
-the wire's side stream, so that they overlap with the computation.  The encoded messages are in the wire's buffers.
-The next user of a buffer waits for the buffer's last use, on whichever stream that was.  The gathered buffer and the
-mean belong to FSDP2, which keeps them until the events above have passed.
+None.  If the call returned a ``Work``, FSDP2 would free the gathered buffer at another time.  In the second row, the
+first hop is posted on the computation's stream, on which FSDP2 also copies to the buffer.  The later hops and decoding
+follow on the wire's side stream, so that they overlap with the computation.  The encoded messages are in the wire's
+buffers.  The next user of a buffer waits for the end of the buffer's last use, on any stream.  The gathered buffer and
+the mean belong to FSDP2, which keeps them until the events of the table have passed.
 
 Where the host waits for messages (gloo, and GPUs with transport ``staged``), an all-gather returns a ``Work`` in both
 cases, so that messages are under way until FSDP2 needs the weights.
@@ -77,7 +77,7 @@ def fsdp2(
     with or without FSDP2's mixed precision, and whether or not weights stay gathered after forward.
 
     Args:
-        model: the root, itself sharded by ``fully_shard`` over one dimension of a device mesh, as are its blocks.
+        model: the root.  ``fully_shard`` must have sharded the root and its blocks over one dimension of a device mesh.
         policy: a policy, or the name of a preset, that sets ``weights``, ``gradients``, ``gather``, ``reduce`` or
             ``chunks``.
         mesh: a topology, or a mesh over the same ranks, that says which ranks share a node.  By default, torchrun's
@@ -89,7 +89,7 @@ def fsdp2(
 
     Raises:
         HostError: if the model is not sharded as a whole over all ranks in one dimension.
-        PolicyError: if FSDP2 cannot carry out the policy; the message names the field.
+        PolicyError: if FSDP2 cannot carry out the policy; the message names the field or the codec.
         MeshError: if ``mesh`` has other ranks than the model's device mesh.
     """
     policy = preset(policy) if isinstance(policy, str) else policy
@@ -112,19 +112,20 @@ def fsdp2(
 class InFSDP2(Joined):
     """Gathers the weights and reduces the gradients of a model that ``fully_shard`` has sharded.
 
-    All ranks must create it before the first forward pass.  Gathered weights and mean gradients equal those of
-    FSDP2's own collectives, except for the errors of the codecs and, with three or more ranks, the order of sums.
+    All ranks must create an InFSDP2 before the first forward pass.  Gathered weights and mean gradients are the same as
+    with FSDP2's own collectives, except for the errors of the codecs.  With three or more ranks, sums may also be added
+    in another order.
 
     Args:
         model: the root, itself an ``FSDPModule``, sharded over all ranks of ``wire.mesh``.
         wire: the transport, on the model's device.
-        policy: a policy that may set ``weights``, ``gradients``, ``gather``, ``reduce`` and ``chunks``; the other
-            fields must have the values of ``BASES["fsdp2"]`` in :mod:`impl.adapters.traffic`, except those that lay
-            out units, which FSDP2 does not use.
+        policy: a policy that may set ``weights``, ``gradients``, ``gather``, ``reduce`` and ``chunks``.  It may set
+            ``align`` and ``memory.max_padding`` too, but they change nothing here.  All other fields must have the
+            values of ``BASES["fsdp2"]`` in :mod:`impl.adapters.traffic`.
 
     Raises:
         HostError: if the model is not sharded as a whole over all ranks in one dimension, or is on another device
-            than the wire; also in the first pass, if several modules share one parameter group.
+            than the wire.  The first pass raises it if several modules share one parameter group.
         PolicyError: if FSDP2 cannot carry out the policy.
     """
 
@@ -151,14 +152,15 @@ class InFSDP2(Joined):
 
     @property
     def ledger(self) -> Ledger:
-        """The bytes and messages that this rank has sent for the model; ``print(joined.ledger)`` prints a table."""
+        """The ledger of the bytes and messages that this rank has sent for the model; it prints as a table."""
         return self.wire.ledger
 
     def predict(self, events: Iterable[Event], *, kept: Collection[str] = (ROOT,)) -> dict[LedgerKey, Sent]:
-        """Predict the bytes and messages that this rank sends in the passes ``events`` (:func:`predict_hosted`).
+        """Predict the bytes and messages that this rank sends, by key of the ledger.
 
-        ``kept`` are the names of the groups that FSDP2 keeps gathered from forward to backward
-        (``reshard_after_forward=False``).
+        ``events`` are the passes in their order, such as ``["forward", "backward", "step"]``.  ``kept`` are the names
+        of the parameter groups that FSDP2 keeps gathered from forward to backward (``reshard_after_forward=False``).
+        See :func:`predict_hosted`.
         """
         layout = self.policy, self.wire.mesh.topology, self.units
         return predict_hosted("fsdp2", *layout, rank=self.wire.mesh.rank, events=events, kept=kept)
@@ -210,7 +212,11 @@ class InFSDP2(Joined):
         self.phase = "backward"
 
     def check(self, group: GroupGeometry, verb: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
-        """Raise HostError for a collective whose ranks, type or size are not those of the group."""
+        """Raise HostError if FSDP2 calls a collective of ``group`` with unexpected ranks, type or size.
+
+        ``verb`` is ``gathers`` or ``reduces``.  ``numel`` is the number of elements of one rank, and ``ranks`` the
+        number of ranks in the call.  The number of elements is checked for gathers only.
+        """
         world, prefix = self.wire.mesh.topology.world, f"FSDP2 {verb} {group.name!r}"
         if ranks != world:
             raise HostError(
@@ -232,14 +238,17 @@ def _not_sharded(model: nn.Module) -> HostError:
 
 
 class _Pending(dist.Work):
-    """Wraps a gather under way as a ``Work``, on which FSDP2 waits; ``finish`` is called at the first wait."""
+    """A gather under way as a ``Work``, on which FSDP2 waits; the first wait calls ``finish``."""
 
     def __init__(self, finish: Callable[[], object]) -> None:
         super().__init__()
         self._finish: Callable[[], object] | None = finish
 
     def wait(self, timeout: Any = None) -> bool:
-        """Finish the gather.  ``timeout`` is ignored, since the wire has a timeout of its own."""
+        """Finish the gather, if that was not done before, and return True.
+
+        ``timeout`` is ignored, since the wire has its own timeout.
+        """
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -259,7 +268,11 @@ class _Gather(_OfGroup, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather ``input_tensor`` (S,) to ``output_tensor`` (world * S,); the input may be a part of the output."""
+        """Gather ``input_tensor`` (S,) to ``output_tensor`` (world * S,); the input may be a part of the output.
+
+        Returns a ``Work`` on which FSDP2 waits.  Returns None if a stream of the GPU waits for messages and
+        ``async_op`` is False.
+        """
         joined, wire = self._joined, self._joined.wire
         joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
         if wire.gathers is None:  # the host waits for messages
@@ -274,7 +287,7 @@ class _Gather(_OfGroup, AllGather):
         return _Pending(partial(wire.join, arrival))
 
     def _started(self, output_tensor: Tensor, input_tensor: Tensor) -> Gathering:
-        """Encode this rank's shard and post the first hop; returns the all-gather under way."""
+        """Encode this rank's shard ``input_tensor``, post the first hop, and return the all-gather under way."""
         wire, policy = self._joined.wire, self._joined.policy
         tag = Tag(self._joined.phase, "weights", self._group.name)
         hops = gather_hops(policy, wire.mesh.topology, input_tensor.numel())
@@ -292,7 +305,10 @@ class _Scatter(_OfGroup, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce ``input_tensor`` (world * S,) to this rank's part, ``output_tensor`` (S,)."""
+        """Write this rank's part of the reduced ``input_tensor`` (world * S,) to ``output_tensor`` (S,).
+
+        ``op`` says whether the sum or the mean over all ranks is taken.
+        """
         joined, name = self._joined, self._group.name
         joined.check(self._group, "reduces", output_tensor.numel(), input_tensor.dtype, group.size())
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):

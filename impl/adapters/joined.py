@@ -26,7 +26,7 @@ from impl.policy.topology import Topology
 
 
 class Joined:
-    """The common part of the adapters; they send over ``wire``, whose ledger counts their messages."""
+    """The common part of the adapters of FSDP2 and DDP, which send all their messages over ``wire``."""
 
     units: Sequence[GroupGeometry | UnitGeometry]  # each holds the parameters that one message carries
 
@@ -42,7 +42,7 @@ class Joined:
         self._host, self.wire, self.policy = host, wire, policy
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
-        """Raise HostError unless the host's global ``ranks`` are the wire's, in the same order."""
+        """Raise HostError unless the wire's global ranks are ``ranks``, the host's, in the same order."""
         theirs, ours = (", ".join(map(str, each)) for each in (ranks, self.wire.mesh.global_ranks))
         if theirs != ours:
             raise HostError(
@@ -51,12 +51,19 @@ class Joined:
             )
 
     def predict(self, events: Iterable[Event]) -> dict[LedgerKey, Sent]:
-        """Predicts the bytes and messages that this rank sends in the passes ``events`` (:func:`predict_hosted`)."""
+        """Predicts the bytes and messages that this rank sends, by key of the ledger.
+
+        ``events`` are the passes in their order; see :func:`predict_hosted`.
+        """
         layout = self.policy, self.wire.mesh.topology, self.units
         return predict_hosted(self._host, *layout, rank=self.wire.mesh.rank, events=events)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the algorithms, transports and kernels that are used, for a trial's record."""
+        """Returns what the adapter uses, for a trial's record, as JSON's types.
+
+        The keys are ``host``, ``gather``, ``reduce``, ``transports`` (by axis) and ``kernels`` (name of the backend).
+        ``kernels_warning`` is there only if the backend is the reference.
+        """
         device = self.wire.mesh.device
         warning = ops.warning_of(device)
         return {
@@ -69,9 +76,9 @@ class Joined:
         }
 
     def _reduction(self, name: str, piece: int) -> Reduction:
-        """Returns a reduction of ``world * piece`` elements.
+        """Returns the reduction of the gradients of unit ``name``, which have ``world * piece`` elements.
 
-        After the reduction a rank inside FSDP2 has a piece of the mean, and a rank inside DDP has the whole mean.
+        After the reduction a rank inside FSDP2 has ``piece`` elements of the mean, and a rank inside DDP has all.
         """
         tag, grain = Tag("backward", "gradients", name), common_grain(*self.policy.gradients)
         return reduction_of(self.policy, self.wire, tag, piece, grain)
@@ -110,9 +117,9 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 def hosted_units(
     host: Host, model: nn.Module, topology: Topology, policy: Policy
 ) -> list[GroupGeometry] | list[UnitGeometry]:
-    """Returns the units that ``model`` has inside ``host``.
+    """Returns FSDP2's parameter groups of ``model``, or the units in which DDP's gradients of ``model`` are sent.
 
-    The model must not be wrapped by the host, and may be on the meta device.
+    ``host`` says which of the two.  The host must not have wrapped the model yet.  The model may be on the meta device.
 
     Raises PolicyError, HostError, GeometryError: for the same reasons as the host's adapter.
     """

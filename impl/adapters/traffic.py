@@ -58,7 +58,10 @@ def carries(host: Host, name: str) -> bool:
 
 
 def check_host(host: Host, policy: Policy) -> None:
-    """Raise PolicyError for a policy that ``host`` cannot carry out, naming a field and its expected value."""
+    """Raise PolicyError if ``host`` cannot carry out ``policy``.
+
+    The message names a field or a codec, the reason, and what is expected instead.
+    """
     for each in SETTINGS:
         name, value, expected = each.path, each.of(policy), each.of(BASES[host])
         if name not in _OPEN[host] and value != expected:
@@ -93,9 +96,9 @@ class HostError(RuntimeError):
 class GroupGeometry:
     """A parameter group of FSDP2: the parameters of one module, which one message gathers or reduces.
 
-    Every parameter is cut along its first dimension into ``world`` parts of equal size; the last parts may be
-    padded or empty.  A rank's message consists of its parts of all parameters, one after the other, so a codec's
-    block may span parameters.
+    Every parameter is cut along its first dimension into ``world`` parts, one for each rank.  The last parts may have
+    fewer rows, or none, and are padded to the size of the first part.  A rank's message consists of its parts of all
+    parameters, one after the other, so a codec's block may span parameters.
     """
 
     name: str  # name of the module; ``root`` for the model itself
@@ -115,7 +118,7 @@ class GroupGeometry:
 
     @property
     def shard(self) -> int:
-        """Number of elements of one rank's message in a gather."""
+        """Number of elements that one rank sends in a gather, padding included."""
         return sum(map(self.part, self.parameters))
 
     @property
@@ -125,7 +128,7 @@ class GroupGeometry:
 
     @property
     def piece(self) -> int:
-        """Number of elements of the mean gradient that one rank receives."""
+        """Number of elements of the mean gradient that one rank receives in a reduction, padding included."""
         pairs = zip(self.parameters, self.trained, strict=True)
         return sum(self.part(parameter) for parameter, trained in pairs if trained)
 
@@ -140,14 +143,21 @@ def predict_hosted(
     events: Iterable[Event],
     kept: Collection[str] = (ROOT,),
 ) -> dict[LedgerKey, Sent]:
-    """Predicts the bytes and messages of ``rank`` inside ``host``, with a policy that passes :func:`check_host`.
+    """Predicts the bytes and messages that ``rank`` sends inside ``host``, by key of the ledger.
 
-    FSDP2 gathers every group in each pass, except for the ``kept`` ones: these stay gathered from the forward pass
-    until the backward pass ends or the weights change.  With FSDP2's default settings only the root's group is kept.
-    FSDP2 reduces every group in each backward pass.  DDP reduces only in the last micro-batch of a step, and sends
-    nothing for a norm.
+    FSDP2 gathers every group in each pass.  But the groups named in ``kept``, once gathered in a forward or evaluation
+    pass, stay gathered until a backward pass ends or the weights change.  With FSDP2's default settings only the root's
+    group stays gathered.  FSDP2 reduces every group in each backward pass.  DDP reduces only in the last micro-batch of
+    a step, and sends nothing for a norm.
 
-    ``units`` are FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
+    Args:
+        host: ``fsdp2`` or ``ddp``.
+        policy: a policy that passes :func:`check_host`.
+        topology: the nodes and the ranks of a node.
+        units: FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
+        rank: the rank whose messages are predicted.
+        events: the passes and steps in their order, such as ``["forward", "backward", "norm", "step"]``.
+        kept: names of the groups that FSDP2 keeps gathered from forward to backward.
     """
     if host == "ddp":
         ddp_units = [unit for unit in units if isinstance(unit, UnitGeometry)]
@@ -175,7 +185,7 @@ def predict_hosted(
 
 
 def _reduced_steps(events: Iterable[Event]) -> int:
-    """Returns how many of the steps in ``events`` have at least one backward pass."""
+    """Returns the number of optimizer steps in ``events`` that have at least one backward pass."""
     steps, waiting = 0, False
     for event in events:
         steps += waiting and event == "step"

@@ -28,7 +28,7 @@ class CheckpointError(RuntimeError):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in ``folder``, oldest first; an empty list if there is no such folder."""
+    """Returns the complete checkpoints in ``folder``, oldest first; an empty list if ``folder`` does not exist."""
     return [path for path in named(folder) if (path / MANIFEST).is_file()]
 
 
@@ -49,9 +49,11 @@ def latest(folder: Path | str) -> Path | None:
 
 
 def resolve(folder: Path) -> Path:
-    """Returns ``folder`` if it is a checkpoint, else the newest checkpoint in it.
+    """Returns ``folder`` if it is a checkpoint, else the newest complete checkpoint in ``folder``.
 
-    Raises CheckpointError: if ``folder`` is not a checkpoint and contains none.
+    A folder counts as a checkpoint if it contains a manifest, or is called ``checkpoint-NNNNNN``.
+
+    Raises CheckpointError: if ``folder`` is not a checkpoint and contains no complete checkpoint.
     """
     path = folder if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name) else latest(folder)
     if path is None:
@@ -63,7 +65,10 @@ def resolve(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Make and return the folder into which the next checkpoint is written; remove folders of interrupted saves."""
+    """Make a folder with a temporary name, into which the next checkpoint is written, and return its path.
+
+    Also removes the folders that interrupted saves and removals have left.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if _LEFT.fullmatch(path.name):
@@ -102,9 +107,10 @@ def sync(path: Path) -> None:
 
 
 def thin(folder: Path, keep: int) -> None:
-    """Remove all checkpoints but the ``keep`` newest.
+    """Remove all complete checkpoints in ``folder`` except the ``keep`` newest.
 
-    Each checkpoint is renamed before it is removed, so that an interrupted removal leaves no incomplete checkpoint.
+    Each checkpoint is renamed before it is removed, so that an interrupted removal leaves no incomplete checkpoint.  A
+    checkpoint that cannot be removed is logged and stays.
     """
     for path in checkpoints(folder)[:-keep]:
         try:
@@ -121,7 +127,10 @@ def thin(folder: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder that is not a checkpoint, or a link to such a folder; a failure is logged."""
+    """Remove the leftover folder ``path``, which is not a checkpoint; a failure is logged.
+
+    If ``path`` is a link, only the link is removed.
+    """
     try:
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except OSError as error:

@@ -44,12 +44,12 @@ def export(
         folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
         path: the file to write, which must not exist yet.
         dtype: type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
-        allow_overflow: whether finite values beyond the type's range are written as infinity; if not, such
+        allow_overflow: whether finite values beyond the type's range are written as infinity.  If False, these
             values are an error.
 
     Returns:
-        A line for each kind of value that the cast changed or that is not finite.  The line says how many such
-        values there are, and in which parameters.
+        Up to three lines: for finite values that became infinite, for values that became 0, and for values that were
+        infinite or NaN before the cast.  A line counts the values in each parameter; it is left out if there are none.
 
     Raises:
         CheckpointError: if a file cannot be read or written, or values overflow; then nothing is written.
@@ -84,7 +84,10 @@ def export(
 
 
 def _entries(folder: Path | str, narrowing: Narrowing | None = None) -> Iterator[tuple[str, Any]]:
-    """Verify all files, then yield (name, value) of one entry of the state dict after the other."""
+    """Verify all files of a checkpoint, then yield (name, value) for each entry of the unsharded state dict.
+
+    ``narrowing`` casts the parameters; without it they are fp32.
+    """
     path = resolve(Path(folder))
     manifest = read_manifest(path)
     manifest.verify(path, range(len(manifest.files)))

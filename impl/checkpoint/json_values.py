@@ -34,7 +34,7 @@ _KEYS: Final = ("__tuple__", "__number__", "__numpy__", *_DICTS)
 def to_json(value: object, place: str) -> Any:
     """Converts ``value`` to JSON's types; ``place`` says in messages where the value was found.
 
-    Raises CheckpointError: naming a part of the value that cannot be converted, and its place.
+    Raises CheckpointError: if a part of the value cannot be converted.  The message names the part's place and type.
     """
     kind = type(value)  # subclasses are refused, since loading would return the class itself
     if value is None or kind in (bool, int, float, str):

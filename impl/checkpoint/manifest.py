@@ -20,7 +20,10 @@ VERSION: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint contains, and in which files; docs/guide/checkpoints.md explains the fields."""
+    """The manifest of a checkpoint: what was saved, and in which files.
+
+    docs/guide/checkpoints.md explains the fields.
+    """
 
     writer: str
     step: int
@@ -44,14 +47,16 @@ class Manifest:
         return sum(map(math.prod, self.parameters.values()))
 
     def text(self) -> str:
-        """Returns the text of the file: JSON, whose last key is the SHA-256 of the JSON without that key."""
+        """Returns the text of the manifest's file: JSON, whose last key is the SHA-256 of all other keys' JSON."""
         fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return json.dumps({**fields, "sha256": digest(fields)}, indent=1) + "\n"
 
     def verify(self, path: Path, numbers: Collection[int]) -> None:
-        """Check the sizes of all ranks' files in the folder ``path``, and the digests of the files ``numbers``.
+        """Check the sizes of all ranks' files in the folder ``path``, and the SHA-256 of some of them.
 
-        Raises CheckpointError: naming the first file that is missing or was altered.
+        ``numbers`` are the ranks whose files are hashed.
+
+        Raises CheckpointError: if a file is missing or was altered.  The message names the first such file.
         """
         for number, (nbytes, sha256) in enumerate(self.files):
             file = path / file_name(number)
@@ -114,7 +119,11 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _fault(content: Mapping[str, Any]) -> str | None:
-    """Return which key of a manifest is missing, unknown, or has a value of another form; None if all are right."""
+    """Return what is wrong with a manifest's ``content``, as a part of an error; None if nothing is wrong.
+
+    A key may be missing or unknown, or its value may have another form than docs/guide/checkpoints.md describes.  The
+    parameters may also have more elements than the files have bytes.
+    """
     known = [field.name for field in dataclasses.fields(Manifest)]
     if different := sorted(content.keys() ^ set(known)):
         return f"key {different[0]!r} is {'missing' if different[0] in known else 'unknown'}"
@@ -167,9 +176,10 @@ def _is_file(value: Any) -> bool:
 
 
 def check_names(model_names: Collection[str], saved_names: Collection[str], kind: str) -> None:
-    """Raise CheckpointError unless the model and the checkpoint have the same names, naming the first that differs.
+    """Raise CheckpointError unless ``model_names`` and ``saved_names`` are the same.
 
-    ``kind`` says in the message what has these names.
+    The message counts the names that are in only one of the two, and cites the first.  ``kind`` says in the message
+    what has these names, such as ``parameters of optimizer 0``.
     """
     if different := sorted(set(model_names) ^ set(saved_names)):
         side = "only in the model" if different[0] in model_names else "only in the checkpoint"

@@ -23,20 +23,21 @@ from impl.unit.unit import Unit
 
 
 class MasterRanges(NamedTuple):
-    """The parameters of one master, and the ranges of them that a rank holds and saves."""
+    """The parameters of one master, and the parts of these parameters that this rank holds and saves."""
 
     names: list[str]  # the parameters with elements in this master on any rank
-    ranges: list[Range]  # the ranges of this rank's master
-    saved: list[Range]  # the ranges that this rank saves
+    ranges: list[Range]  # the parts of the parameters in this rank's master
+    saved: list[Range]  # the parts that this rank saves; other ranks save the rest
 
 
 class SavedMasters:
     """The masters of one engine on one rank, with their optimizers.
 
-    ``copy`` is None without local steps.  With local steps each group of ranks saves all elements, and ``copy`` is the
-    prefix of the names under which this rank's group saves them.
+    ``copy`` is None without local steps: all ranks together save each element once.  With local steps each state group
+    saves all elements, and ``copy`` is the prefix of the names in this rank's file, such as ``group1:``.
 
-    Raises CheckpointError: unless the optimizers hold only masters, and each master at most once.
+    Raises CheckpointError: if an optimizer holds a tensor that is not a master of this engine, or if two optimizers
+    hold the same master.
     """
 
     def __init__(
@@ -87,7 +88,10 @@ class SavedMasters:
         return entries
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values (n,)) of each range that this rank saves, for all states with one value per element."""
+        """Yield (name, values (n,)) for each range of parameters that this rank saves, and for each optimizer state.
+
+        Only states with one value for each element of a master, such as Adam's ``exp_avg``, are yielded.
+        """
         for number, optimizer in enumerate(self._optimizers):
             for master in _masters(optimizer):
                 for key, value in optimizer.state.get(master, {}).items():
@@ -95,7 +99,12 @@ class SavedMasters:
                         yield part.key(f"{self._copy}optimizer{number}.{key}"), value[part.place]
 
     def check(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Raise CheckpointError for a saved state that these optimizers cannot load; changes nothing."""
+        """Raise CheckpointError if these optimizers cannot load ``saved``; changes nothing.
+
+        ``saved`` are the manifest's entries of the optimizers.  The number of optimizers, their classes and their
+        parameters must be the same as in ``saved``.  Parameters that share an optimizer group here must have been saved
+        with the same options.
+        """
         if len(saved) != (count := len(self._optimizers)):
             raise CheckpointError(
                 f"has the state of {len(saved)} optimizers, but {count} are to be loaded: pass as many as were "
@@ -115,7 +124,9 @@ class SavedMasters:
                     self._shared(parameters, [master], "numbers")
 
     def _shared(self, parameters: dict[str, Any], masters: Sequence[Tensor], key: str) -> Any:
-        """Returns the saved ``key``, which all ``masters`` share: ``options`` or ``numbers``.
+        """Returns the ``options`` or the ``numbers`` (``key``) with which all parameters of ``masters`` were saved.
+
+        ``parameters`` is from the manifest: options and numbers by name of the parameter.
 
         Returns None if the masters hold no parameters.
 
@@ -125,13 +136,17 @@ class SavedMasters:
         for name in names:
             if parameters[name][key] != parameters[names[0]][key]:
                 raise CheckpointError(
-                    f"has different {key} for parameters {names[0]!r} and {name!r}, which share them here in one "
-                    "optimizer group: have group_of= of shard() put the two into different groups"
+                    f"has different {key} for parameters {names[0]!r} and {name!r}, which are in one optimizer group "
+                    "here: pass a group_of= to shard() that puts the two into different groups"
                 )
         return from_json(parameters[names[0]][key]) if names else None
 
     def load(self, saved: Sequence[dict[str, Any]], parts: Parts, copy: str) -> None:
-        """Load a state that passed :meth:`check`, from the ranges whose names begin with ``copy``."""
+        """Load the optimizers' state ``saved``, which passed :meth:`check`, with values from the files ``parts``.
+
+        ``copy`` is the prefix of the state group whose values are loaded; empty for the first group, and without local
+        steps.
+        """
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}
             masters, prefix = _masters(optimizer), f"{copy}optimizer{number}."
@@ -160,9 +175,12 @@ def _masters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _numbers(state: dict[str, Any], master: Tensor, number: int) -> dict[str, Any]:
-    """Returns, in JSON's types, the entries of a master's state that do not have a value for each element.
+    """Returns the entries of a master's optimizer state that are not tensors with dimensions, such as Adam's ``step``.
 
-    Raises CheckpointError: for a tensor that can neither be cut by element nor saved as a number.
+    The values are converted to JSON's types.  ``number`` is the number of the optimizer, for messages.
+
+    Raises CheckpointError: if a tensor with dimensions has another number of elements than the master, or if
+    :func:`to_json` cannot convert a value.
     """
     for key, value in state.items():
         if _by_element(value) and value.numel() != master.numel():

@@ -26,12 +26,12 @@ from impl.policy.shard_layout import UnitGeometry
 
 
 class Range(NamedTuple):
-    """Elements [start, end) of a parameter, and their place in a shard or master."""
+    """Elements [start, end) of a flattened parameter, and the place of these elements in a shard or master."""
 
     name: str  # of the parameter
     start: int
     end: int
-    place: slice  # the same elements in the shard or master
+    place: slice  # where the shard or master has these elements
 
     def key(self, kind: str) -> str:
         """Returns the name of the range in a file; ``kind`` is, for example, ``weight`` or ``optimizer0.exp_avg``."""
@@ -43,8 +43,9 @@ def ranges(
 ) -> Iterator[Range]:
     """Yield the ranges of parameters in elements ``span`` (start, end) of ``rank``'s shard, by default in all of it.
 
-    Padding belongs to no range.  With ``saved``, only the part that ``rank`` saves is yielded: several state groups
-    may hold copies of a shard, and each element is saved by one rank.
+    A range's ``place`` counts from the start of ``span``.  Padding belongs to no range.  If ``saved`` is True, only the
+    elements that ``rank`` saves are yielded: several state groups may hold copies of a shard, and one rank saves each
+    element.
     """
     first, _ = geometry.bounds(rank)
     start, end = span or (0, geometry.shard)
@@ -102,9 +103,11 @@ class Parts:
                     self.ranges[name].setdefault(kind, []).append((int(start), number))
 
     def read(self, kind: str, name: str, start: int, end: int) -> Tensor:
-        """Returns a copy of elements [start, end) of a parameter.
+        """Returns a copy of elements [start, end) of one kind of a parameter's values, (end - start,).
 
-        Raises CheckpointError: unless all of them were saved.
+        ``name`` is the name of the parameter.  ``kind`` is, for example, ``weight`` or ``optimizer0.exp_avg``.
+
+        Raises CheckpointError: if one of these elements is in no file.
         """
         parts = []
         for low, number in sorted(self.ranges[name].get(kind, [])):
@@ -118,13 +121,16 @@ class Parts:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def fill(self, whole: Tensor, kind: str, wanted: Iterable[Range]) -> Tensor:
-        """Write the saved values of the ranges ``wanted`` into ``whole``, a shard or master (n,); returns ``whole``."""
+        """Copy the saved values ``kind`` of the ranges ``wanted`` to their places in ``whole`` (n,).
+
+        ``whole`` is a shard or a master, and is returned.
+        """
         for part in wanted:
             whole[part.place] = self.read(kind, part.name, part.start, part.end)
         return whole
 
     def tensors(self, number: int, kind: str) -> dict[str, Tensor]:
-        """Returns, by NAME, the tensors that file ``number`` has under ``kind/NAME``; they are whole, not ranges."""
+        """Returns copies of the tensors that file ``number`` has under ``kind/NAME``, by NAME, such as all buffers."""
         file, prefix = self._files[number], f"{kind}/"
         keys = [key for key in file.offset_keys() if key.startswith(prefix)]
         return {key.removeprefix(prefix): file.get_tensor(key).clone() for key in keys}

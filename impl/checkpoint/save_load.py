@@ -42,7 +42,7 @@ __all__ = ["CheckpointError", "Loaded", "latest", "load", "save"]
 
 
 class Loaded(NamedTuple):
-    """The result of a load."""
+    """The result of :func:`load`."""
 
     extra: Any  # the value that the caller passed to :func:`save`
     step: int  # number of optimizer steps before the checkpoint
@@ -60,9 +60,10 @@ def together(
         This rank's result, and the reports of all ranks.
 
     Raises:
-        CheckpointError: on all ranks, if ``attempt`` raises on any rank.  The message is that of the first such
-            rank, and names the rank unless all ranks have the same message.  If ``unlike`` is given, also if a
-            rank's report differs from rank 0's; the message then names this rank and goes on with ``unlike``.
+        CheckpointError: on all ranks, if ``attempt`` raises on any rank.  The error has the message of the first rank
+            that failed, and names the rank unless all ranks have the same message.  If ``unlike`` is given, also if
+            the report of a rank differs from the report of rank 0.  The message is then ``rank N``, followed by
+            ``unlike``.
     """
     failure, result = None, None
     try:
@@ -105,9 +106,9 @@ def save(
         folder: the folder of checkpoints, on a disk that all ranks share.
         zero: the engine.
         optimizers: the optimizers to save.
-        extra: further values, the same on all ranks: None, numbers, texts, and lists, tuples and dicts of these,
-            such as the states of torch's schedulers.
-        keep: how many checkpoints to keep in ``folder``; older ones are removed.  None keeps all.
+        extra: any other values to save, the same on all ranks, such as the states of torch's schedulers.  They may be
+            None, numbers, texts, and lists, tuples and dicts of these.
+        keep: how many checkpoints to keep in ``folder``; older checkpoints are removed.  None keeps all.
 
     Returns:
         The folder of the new checkpoint, ``checkpoint-NNNNNN``.
@@ -178,9 +179,10 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 
 
 def _identity(zero: Zero) -> dict[str, str]:
-    """Returns, as text by name, the settings that run and checkpoint must share to load the state of codecs.
+    """Returns, as text by name, the settings that must be equal to load the communication state of a checkpoint.
 
-    The state of codecs is, for example, the carried errors.
+    The communication state is, for example, the carried errors of error feedback.  If a setting of the run differs from
+    the checkpoint's, :func:`load` drops this state.
     """
     policy, topology = zero.policy, zero.wire.mesh.topology
     return {
@@ -216,10 +218,12 @@ def _local_steps(policy: Policy) -> str:
 
 
 def _group(zero: Zero) -> str | None:
-    """Returns the prefix of the names under which this rank's group saves its values; None without local steps.
+    """Returns the prefix of the names under which this rank's state group saves its values, such as ``group1:``.
 
-    The prefix of the first group is empty, so that its names are those of a run without local steps.  A run of another
-    topology or policy therefore loads the weights and optimizers of the first group.
+    The prefix of the first group is empty, as in a run without local steps.  A run of another topology or policy
+    therefore loads the weights and optimizers of the first group.
+
+    Returns None without local steps.
     """
     if zero.policy.local_steps is None:
         return None
@@ -229,12 +233,18 @@ def _group(zero: Zero) -> str | None:
 
 
 def _of_phases(policy: Policy, text: Callable[[Policy], str]) -> str:
-    """Returns the ``text`` of a policy or, with a schedule, the different texts of its phases."""
+    """Returns what ``text`` returns for each phase of ``policy``, different texts joined by ``or``.
+
+    A policy without a schedule has one phase.  The text ``none`` comes last.
+    """
     return " or ".join(sorted(dict.fromkeys(map(text, policy.phases)), key=lambda each: each == "none"))
 
 
 def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
-    """Returns the manifest's entries for the model's state dict, with extra states not yet converted to JSON."""
+    """Returns, by name, the manifest's entry for each entry of the model's state dict.
+
+    Extra states are not yet converted to JSON's types.
+    """
     names = state.parameter_names(zero.model, zero.units)
     entries: dict[str, dict[str, Any]] = {}
     for name, value in zero.model.state_dict(keep_vars=True).items():
@@ -277,8 +287,8 @@ def _tensors(zero: Zero, masters: SavedMasters) -> Iterator[tuple[str, Tensor]]:
 def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -> Loaded:
     """Load a checkpoint, which any number of ranks may have saved with any policy.
 
-    All ranks must call this.  With the topology and policy of the saved run, training continues bit for bit;
-    otherwise the result lists the state that was dropped.
+    All ranks must call this.  If topology, policy and seed equal the saved run's, training continues bit for bit.
+    Otherwise some state is dropped, and ``Loaded.dropped`` lists the dropped parts.
 
     Args:
         folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
@@ -286,9 +296,9 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
         optimizers: the same optimizers as were saved, or none, which drops their state.
 
     Raises:
-        CheckpointError: on all ranks, if any rank finds that the checkpoint is missing, incomplete, altered, of
-            another version or of another model.  Then nothing has been changed, unless the disk failed while
-            values were read.
+        CheckpointError: on all ranks, if any rank finds that the checkpoint is missing, incomplete or altered, or has
+            another version, another model or other optimizers.  Model and optimizers are then unchanged, unless
+            the disk failed while values were read.
     """
     with zero.wire.calling("load()"):
         return _load(Path(folder), zero, optimizers)
@@ -354,7 +364,7 @@ def _unlike(zero: Zero, manifest: Manifest) -> list[str]:
 def _take_weights(zero: Zero, parts: Parts, group: str) -> None:
     """Load this rank's weights, unit by unit, then buffers and modules' extra states.
 
-    The names of trained weights begin with ``group``.
+    ``group`` is the prefix that the names of trained weights have in the files (:func:`_group`).
     """
     zero.model.zero_grad()  # gradients of the old weights are of no use
     for unit in zero.units:
@@ -370,7 +380,10 @@ def _take_weights(zero: Zero, parts: Parts, group: str) -> None:
 
 
 def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
-    """Load loss scale, step, state of codecs and random states; yield a line for each part that is dropped."""
+    """Load the loss scale, the step, the communication state and the random states.
+
+    Yields a line for each part that is dropped, with the reason.
+    """
     mesh, manifest = zero.wire.mesh, parts.manifest
     if manifest.loss_scale is not None:
         scale, current = dict(manifest.loss_scale), repr(zero.policy.loss_scale)

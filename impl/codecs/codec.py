@@ -59,7 +59,7 @@ def padded_bytes(n: int) -> int:
 
 
 class _Framed:
-    """Computes the sizes of a frame, here for codecs without scales; :class:`_Scaled` adds the scales."""
+    """The common part of all codecs: the sizes of a frame without scales, to which :class:`_Scaled` adds scales."""
 
     __slots__ = ()
 
@@ -72,11 +72,11 @@ class _Framed:
         return 0
 
     def scale_bytes(self, numel: int) -> int:
-        """Returns the bytes of scales and offsets, before padding."""
+        """Returns how many bytes the scales and offsets of ``numel`` elements take, before padding."""
         return 0
 
     def code_bytes(self, numel: int) -> int:
-        """Returns the bytes of the packed codes, before padding."""
+        """Returns how many bytes the packed codes of ``numel`` elements take, before padding."""
         return -(-numel * self.bits // 8)
 
     def scales_at(self, numel: int) -> int:
@@ -84,7 +84,7 @@ class _Framed:
         return padded_bytes(self.code_bytes(numel))
 
     def frame_bytes(self, numel: int) -> int:
-        """Returns the bytes of the frame of ``numel`` elements: codes, scales and padding."""
+        """Returns how many bytes the frame of ``numel`` elements takes: codes, scales, offsets and padding."""
         return self.scales_at(numel) + padded_bytes(self.scale_bytes(numel))
 
 
@@ -101,7 +101,7 @@ class Raw(_Framed):
 
     @property
     def grain(self) -> int:
-        """The number of elements of which every shard must have a multiple."""
+        """The number of elements of every shard must be a multiple of this number: the elements in 16 bytes."""
         return FRAME_ALIGNMENT // ITEM_BYTES[self.dtype]
 
     @property
@@ -110,7 +110,7 @@ class Raw(_Framed):
         return 8 * ITEM_BYTES[self.dtype]
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns the largest |decoded - x| for finite x in [low, high] that are decoded to type ``out``."""
+        """Returns an upper bound of |decoded - x| for finite x in [low, high] that are decoded to type ``out``."""
         return _rounding(low, high, self.dtype) + _rounding(low, high, out)
 
 
@@ -135,7 +135,10 @@ class _Scaled(_Framed):
 
     @property
     def grain(self) -> int:
-        """The number of elements of which every shard must have a multiple, so that no block spans two shards."""
+        """The number of elements of every shard must be a multiple of this number.
+
+        Otherwise a block would span two shards.
+        """
         return max(1, self.hadamard) if self.block == "shard" else self.block
 
     @property
@@ -149,7 +152,10 @@ class _Scaled(_Framed):
         return frozenset(Law) - broken
 
     def block_size(self, numel: int) -> int:
-        """Returns how many elements share a scale in a row of ``numel``: a block, or all of a shorter row."""
+        """Returns how many elements share a scale in a row of ``numel`` elements.
+
+        This is the codec's block, or ``numel`` if the row is shorter than a block or the block is ``shard``.
+        """
         return numel if self.block == "shard" else min(self.block, numel)
 
     def blocks(self, numel: int) -> int:
@@ -157,12 +163,17 @@ class _Scaled(_Framed):
         return -(-numel // self.block_size(numel)) if numel else 0
 
     def scale_bytes(self, numel: int) -> int:
-        """Returns the bytes of scales and offsets, before padding."""
+        """Returns how many bytes the scales and offsets of ``numel`` elements take, before padding."""
         width = 1 if self.scale == "e8m0" else SCALE_BYTES
         return self.blocks(numel) * width * (2 if self.asymmetric else 1)
 
     def _check(self, head: str) -> None:
-        """Raise CodecError for an impossible block or rotation; ``head`` is the codec's type in the message."""
+        """Raise CodecError if the block or the rotation has an impossible size.
+
+        The block must also be a multiple of the rotation's size.
+
+        ``head`` names the codec's type in the message, such as ``int8``.
+        """
         block, hadamard = self.block, self.hadamard
         if block != "shard" and not 1 <= block <= MOST_BLOCK:
             raise CodecError(f"{head}:{block}: a block must have 1 to {MOST_BLOCK} elements")
@@ -176,10 +187,10 @@ class _Scaled(_Framed):
         return rotation + (":stochastic" if self.stochastic else "")
 
     def _bound(self, step: float, low: float, high: float, out: Dtype) -> float:
-        """Returns the largest error of a decoded element.
+        """Returns an upper bound of |decoded - x| for a block whose values, after the rotation, are in [low, high].
 
-        The error consists of rounding to codes that are at most ``step`` apart, of the arithmetic in fp32, and
-        of rounding the output to type ``out``.  The block's values, once rotated, are in [low, high].
+        ``step`` is the largest distance between the values of neighbouring codes.  The error has three parts: rounding
+        to a code, the arithmetic in fp32, and rounding the decoded element to type ``out``.
         """
         error = step * (1 if self.stochastic else 0.5) * (1 + 2.0**-15)
         if self.asymmetric:
@@ -196,12 +207,12 @@ class _Scaled(_Framed):
 class IntCodec(_Scaled):
     """Block-quantised integers of 2 to 8 bits with an fp32 scale for each block.
 
-    Symmetric codes have the scale ``absmax / largest code``, so quantising twice changes nothing.  With
-    ``clipped`` the scale is DeepSpeed's ``2 absmax / 2^bits``: steps are smaller, but values near ``+absmax``
-    are cut off at the largest code.
+    Symmetric codes have the scale ``absmax / largest code``.  Without rotation and stochastic rounding, quantising
+    decoded values once more therefore gives the same codes.  If ``clipped`` is True, the scale is DeepSpeed's
+    ``2 absmax / 2^bits``: steps are smaller, but values near ``+absmax`` are cut off at the largest code.
 
-    Raises CodecError: for bits outside 2..8, for an impossible block or rotation, or for ``clipped`` together
-    with an offset or with stochastic rounding (clipping would change the mean).
+    Raises CodecError: if ``bits`` is not 2 to 8, or if a block or a rotation has an impossible size.  Also if
+    ``clipped`` is combined with an offset, or with stochastic rounding: clipping would change the mean.
     """
 
     bits: int  # 2 to 8
@@ -227,13 +238,13 @@ class IntCodec(_Scaled):
 
     @property
     def largest(self) -> int:  # type: ignore[override]
-        """The largest code."""
+        """The largest code, such as 127 for symmetric codes of 8 bits, and 255 for codes with an offset."""
         return (1 << (self.bits if self.asymmetric else self.bits - 1)) - 1
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns the largest |decoded - x| of any element x of a block that is decoded to type ``out``.
+        """Returns an upper bound of |decoded - x| for every element x of a block that is decoded to type ``out``.
 
-        The values of the block are finite and, after the codec's rotation if there is one, in [low, high].
+        All values of the block are finite, and lie in [low, high] after the codec's rotation.
         """
         top = max(abs(low), abs(high)) / self.steps
         scale = high / self.largest - low / self.largest if self.asymmetric else top
@@ -244,11 +255,12 @@ class IntCodec(_Scaled):
 
 @dataclass(frozen=True, slots=True)
 class FloatCodec(_Scaled):
-    """Block-quantised floats of 8 or 4 bits with a scale for each block; elements have no infinities.
+    """Block-quantised floats of 8 or 4 bits with a scale for each block.
 
-    An E8M0 scale is rounded up to a power of two, so that no element saturates.
+    No code stands for infinity.  An E8M0 scale is rounded up to a power of two, so that no element saturates.
 
-    Raises CodecError: for an impossible block or rotation, or an MX block other than 32.
+    Raises CodecError: if the element type and the scale are no known format, if an MX block does not have 32 elements,
+    or if a block or a rotation has an impossible size.
     """
 
     element: Element  # ``e4m3`` (largest 448), ``e5m2`` (57344), ``e2m1`` (6)
@@ -256,8 +268,8 @@ class FloatCodec(_Scaled):
     scale: Scale = "fp32"  # or ``e8m0``: a power of two in one byte, for 32 elements, as in OCP's MX formats
     hadamard: int = 0
     stochastic: bool = False
-    # Properties of the element type: bits, bits of the mantissa, exponent of the smallest normal number, and the
-    # largest number.
+    # Properties of the element type: its bits, the bits of its mantissa, the exponent of its smallest normal number,
+    # and its largest number.
     bits: int = field(init=False, repr=False, compare=False)
     mantissa: int = field(init=False, repr=False, compare=False)
     smallest_exponent: int = field(init=False, repr=False, compare=False)
@@ -268,7 +280,8 @@ class FloatCodec(_Scaled):
         if not known or (self.scale == "e8m0" and self.block != MX_BLOCK):
             form = f"{self.element} with a scale in {self.scale} for {self.block} elements"
             raise CodecError(
-                f"{form}: expected {', '.join(_HEADS)}; MX formats have blocks of {MX_BLOCK} elements"
+                f"there is no codec {form}: use {', '.join(_HEADS)}, where MX formats have blocks of {MX_BLOCK} "
+                "elements"
             )
         self._check(self._head)
         for name, value in zip(
@@ -284,7 +297,7 @@ class FloatCodec(_Scaled):
         return self._head + ("" if self.scale == "e8m0" else f":{self.block}") + self._options()
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns the largest |decoded - x| of any element x of a block, as :meth:`IntCodec.error_bound` does."""
+        """Returns an upper bound of |decoded - x| for every element x of a block; see :meth:`IntCodec.error_bound`."""
         scale = max(max(abs(low), abs(high)) / self.largest, SMALLEST_NORMAL)
         if self.scale == "e8m0":
             scale = 2.0 ** math.ceil(math.log2(scale) - 1e-9)
@@ -330,10 +343,10 @@ def has_zstd() -> bool:
 class OwnCodec(_Framed):
     """A user's codec, a published format, or one of :data:`LOSSLESS`.
 
-    A frame is what the codec's object encodes, padded with zeros to a multiple of 16 bytes.  ``name`` is
-    ``module:object`` or the name of a format.  The object is imported on first use, so that records that name
-    the codec can be read where the module is missing.  If ``instance`` is given, nothing is imported, and
-    ``name`` is only a label.
+    A frame has the bytes that the codec's object writes, padded with zeros to a multiple of 16 bytes.  ``name`` is
+    ``module:object``, or the name of a format such as ``nf4``.  The object is imported on first use, so that a record
+    which names the codec can be read on a machine without the module.  If ``instance`` is given, nothing is imported,
+    and ``name`` is only a label.
     """
 
     name: str
@@ -349,9 +362,10 @@ class OwnCodec(_Framed):
 
     @property
     def definition(self) -> OwnObject:
-        """The attributes and methods of the codec's object, which is imported if necessary.
+        """The attributes and methods of the codec's object; the object is imported if necessary.
 
-        Raises CodecError: if the object cannot be imported, or lacks an attribute that codecs must have.
+        Raises CodecError: if the object cannot be imported, if an attribute that codecs must have is missing or wrong,
+        or if ``lossless:zstd`` is used without the package zstandard.
         """
         if self.name in _OURS:
             if self.name.startswith("lossless:zstd") and not has_zstd():
@@ -366,16 +380,15 @@ class OwnCodec(_Framed):
 
     @property
     def readable(self) -> bool:
-        """Whether the codec's attributes may be read.
+        """Whether the codec's attributes can be read without a forbidden import.
 
-        They may not if reading them would import a user's module while such imports are forbidden
-        (:func:`impl.named_object.forbidden`).
+        False only inside :func:`impl.named_object.forbidden`, if reading the attributes would import a user's module.
         """
         return self.instance is not None or self.name in _OURS or named_object.allowed()
 
     @property
     def claimed(self) -> BuiltIn | None:
-        """The built-in codec that this codec claims to equal bit for bit; None without such a claim."""
+        """The built-in codec that this codec claims to equal bit for bit; None if it claims to equal none."""
         text = self.definition.codec
         try:
             return None if text is None else built_in(str(text))
@@ -384,7 +397,10 @@ class OwnCodec(_Framed):
 
     @property
     def _contract(self) -> BuiltIn | OwnObject:
-        """The object that defines sizes and promises: the built-in codec that is claimed, else the codec's object."""
+        """What defines the codec's sizes, laws and error bound.
+
+        This is the built-in codec that the codec claims to equal.  Without this claim it is the codec's object.
+        """
         return self.claimed or self.definition
 
     @property
@@ -394,7 +410,7 @@ class OwnCodec(_Framed):
 
     @property
     def grain(self) -> int:
-        """The number of elements of which every shard must have a multiple."""
+        """The number of elements of every shard must be a multiple of this number."""
         return self._contract.grain
 
     @property
@@ -404,24 +420,27 @@ class OwnCodec(_Framed):
 
     @property
     def stochastic(self) -> bool:  # type: ignore[override]  # frozen: never written
-        """Whether the codec rounds at random, and so takes random bits."""
+        """Whether the codec rounds stochastically, so that its ``encode`` takes random bits."""
         return bool(self._contract.stochastic)
 
     def own_bytes(self, numel: int) -> int:
-        """Returns the bytes that the codec's object writes for ``numel`` elements, before padding.
+        """Returns how many bytes the codec's object writes for ``numel`` elements, before padding.
 
-        Raises CodecError: unless the object's ``frame_bytes`` returns a whole number.
+        Raises CodecError: if the object's ``frame_bytes`` raises, or does not return a whole number.
         """
         contract = self._contract
         with raising(CodecError, f"{self.name}: frame_bytes({numel}):"):
             return operator.index(contract.frame_bytes(numel))  # type: ignore[misc]  # checked when read
 
     def frame_bytes(self, numel: int) -> int:
-        """Returns the bytes of the frame of ``numel`` elements, with padding."""
+        """Returns how many bytes the frame of ``numel`` elements takes, with padding."""
         return padded_bytes(self.own_bytes(numel))
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns the promised largest |decoded - x| for x in [low, high]; infinity if the codec promises none."""
+        """Returns the promised upper bound of |decoded - x| for every element x of a block with values in [low, high].
+
+        ``out`` is the type decoded to.  Returns infinity if the codec promises no bound.
+        """
         bound = self._contract.error_bound if self.laws & {Law.BOUND, Law.UNBIASED} else None
         return math.inf if bound is None else float(bound(low, high, out))
 
@@ -432,7 +451,7 @@ def user_codec(source: Any, name: str | None = None) -> OwnCodec:
     ``name`` is what error messages call the codec; the default is the module and name of the object's class.  All ranks
     must give the same name.
 
-    Raises CodecError: naming an attribute that is missing or wrong.
+    Raises CodecError: if an attribute is missing or wrong; the message names the attribute.
     """
     kind = source if isinstance(source, type) else type(source)
     name = name or f"{kind.__module__}:{kind.__qualname__}"
@@ -457,7 +476,7 @@ FP16: Final = Raw("fp16")
 
 
 def _rounding(low: float, high: float, dtype: Dtype) -> float:
-    """Returns half a unit in the last place of ``dtype`` at the largest magnitude in [low, high]."""
+    """Returns an upper bound of the error of rounding a number in [low, high] to type ``dtype``."""
     relative, absolute = HALF_ULP[dtype]
     return max(abs(low), abs(high)) * relative + absolute
 
@@ -477,11 +496,11 @@ _ALLOWED: Final = (
 
 
 def parse(text: str) -> Codec:
-    """Parse the text form of a codec; ``str(parse(text)) == text``.
+    """Return the codec that ``text`` names, such as ``int8:2048``; ``str()`` of the codec returns the text again.
 
-    ``module:object`` is a user's codec, which is imported on first use.
+    A text of the form ``module:object`` names a user's codec, which is imported on first use.
 
-    Raises CodecError: for any other text, naming what is allowed.
+    Raises CodecError: if the text names no codec; the message lists the allowed forms.
     """
     if not isinstance(text, str):
         raise CodecError(f"codec {text!r} is a {type(text).__name__}: {_ALLOWED}")
@@ -505,15 +524,21 @@ def parse(text: str) -> Codec:
 
 
 def built_in(text: str) -> BuiltIn:
-    """Parse the text form of a built-in codec.  Raises CodecError: for any other text, or a user's codec."""
+    """Return the built-in codec that ``text`` names.
+
+    Raises CodecError: if the text names no codec, or a user's codec, a published format or a lossless codec.
+    """
     codec = parse(text)
     if isinstance(codec, OwnCodec):
         raise CodecError(
-            f"codec {text!r} is a user's own or a published format: expected a built-in codec, such as int8:2048"
+            f"codec {text!r} is not built in: use a cast, integers or small floats, such as int8:2048"
         )
     return codec
 
 
 def common_grain(*codecs: Codec) -> int:
-    """Returns the least number of elements of which every shard must have a multiple to suit all ``codecs``."""
+    """Returns the least common multiple of 32 and the grains of ``codecs``.
+
+    A shard whose number of elements is a multiple of the result suits all codecs.
+    """
     return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits fill a 16-byte vector

@@ -3,15 +3,19 @@
 Mantissas and signs of weights and gradients are random bits, which no coder shortens.  The exponents are not random:
 most elements have one of a few exponents, so that about 2.6 of an exponent's 8 bits are information (ZipCCL,
 2604.27844).  Elements are therefore cut into planes of bytes, the exponents in a plane of their own, and each plane
-that is not random is compressed with an entropy coder: Huffman's code in zlib, or zstd's.
+that is not random is compressed with an entropy coder: Huffman's code in zlib, or the coder in zstd.
 
 The number of bytes is known only after encoding.  A frame has room for the most, and :meth:`_Lossless.used_bytes`
-returns how many bytes of it are used.  The messages of a policy have fixed sizes, so that policies refuse these codecs;
-``examples/lossless.py`` sends sizes first and bytes afterwards.
+returns how many bytes of the frame are used.  The messages of a policy have fixed sizes, so policies refuse these
+codecs; ``examples/lossless.py`` sends sizes first and bytes afterwards.
 
-A frame, in bytes: the element type (1: the place in ``_KINDS``), 7 zeros, the sizes of up to four planes as they are
-stored (8 each, little-endian), and the planes, beginning with the exponents.  A plane that is stored as it is has one
-byte for each element; a smaller one is compressed.
+A frame consists of:
+
+- 1 byte: the element type, as its index in ``_KINDS``
+- 7 bytes: zeros
+- 32 bytes: four little-endian numbers, the stored bytes of each plane; 0 for planes that the element type lacks
+- the planes, beginning with the exponents.  A plane with as many bytes as the row has elements is not compressed; a
+  plane with fewer bytes is compressed.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ Planes = NDArray[np.uint8]  # (bytes of an element, S)
 
 
 class _Lossless:
-    """The common part of the lossless codecs, which differ in the coder, and in whether they first cast to bf16."""
+    """The common part of the lossless codecs; subclasses choose the coder, and whether elements are cast to bf16."""
 
     device = "cpu"
     laws: ClassVar = ["bound", "zero", "idempotent", "sign", "power_of_two", "nonfinite"]
@@ -44,15 +48,18 @@ class _Lossless:
     block = 1
 
     def frame_bytes(self, numel: int) -> int:
-        """Returns the most bytes that the frame of ``numel`` elements can use: those of fp32, uncompressed."""
+        """Returns the size of a frame: room for a header and ``numel`` elements in fp32 without compression."""
         return HEADER + 4 * numel
 
     def error_bound(self, low: float, high: float, out: Dtype) -> float:
-        """Returns the largest |decoded - x|: the error of rounding to ``out``, since nothing else is lost."""
+        """Returns an upper bound of |decoded - x| for x in [low, high]: the error of rounding to type ``out``.
+
+        Returns 0 for fp32, since encoding loses nothing.
+        """
         return 0.0 if out == "fp32" else _rounding(low, high, out)
 
     def encode(self, x: Tensor, frame: Tensor) -> None:
-        """Write the frame (F,) uint8 of x (S,); bytes that are not used are zero."""
+        """Encode ``x`` (S,) fp32, bf16 or fp16 to ``frame`` (F,) uint8; bytes that are not used are set to 0."""
         stored = [self._smaller(plane) for plane in _cut(x)]
         sizes = [len(plane) for plane in stored]
         header = np.zeros(HEADER, np.uint8)
@@ -63,7 +70,7 @@ class _Lossless:
         frame[len(used) :] = 0
 
     def decode(self, frame: Tensor, out: Tensor) -> None:
-        """Write the elements (S,) of a frame (F,) uint8, rounded and saturated to the type of ``out``."""
+        """Decode ``frame`` (F,) uint8 to ``out`` (S,); elements are rounded and saturated to the type of ``out``."""
         numel, data = out.numel(), frame.contiguous().numpy()
         kind = DTYPES[_KINDS[int(data[0])]]
         planes, start = list[NDArray[np.uint8]](), HEADER
@@ -80,7 +87,7 @@ class _Lossless:
         return HEADER + sum(_sizes(frame.contiguous().numpy()))
 
     def _smaller(self, plane: NDArray[np.uint8]) -> bytes:
-        """Returns the bytes of a plane (S,), compressed if that makes them fewer."""
+        """Returns the bytes of a plane (S,) uint8, compressed only if compression makes them fewer."""
         plain = plane.tobytes()
         compressed = self._compress(plain) if _entropy(plane) < _RANDOM else plain
         return compressed if len(compressed) < len(plain) else plain
@@ -123,16 +130,19 @@ class Zstd(_Lossless):
 
 
 class _Bf16(_Lossless):
-    """Casts elements to bf16 first, as a baseline with 16-bit messages does; nothing else is lost."""
+    """Casts elements to bf16 before they are compressed, as a baseline with 16-bit messages does."""
 
     kinds: ClassVar[list[Dtype]] = ["fp32", "bf16"]
 
     def error_bound(self, low: float, high: float, out: Dtype) -> float:
-        """Returns the largest |decoded - x|: the errors of the cast to bf16 and of rounding to ``out`` together."""
+        """Returns an upper bound of |decoded - x| for x in [low, high].
+
+        The bound is the sum of two errors: the cast to bf16, and rounding to type ``out``.
+        """
         return _rounding(low, high, "bf16") + _rounding(low, high, out)
 
     def encode(self, x: Tensor, frame: Tensor) -> None:
-        """Write the frame (F,) uint8 of x (S,)."""
+        """Cast ``x`` (S,) fp32 or bf16 to bf16, and encode it to ``frame`` (F,) uint8."""
         fits = x if x.dtype == torch.bfloat16 else _within(x, torch.bfloat16)
         super().encode(fits.to(torch.bfloat16), frame)
 
@@ -146,7 +156,7 @@ class ZstdBf16(_Bf16, Zstd):
 
 
 def _rounding(low: float, high: float, dtype: Dtype) -> float:
-    """Returns half a unit in the last place of ``dtype`` at the largest magnitude in [low, high]."""
+    """Returns an upper bound of the error of rounding a number in [low, high] to type ``dtype``."""
     relative, absolute = HALF_ULP[dtype]
     return max(abs(low), abs(high)) * relative + absolute
 
@@ -158,12 +168,12 @@ def _within(x: Tensor, kind: torch.dtype) -> Tensor:
 
 
 def _sizes(frame: NDArray[np.uint8]) -> list[int]:
-    """Returns how many bytes each plane takes as it is stored; 0 for a plane that the element type does not have."""
+    """Returns how many bytes each of four planes takes in a frame; 0 for planes that the element type does not have."""
     return [int(size) for size in np.frombuffer(frame[8:HEADER].tobytes(), "<i8")]
 
 
 def _cut(x: Tensor) -> Planes:
-    """Cut elements (S,) into planes, (bytes per element, S) uint8; the exponents are the first plane.
+    """Return the planes of elements ``x`` (S,), (bytes of an element, S) uint8; the exponents are the first plane.
 
     The sign is moved from the front to the end of an element, so that the eight bits of an exponent fill a byte.
     """
@@ -174,7 +184,7 @@ def _cut(x: Tensor) -> Planes:
 
 
 def _joined(planes: Planes, kind: torch.dtype) -> Tensor:
-    """Return the elements (S,) of type ``kind`` that :func:`_cut` has cut into ``planes``."""
+    """Return the elements (S,) of type ``kind`` whose planes are ``planes``; undoes :func:`_cut`."""
     size = len(planes)
     turned = np.ascontiguousarray(planes.T).view(f">u{size}").reshape(-1).astype(f"u{size}")
     bits = (turned >> 1) | (turned << (8 * size - 1))
@@ -185,7 +195,7 @@ _WORDS: Final = {2: torch.int16, 4: torch.int32}
 
 
 def _entropy(plane: NDArray[np.uint8]) -> float:
-    """Return the entropy of the bytes of a plane, in bits a byte."""
+    """Return the entropy of a plane's bytes, 0 to 8 bits per byte."""
     counts = np.bincount(plane, minlength=256)
     shares = counts[counts > 0] / max(1, len(plane))
     return float(-(shares * np.log2(shares)).sum())

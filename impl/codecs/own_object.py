@@ -68,15 +68,15 @@ class OwnObject:
 
     @property
     def grain(self) -> int:
-        """The number of elements of which every shard must have a multiple."""
+        """The number of elements of every shard must be a multiple of this number."""
         return 1 if self.block == "shard" else int(self.block)
 
 
 @cache
 def import_definition(name: str, *, ours: bool = False) -> OwnObject:
-    """Imports ``module:object`` and returns its attributes (:func:`definition_of`).
+    """Imports the object ``name``, in the form ``module:object``, and returns its attributes (:func:`definition_of`).
 
-    ``ours`` is as in :func:`impl.named_object.import_object`.
+    ``ours`` says that the object belongs to this project, so that it may be imported where users' modules may not.
 
     Raises CodecError: if the object cannot be imported, or is not a codec.
     """
@@ -87,9 +87,11 @@ def import_definition(name: str, *, ours: bool = False) -> OwnObject:
 
 
 def definition_of(name: str, source: Any) -> OwnObject:
-    """Returns the attributes of a user's object, or of a class, which is instantiated without arguments.
+    """Returns the attributes of a user's codec ``source``, an object or a class.
 
-    Raises CodecError: naming an attribute that is missing or wrong, or the error that the object raised.
+    A class is instantiated without arguments.  ``name`` is what error messages call the codec.
+
+    Raises CodecError: if an attribute is missing or wrong, or if the class or an attribute raises an exception.
     """
     with raising(CodecError, f"{name}: raised"):
         source = source() if isinstance(source, type) else source
@@ -103,7 +105,10 @@ def definition_of(name: str, source: Any) -> OwnObject:
 
 
 def _problems(definition: OwnObject) -> Iterator[str]:
-    """Yield what is wrong with a definition.  Only the first problem is meaningful; others may follow from it."""
+    """Yield what is wrong with a user's codec, in words.
+
+    Only the first problem is meaningful: later problems may follow from the first.
+    """
     for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
         function = getattr(definition, name)
         if not callable(function) and (function is not None or name in ("encode", "decode")):

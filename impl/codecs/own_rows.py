@@ -20,9 +20,10 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Callable[..., None]:
-    """Returns a function that applies ``function``, which takes one row, to every row of tensors (..., S).
+    """Returns a function that calls ``function(row of source, row of target)`` for every row of two tensors.
 
-    With ``stochastic``, ``function`` also takes the random bits of its row.
+    The returned function takes source and target, of equal leading dimensions, and optionally a noise.  If
+    ``stochastic`` is True and there is a noise, ``function`` gets the random bits of its row as a third argument.
     """
 
     def all_rows(source: Tensor, target: Tensor, noise: Noise | None = None) -> None:
@@ -44,7 +45,7 @@ def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Calla
 
 
 def encode(codec: OwnCodec, x: Tensor, frames: Tensor, noise: Noise | None) -> None:
-    """Write the frames (..., F) uint8 of ``x`` (..., S)."""
+    """Encode ``x`` (..., S) with a user's codec to ``frames`` (..., F) uint8; padding bytes are set to 0."""
     frame = frames[..., : codec.own_bytes(x.shape[-1])]  # the object does not see the padding
     frames[..., frame.shape[-1] :] = 0
     source = _cast(codec, x).clone(memory_format=torch.contiguous_format)
@@ -52,7 +53,10 @@ def encode(codec: OwnCodec, x: Tensor, frames: Tensor, noise: Noise | None) -> N
 
 
 def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
-    """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S), rounded and saturated to its dtype."""
+    """Decode ``frames`` (..., F) uint8 with a user's codec to ``out`` (..., S).
+
+    Elements are rounded and saturated to the type of ``out``.
+    """
     kind = _cast(codec, out[..., :0]).dtype
     x = torch.empty(out.shape, dtype=kind, device=out.device)
     by_rows(codec.definition.decode)(frames[..., : codec.own_bytes(out.shape[-1])].clone(), x)
@@ -61,7 +65,10 @@ def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
 
 
 def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
-    """Decode ``frames`` (sources, ..., F), and write their sum, added in ascending order, to ``out`` (..., S) fp32."""
+    """Decode ``frames`` (sources, ..., F) uint8 with a user's codec, and write their sum to ``out`` (..., S) fp32.
+
+    The sources are added in ascending order.  A codec with a method ``decode_sum`` adds them up by this method.
+    """
     if (function := codec.definition.decode_sum) is not None:
         sums = torch.empty(out.shape, dtype=out.dtype, device=out.device)
         codes = frames[..., : codec.own_bytes(out.shape[-1])].clone()
@@ -102,7 +109,10 @@ def decoded_sha256(codec: OwnCodec) -> str:
 
 
 def _cast(codec: OwnCodec, x: Tensor) -> Tensor:
-    """Returns ``x``, or ``x`` in fp32 if the codec does not take its type.  Raises CodecError: if it takes neither."""
+    """Returns ``x`` if the codec takes the type of ``x``, otherwise a copy of ``x`` in fp32.
+
+    Raises CodecError: if the codec takes neither this type nor fp32.
+    """
     kinds = codec.definition.kinds
     if any(_DTYPES[kind] == x.dtype for kind in kinds):
         return x

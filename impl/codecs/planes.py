@@ -8,9 +8,10 @@ from torch import Tensor
 
 
 def turn(shard: Tensor, bands: Iterable[tuple[int, int, int]], rows: int, *, back: bool = False) -> None:
-    """Transpose bands of ``shard`` (S,), which have ``rows`` rows each, in place; ``back`` undoes it.
+    """Transpose bands of ``shard`` (S,) in place; with ``back=True``, undo the transposition.
 
-    Each entry of ``bands`` describes consecutive bands of equal size: (start, number of bands, columns).
+    Every band is a matrix of ``rows`` rows.  Each entry of ``bands`` describes consecutive bands of equal size:
+    (first element in the shard, number of bands, columns of a band).
     """
     for start, count, columns in bands:
         band = shard[start : start + count * rows * columns]

@@ -1,8 +1,8 @@
 """Implements published formats as torch operations on one row; their kernels must equal this reference.
 
 Each class has the attributes that a user's codec has too (:class:`impl.codecs.own_object.OwnObject`).  A frame
-has three parts: the codes, with element 0 in the lowest bits; the further bytes of each block, such as its scale;
-and the further bytes of the whole row.
+has three parts: the codes, with element 0 in the lowest bits; the extra bytes of each block, such as its scale;
+and the extra bytes of the whole row, such as NVFP4's fp32 scale.
 """
 
 from __future__ import annotations
@@ -45,15 +45,18 @@ class _Format:
         return self.size
 
     def _parts(self, numel: int) -> list[int]:
-        """Returns the bytes of a frame's three parts: codes, further bytes of the blocks, further bytes of the row."""
+        """Returns how many bytes each part of a frame of ``numel`` elements has.
+
+        The parts are the codes, the extra bytes of all blocks, and the extra bytes of the row.
+        """
         return [-(-numel * self.bits // 8), -(-numel // self.size) * self.beside, self.whole]
 
     def frame_bytes(self, numel: int) -> int:
-        """Returns the bytes of the frame of ``numel`` elements."""
+        """Returns how many bytes the frame of ``numel`` elements takes."""
         return sum(self._parts(numel))
 
     def encode(self, x: Tensor, frame: Tensor) -> None:
-        """Write the frame (F,) uint8 of x (S,) fp32; a short last block is filled up with its last element."""
+        """Encode ``x`` (S,) fp32 to ``frame`` (F,) uint8; a short last block is filled up with its last element."""
         numel = x.numel()
         values = torch.cat([x, x[-1:].expand(-numel % self.size)]).view(-1, self.size)
         codes, *others = self._codes(values)
@@ -63,7 +66,7 @@ class _Format:
             place.copy_(other.reshape(-1))
 
     def decode(self, frame: Tensor, out: Tensor) -> None:
-        """Write the elements (S,) of a frame (F,) uint8."""
+        """Decode ``frame`` (F,) uint8 to ``out`` (S,) fp32."""
         numel = out.numel()
         packed, beside, whole = torch.split(frame, self._parts(numel))
         codes = frame.new_zeros(-(-numel // self.size), self.size)
@@ -72,24 +75,31 @@ class _Format:
         out.copy_(values.reshape(-1)[:numel].clamp(-LARGEST["fp32"], LARGEST["fp32"]))
 
     def error_bound(self, low: float, high: float, out: str) -> float:
-        """Returns the largest |decoded - x| of any x in a block of finite values in [low, high], decoded to ``out``."""
+        """Returns an upper bound of |decoded - x| for every element x of a block that is decoded to type ``out``.
+
+        All values of the block are finite and in [low, high].
+        """
         top = max(abs(low), abs(high))
         relative, absolute = HALF_ULP[out]
         return self._bound(low, high, top) + 2 * (top * relative + absolute)
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Returns the largest error before decoded values are rounded to ``out``; ``top`` is max(|low|, |high|)."""
+        """Returns an upper bound of |decoded - x| in fp32, before decoded values are rounded to another type.
+
+        The block's values are in [low, high], and ``top`` is max(|low|, |high|).
+        """
         raise NotImplementedError
 
     def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns codes (n, size), further bytes of the blocks (n, beside) and of the row (whole,), all uint8.
+        """Encode ``values`` (n, size) fp32, a row of n blocks.
 
-        ``values`` are (n, size), a row of n blocks.
+        Returns three tensors of uint8: the codes (n, size), the extra bytes of each block (n, beside), and the
+        extra bytes of the row (whole,).
         """
         raise NotImplementedError
 
     def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        """Decodes the codes and further bytes, as :meth:`_codes` returns them, to values (n, size) fp32."""
+        """Returns the decoded values (n, size) fp32 of what :meth:`_codes` returned."""
         raise NotImplementedError
 
 
@@ -99,23 +109,23 @@ def _bytes(values: Tensor) -> Tensor:
 
 
 def _as(beside: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copies bytes (n, k * itemsize), and returns the copy viewed as elements (n, k) of type ``dtype``."""
+    """Returns a copy of bytes (n, k * itemsize) uint8 as elements (n, k) of type ``dtype``."""
     return beside.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 class _Table(_Format):
     """A format in which an element becomes the nearest entry of a table, times the block's scale.
 
-    The scale maps the block's largest magnitude to the table's largest entry.  The scale takes 4 bytes (fp32) or, if
-    ``beside`` is 1, one byte (E8M0).
+    The scale maps the block's largest magnitude to the table's largest entry.  If ``beside`` is 4, the scale is stored
+    in fp32.  If ``beside`` is 1, the scale is stored in E8M0, a power of two.  :class:`NVFP4` has other scales.
     """
 
     table: tuple[float, ...]  # the entries in ascending order; the code of the smallest is 0
 
     def nearest(self, quotients: Tensor) -> Tensor:
-        """Returns the codes (n, size) uint8 of the nearest entries.
+        """Returns, for quotients (n, size), the codes (n, size) uint8 of the nearest entries of the table.
 
-        If two entries are equally near, the result is the one that is an even number of entries away from zero.
+        If two entries are equally near, the code is chosen whose distance from the code of zero is even.
         """
         table = torch.tensor(self.table, device=quotients.device)
         upper = torch.searchsorted(table, quotients.contiguous()).clamp_(1, len(self.table) - 1)
@@ -125,11 +135,11 @@ class _Table(_Format):
         return (upper - 1 + up.long()).to(torch.uint8)
 
     def entries(self, codes: Tensor) -> Tensor:
-        """Returns the table's entries (n, size) fp32 for codes."""
+        """Returns the entry of the table for each of ``codes`` (n, size), in fp32."""
         return torch.tensor(self.table, device=codes.device)[codes.long()]
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Returns half of the largest distance between neighbouring entries, times the scale."""
+        """Returns half of the largest distance between neighbouring entries of the table, times the largest scale."""
         scale = max(top / self.table[-1], SMALLEST_NORMAL)
         if self.beside == 1:
             scale = 2.0 ** math.ceil(math.log2(scale) - 1e-9)
@@ -152,7 +162,11 @@ class _Table(_Format):
 
 
 def _float_table(bits: int, mantissa: int, least: int) -> tuple[float, ...]:
-    """Returns all values of a small float without infinities, in ascending order, with one zero."""
+    """Returns all values of a small float type without infinities, in ascending order, with one zero.
+
+    The type has ``bits`` bits, of which ``mantissa`` are the mantissa; ``least`` is the exponent of the smallest normal
+    value.
+    """
     zero, *positive = float_levels(bits, mantissa, least)
     return (*(-v for v in reversed(positive)), zero, *positive)
 
@@ -217,22 +231,26 @@ class NVFP4(_Table):
 
 
 def _bf16(values: Tensor) -> Tensor:
-    """Casts finite values to bf16; values beyond its largest magnitude become that magnitude."""
+    """Casts finite values to bf16; values beyond the largest bf16 number are saturated."""
     return values.clamp(-LARGEST["bf16"], LARGEST["bf16"]).to(torch.bfloat16)
 
 
 class _Spikes(_Format):
     """Spike reserving (2508.03760): the smallest and the largest element of a block are kept in bf16.
 
-    The other elements are integers, in equal steps of their own range.  A block has 10 further bytes: one for the
-    place of each spike, and four numbers in bf16, which are the spikes, the smallest of the other elements, and
-    the step of the other elements.
+    The other elements become integers: the number of equal steps above the smallest of the other elements.  A block has
+    10 extra bytes: the index of each of the two spikes in the block, in one byte, and four numbers in bf16.  The
+    numbers are the two spikes, the smallest of the other elements, and the step.
     """
 
     size, beside = 128, 10
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Returns half a step of the range, plus the rounding of its ends and of the spikes to bf16."""
+        """Returns an upper bound of |decoded - x| in fp32.
+
+        The bound is half of a step of the range from ``low`` to ``high``, plus the errors of rounding the step, the
+        smallest element and the spikes to bf16.
+        """
         # Below the smallest normal number bf16 has coarse steps.
         ends = (top + 2 * (high / 2 - low / 2)) * 2.0**-8 + 2 * SMALLEST_NORMAL
         return (high / 2 - low / 2) / ((1 << self.bits) - 1) * _ROOM + 2 * ends
@@ -313,7 +331,7 @@ class BF16SR(_Format):
         return 2 * (top * relative + absolute)
 
     def encode(self, x: Tensor, frame: Tensor, noise: Noise) -> None:  # type: ignore[override]
-        """Write the frame (F,) uint8 of x (S,) fp32."""
+        """Encode ``x`` (S,) fp32 to ``frame`` (F,) uint8, with the random bits ``noise``."""
         largest = LARGEST["bf16"]
         finite = torch.isfinite(x)
         bits = torch.where(finite, x.clamp(-largest, largest), x).view(torch.int32).to(torch.int64)
@@ -322,5 +340,5 @@ class BF16SR(_Format):
         frame.copy_(torch.where(finite, added, broken).to(torch.int16).view(torch.uint8))
 
     def decode(self, frame: Tensor, out: Tensor) -> None:
-        """Write the elements (S,) of a frame (F,) uint8."""
+        """Decode ``frame`` (F,) uint8 to ``out`` (S,) fp32."""
         out.copy_(_as(frame, torch.bfloat16))

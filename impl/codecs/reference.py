@@ -60,9 +60,11 @@ class Carried:
     decay: float = 0.0  # 0 for classic error feedback, 0.8 for LoCo's moving average (2407.04480)
 
     def keep(self, with_error: Tensor, decoded: Tensor) -> None:
-        """Update the error after ``with_error`` was encoded and its frames decoded to ``decoded``.
+        """Update ``error`` after an encoding.
 
-        Both are (..., S) fp32; ``with_error`` is the elements plus the old error, and is overwritten.
+        Args:
+            with_error: (..., S) fp32, the elements plus the old error, which were encoded; it is overwritten.
+            decoded: (..., S) fp32, what the frames decode to.
         """
         fresh = with_error.sub_(decoded).mul_(1.0 - self.decay)
         error = self.error.float().mul_(self.decay).add_(fresh)
@@ -71,7 +73,7 @@ class Carried:
 
 
 class Options(NamedTuple):
-    """Options of an encoding; ``noise`` is given only for a stochastic codec."""
+    """The options of an encoding: the random bits of a stochastic codec, and error feedback."""
 
     noise: Noise | None = None
     carried: Carried | None = None
@@ -82,8 +84,8 @@ class Operations:
 
     Other backends override ``_encode``, ``_decode`` and ``_decode_sum`` for codecs that they have kernels for,
     and ``_decode_sum_encode`` for pairs of codecs that ``_fuses`` accepts.  These methods are called with
-    checked tensors that are not empty.  They may return a function that repeats the operation; it is then used
-    for later tensors of the same layout, which saves checks and preparation.
+    checked tensors that are not empty.  They may return a function that repeats the operation on other tensors.  For
+    later tensors of the same layout, only this function is called, which saves checks and preparation.
     """
 
     name = "reference"  # name of the backend in records
@@ -103,11 +105,11 @@ class Operations:
     ) -> None:
         """Write the frames (..., F) uint8, padding included, of ``x`` (..., S) fp32, bf16 or fp16.
 
-        ``noise`` is needed by codecs that round stochastically; ``carried`` adds error feedback.
+        A codec that rounds stochastically needs ``noise``.  ``carried`` adds error feedback.
 
-        Raises ValueError: for elements of another type or without a dimension, frames or noise of the wrong
-        size, frames that are not contiguous, tensors on several devices, or strides that the backend does not
-        take.
+        Raises ValueError: if elements have another type, or no dimension; if frames or noise have the wrong size; if a
+        frame is not contiguous, or frames overlap in memory; if the tensors are on several devices; if the backend
+        cannot read the strides.
         """
         key = key_of("encode", x, frames, codec) if noise is None and carried is None else None
         if self._repeated(key, x, frames):
@@ -120,9 +122,9 @@ class Operations:
             self._remember(key, self._encode(codec, x, frames, options), codec)
 
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Write the elements of ``frames`` (..., F) uint8 to ``out`` (..., S).
+        """Decode ``frames`` (..., F) uint8 to ``out`` (..., S) fp32, bf16 or fp16.
 
-        Raises ValueError: as :meth:`encode`.
+        Raises ValueError: for the same reasons as :meth:`encode`.
         """
         key = key_of("decode", frames, out, codec)
         if self._repeated(key, frames, out):
@@ -138,10 +140,10 @@ class Operations:
         """Decode ``frames`` (sources, ..., F) uint8, and write their sum to ``out`` (..., S) fp32.
 
         The sources are added in ascending order, and the sum is divided by ``divisor``.  With ``sums="fp16"``, as in
-        DeepSpeed, each term and each partial sum is rounded to fp16, and becomes infinite beyond 65504; the first term
-        is added to 0.
+        DeepSpeed, each term and each partial sum is rounded to fp16, and becomes infinite beyond 65504.  The first term
+        is then added to 0.
 
-        Raises ValueError: as :meth:`encode`.
+        Raises ValueError: for the same reasons as :meth:`encode`, or if ``out`` is not fp32.
         """
         key = key_of(("decode_sum", divisor), frames, out, codec) if sums == "fp32" else None
         if self._repeated(key, frames, out):
@@ -173,12 +175,21 @@ class Operations:
         carried: Carried | None = None,
         sums: Sums = "fp32",
     ) -> None:
-        """Decode frames, sum them, and encode the sum: the middle of a two-hop reduction.
+        """Decode ``frames``, sum them over the sources, and encode the sum to ``out``.
 
-        ``frames`` (sources, ..., F) uint8 are encoded by ``first``, with ``numel`` elements each.  The sum is
-        encoded by ``second``, with ``noise`` and ``carried``, to ``out`` (..., F') uint8.
+        A two-hop reduction does this between its hops.
 
-        Raises ValueError: as :meth:`encode`.
+        Args:
+            first: the codec of ``frames``.
+            second: the codec of ``out``.
+            frames: (sources, ..., F) uint8.
+            out: (..., F') uint8.
+            numel: the number of elements of one frame.
+            noise: the random bits of ``second``, if it rounds stochastically.
+            carried: the error feedback of ``second``.
+            sums: the type of partial sums, as in :meth:`decode_sum`.
+
+        Raises ValueError: for the same reasons as :meth:`encode`.
         """
         plain = noise is None and carried is None and sums == "fp32"
         key = key_of(numel, frames, out, first, second) if plain else None
@@ -205,11 +216,12 @@ class Operations:
             self._remember(key, repeat, first, second)
 
     def sums_of_bits(self, values: Tensor) -> Tensor:
-        """Returns checksums (n,) int64 of ``values`` (S,) fp32, contiguous, by which writes are detected.
+        """Returns checksums (n,) int64 of the bits of ``values`` (S,) fp32, contiguous.
 
-        Only checksums of one backend are comparable.  Here the memory is read as a matrix of 8-byte integers with
-        :data:`SUMMED_ROW` columns, and the checksums are the sums of its rows and of its columns.  A change of one
-        integer changes the sum of its row and the sum of its column; several changes go unnoticed only if they cancel
+        A write to ``values`` is detected by comparing checksums of the same backend from before and after the write.
+        Here the memory is read as a matrix of 8-byte integers with :data:`SUMMED_ROW` columns.  The checksums are the
+        sums of the rows and the sums of the columns, followed by the elements that fill no row.  A change of one
+        integer changes the sum of its row and the sum of its column.  Several changes go unnoticed only if they cancel
         in every row and every column.  The memory is read twice, once by rows and once by columns, at the speed of a
         copy.
         """
@@ -220,7 +232,10 @@ class Operations:
         return torch.cat([rows.sum(1), rows.sum(0), rest])
 
     def _sum_halves(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
-        """Write the sum of ``frames`` to ``out``, added up in fp16; backends with a kernel override this."""
+        """Decode ``frames``, add them up in fp16, and write the sum to ``out`` (..., S) fp32.
+
+        Backends with a kernel for this override the method.
+        """
         total = torch.zeros(out.shape, dtype=torch.float16, device=out.device)
         for source in frames:
             self.decode(codec, source, out)
@@ -239,7 +254,10 @@ class Operations:
             self._repeats[key] = repeat, codecs
 
     def _fuses(self, first: BuiltIn, second: BuiltIn, numel: int, carried: Carried | None) -> bool:
-        """Returns whether ``_decode_sum_encode`` can be used in place of ``decode_sum`` and ``encode``."""
+        """Returns whether this backend's ``_decode_sum_encode`` supports the codecs ``first`` and ``second``.
+
+        If not, ``decode_sum`` and ``encode`` are called one after the other.
+        """
         return False
 
     def _encode(self, codec: Codec, x: Tensor, frames: Tensor, options: Options) -> Repeat | None:
@@ -300,8 +318,8 @@ def _sum_and_divide(repeat: Repeat, divisor: int, frames: Tensor, out: Tensor) -
 def key_of(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
     """Returns the key under which an operation without noise and carried errors is remembered.
 
-    The key is equal for tensors of the same layout, wherever they lie in memory.  Returns None for tensors
-    that :func:`_check` may refuse although it accepted others of the same layout.
+    Tensors of the same layout have the same key, wherever they lie in memory.  Returns None if a tensor has no memory,
+    or is negated lazily: the operation must then check the tensors, although others of the same layout passed.
     """
     addresses = _address(first), _address(second)
     if 0 in addresses or first.is_neg() or second.is_neg():
@@ -315,9 +333,9 @@ def key_of(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -
 
 
 def _address(x: Tensor) -> int:
-    """Returns the address of the first element, 0 if there is no memory.
+    """Returns the address of the first element in memory; 0 if the tensor has no memory.
 
-    Raises ValueError: for a tensor whose elements have no strides, such as a sparse one.
+    Raises ValueError: if the tensor is not dense, for example sparse.
     """
     try:
         return x.data_ptr()
@@ -329,9 +347,17 @@ def _address(x: Tensor) -> int:
 
 
 def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, other: Tensor) -> None:
-    """Raise ValueError for elements or frames of the wrong type or size, on two devices, or without plain memory.
+    """Raise ValueError unless ``codec`` can encode or decode these tensors.
 
-    ``shape`` and ``kind`` are those of the elements; ``other`` is the tensor that is not ``frames``.
+    The elements must be fp32, bf16 or fp16, the frames uint8 and of the right size.  Both tensors must be dense, have
+    memory, and be on the same device.
+
+    Args:
+        codec: the codec.
+        shape: the shape of the elements, (..., S).
+        kind: the type of the elements.
+        frames: (..., F), read or written.
+        other: the second tensor of the operation, which usually holds the elements.
     """
     if kind not in NAMES or not shape:
         raise ValueError(
@@ -358,7 +384,7 @@ def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, o
 
 
 def _check_written(codec: Codec, target: Tensor) -> None:
-    """Raise ValueError for a target whose elements overlap in memory."""
+    """Raise ValueError if elements of ``target``, which is about to be written, overlap in memory."""
     shape, strides = tuple(target.shape), target.stride()
     if any(size > 1 and stride == 0 for size, stride in zip(shape, strides, strict=True)):
         raise ValueError(
@@ -367,7 +393,7 @@ def _check_written(codec: Codec, target: Tensor) -> None:
 
 
 def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
-    """Raise ValueError if ``codec`` is stochastic, and ``noise`` is None or does not fit elements of ``shape``."""
+    """Raise ValueError if ``codec`` is stochastic and the noise is missing or does not fit elements of ``shape``."""
     if codec.stochastic and (noise is None or len(noise.strides) != len(shape) - 1):
         got = "none" if noise is None else f"noise with strides {noise.strides}"
         raise ValueError(
@@ -377,7 +403,7 @@ def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
 
 
 def rotated(codec: Codec, x: Tensor) -> Tensor:
-    """Returns the values (..., S) fp32 that are quantised: ``x``, rotated if the codec has a rotation.
+    """Returns the values (..., S) fp32 that ``codec`` quantises: ``x`` (..., S), rotated if the codec has a rotation.
 
     The rotation turns each group of ``n = codec.hadamard`` consecutive elements into ``H x / n``, where ``H`` is
     the Hadamard matrix in Sylvester's order.  Elements at the end of a row that fill no group stay as they are.
@@ -389,12 +415,15 @@ def rotated(codec: Codec, x: Tensor) -> Tensor:
 def merged_rows(
     tensors: Sequence[Tensor], noise: Noise | None, most: int, backend: str
 ) -> list[tuple[int, list[int]]]:
-    """Merges the leading dimensions, which all ``tensors`` share, to as few as their strides allow.
+    """Merge the leading dimensions of ``tensors`` into as few dimensions as the strides allow.
 
-    Returns (size, steps) of each merged dimension.  A step is the distance from one row to the next: in bytes
-    for each of ``tensors``, then in elements for ``noise``.
+    All tensors have the same leading dimensions.
 
-    Raises ValueError: if more than ``most`` dimensions are left, which the kernels of ``backend`` do not take.
+    Returns:
+        (size, steps) for each merged dimension.  ``steps`` has the distance from one row to the next in each tensor,
+        in bytes, and then the distance in ``noise``, in elements, unless ``noise`` is None.
+
+    Raises ValueError: if more than ``most`` dimensions are left, which is the limit of the kernels of ``backend``.
     """
     steps_of = [[stride * x.element_size() for stride in x.stride()[:-1]] for x in tensors]
     if noise is not None:
@@ -416,7 +445,10 @@ def merged_rows(
 
 
 def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device) -> Tensor:
-    """Returns the random bits of each element, (..., S) int64 below 2^16 (:mod:`impl.codecs.rounding_noise`)."""
+    """Returns the random bits of each element, (*lead, numel) int64 from 0 to 65535.
+
+    See :mod:`impl.codecs.rounding_noise`.
+    """
     starts = torch.full(lead, noise.start, dtype=torch.int64, device=device)
     for dim, stride in enumerate(noise.strides):
         steps = torch.arange(lead[dim], device=device) * stride
@@ -437,9 +469,9 @@ def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device
 
 
 def _decoded(codec: BuiltIn, frames: Tensor, numel: int, largest: float) -> Tensor:
-    """Decodes frames to elements (..., S) fp32, saturated at +-``largest``.
+    """Returns the elements (..., numel) of ``frames`` in fp32, clamped to [-``largest``, ``largest``].
 
-    The elements of a cast are not saturated, and keep the type of the cast.
+    If the codec is a cast, the elements keep the type of the cast, and are not clamped.
     """
     if not isinstance(codec, Raw):
         return _decode_blocks(codec, frames, numel, largest)
@@ -464,10 +496,11 @@ def _blocked(codec: Blocked, x: Tensor) -> Tensor:
 
 
 def _rotate(values: Tensor, size: int, *, back: bool = False) -> Tensor:
-    """Rotates ``values`` (..., S) fp32, contiguous, in place, and returns them; ``back`` undoes the rotation.
+    """Rotate ``values`` (..., S) fp32, contiguous, in place, and return them; with ``back=True``, undo the rotation.
 
-    In both directions the values are first divided by ``size``, so that no sum overflows.  Then butterflies of
-    distance 1, 2, 4, ... replace (a, b) by (a + b, a - b).  ``back`` multiplies the results by ``size``.
+    Each group of ``size`` elements is rotated.  In both directions the values are first divided by ``size``, so that no
+    sum overflows.  Then butterflies of distance 1, 2, 4, ... replace (a, b) by (a + b, a - b).  With ``back=True`` the
+    results are multiplied by ``size``.
     """
     whole = values.shape[-1] // size * size
     groups = values[..., :whole].view(*values.shape[:-1], -1, size)
@@ -527,7 +560,11 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
 
 
 def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
-    """Returns the codes (...) uint8 of quotients, in the lowest ``codec.bits`` bits."""
+    """Returns the codes (...) uint8 of ``quotients`` (...) fp32: elements divided by their block's scale.
+
+    A code is in the lowest ``codec.bits`` bits.  The random numbers ``shift`` (...) are added before rounding to
+    nearest.  ``shift`` is None unless the codec is stochastic.
+    """
     if isinstance(codec, FloatCodec):
         return _float_codes(codec, quotients, shift)
     if shift is not None:
@@ -539,9 +576,10 @@ def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
 
 
 def _float_codes(codec: FloatCodec, v: Tensor, shift: Tensor | None) -> Tensor:
-    """Returns the code of each quotient: the sign, exponent and mantissa of the element that it is rounded to.
+    """Returns the codes (...) uint8 of quotients ``v`` (...) fp32: sign, exponent and mantissa of a small float.
 
-    A quotient is rounded to a multiple of its quantum: the distance between neighbouring floats with its exponent.
+    A quotient is rounded to a multiple of its quantum.  The quantum is the distance between two neighbouring small
+    floats that have the quotient's exponent.  ``shift`` is as in :func:`_codes`.
     """
     bits = v.contiguous().view(torch.int32)
     exponent = ((bits >> 23) & 0xFF).clamp_(min=codec.smallest_exponent + 127, max=254)
@@ -556,13 +594,16 @@ def _float_codes(codec: FloatCodec, v: Tensor, shift: Tensor | None) -> Tensor:
 
 
 def to_e8m0(scale: Tensor) -> Tensor:
-    """Returns scales, rounded up to powers of two so that no element saturates, as uint8 exponents; NaN is 255."""
+    """Returns the E8M0 form of fp32 scales: exponents in uint8, where 255 is NaN.
+
+    Scales are rounded up to powers of two, so that no element saturates.
+    """
     exponents = ((scale.view(torch.int32) + 0x7FFFFF) >> 23) & 0xFF
     return torch.where(scale.isnan(), 255, exponents).to(torch.uint8)
 
 
 def of_e8m0(exponents: Tensor) -> Tensor:
-    """Returns the fp32 scales of E8M0 exponents."""
+    """Returns the fp32 scales of E8M0 exponents in uint8; 255 becomes NaN."""
     return torch.where(exponents == 255, math.nan, (exponents.to(torch.int32) << 23).view(torch.float32))
 
 
@@ -602,10 +643,10 @@ def _levels(codec: FloatCodec, device: torch.device) -> Tensor:
 
 
 def float_levels(bits: int, mantissa: int, least: int) -> list[float]:
-    """Returns the non-negative values of a small float, in ascending order of their codes.
+    """Returns the non-negative values of a small float type, in ascending order of their codes.
 
-    The float has ``bits`` bits, of which ``mantissa`` are the mantissa; ``least`` is the exponent of the
-    smallest normal value.  The list also has values for codes above the largest number of a format.
+    The type has ``bits`` bits, of which ``mantissa`` are the mantissa; ``least`` is the exponent of the smallest normal
+    value.  Codes that stand for NaN or infinity in a format, such as e4m3's last code, also get a finite value here.
     """
     size = 1 << mantissa
     return [
@@ -615,14 +656,17 @@ def float_levels(bits: int, mantissa: int, least: int) -> list[float]:
 
 
 def _floats(frames: Tensor, start: int, count: int) -> Tensor:
-    """Returns ``count`` fp32 numbers of each frame, (..., count, 1); the first one begins at byte ``start``."""
+    """Returns ``count`` fp32 numbers of each frame, (..., count, 1); the first number begins at byte ``start``."""
     stored = frames[..., start : start + SCALE_BYTES * count]
     aligned = stored.clone(memory_format=torch.contiguous_format)  # a frame may be misaligned for fp32
     return aligned.view(torch.float32).unsqueeze(-1)
 
 
 def pack(codes: Tensor, bits: int, out: Tensor) -> None:
-    """Write the low ``bits`` of codes (..., S) uint8 as a little-endian bit stream to ``out`` (..., bytes)."""
+    """Write the lowest ``bits`` bits of each of ``codes`` (..., S) uint8 to ``out`` (..., bytes) uint8.
+
+    The codes of a row follow one another in a little-endian bit stream.
+    """
     if bits == 8:
         out.copy_(codes)
         return
@@ -638,7 +682,10 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """Returns a copy of the codes (..., S) uint8, each below 2^bits, that a bit stream holds."""
+    """Returns the first ``numel`` codes, (..., numel) uint8, of a bit stream ``packed`` (..., bytes) uint8.
+
+    Each code has ``bits`` bits.  This undoes :func:`pack`.
+    """
     if bits == 8:
         return packed.clone()
     group = 8 // math.gcd(8, bits)
@@ -653,6 +700,9 @@ def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
 
 
 def _in_groups(row: Tensor, size: int) -> Tensor:
-    """Cuts rows (..., n) into groups of ``size``, the last filled up with zeros; returns (size, ..., groups)."""
+    """Cut rows (..., n) into groups of ``size`` elements, and return a tensor (size, ..., groups).
+
+    The last group is filled up with zeros.
+    """
     full = torch.nn.functional.pad(row, (0, -row.shape[-1] % size))
     return full.view(*row.shape[:-1], full.shape[-1] // size, size).movedim(-1, 0).contiguous()

@@ -30,7 +30,11 @@ Words = tuple[int, int, int, int]
 
 
 def shard_stride(numel: int) -> int:
-    """Returns ``numel`` rounded up to a multiple of 8: the step from shard to shard in the noise's element numbers."""
+    """Returns ``numel`` rounded up to a multiple of 8.
+
+    Random bits depend on an element's number.  The numbers of shard ``i``, of ``numel`` elements, start at ``i`` times
+    the result.
+    """
     return -(-numel // OCTET) * OCTET
 
 
@@ -38,10 +42,12 @@ def shard_stride(numel: int) -> int:
 class Noise:
     """The random bits for the rows of a tensor (..., S).
 
-    Raises ValueError: unless start and strides are multiples of 8, and not negative.
+    The bits of an element depend only on ``philox`` and on the element's number.  Numbers count up along a row.
+
+    Raises ValueError: if ``start`` or a stride is negative, or is not a multiple of 8.
     """
 
-    philox: Words  # 4 words of 32 bits: the upper half of the counter, then the key
+    philox: Words  # 4 words of 32 bits: the upper half of Philox's counter, then Philox's key
     start: int = 0  # number of the first row's first element
     strides: tuple[
         int, ...
@@ -68,7 +74,7 @@ class Key:
     source: int = NO_SOURCE  # rank that encodes, for gradients
 
     def noise(self, start: int = 0, strides: tuple[int, ...] = ()) -> Noise:
-        """Returns the random bits for rows with the given start and strides (:class:`Noise`)."""
+        """Returns the noise of this key, for rows with the given ``start`` and ``strides`` (:class:`Noise`)."""
         numbers = (self.seed, self.step, self.micro_batch, self.purpose, self.hop, self.source)
         text = "/".join([*map(str, numbers), self.unit])  # the unit is last, since its name may contain "/"
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()

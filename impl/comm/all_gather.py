@@ -1,7 +1,7 @@
 """All-gathers encoded shards hop by hop, as qwZ and hpZ do (paper sections 3.1 and 3.2).
 
-Each rank encodes its shard once (:mod:`impl.unit.master_shard` does it for weights).  Every further hop forwards
-the frames that the previous hop received, without decoding them, so all ranks decode the same bytes.
+Each rank encodes its shard once; :mod:`impl.unit.master_shard` encodes weights.  Every later hop forwards the frames
+that the previous hop received, without decoding them, so all ranks decode the same bytes.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from impl.policy.topology import Axis
 
 
 def forward(_: Hop, message: Tensor, received: Tensor) -> None:
-    """Copy the frames that the previous hop has ``received`` into the ``message`` of a hop."""
+    """Copy the frames ``received`` on the previous hop into the ``message`` (bytes,) uint8 of the next hop."""
     message.view(received.shape).copy_(received)
 
 
 class FrameGather:
     """Runs the ``hops`` of a gather, one after the other; used for one gather at a time.
 
-    :meth:`start` posts the first hop, :meth:`finish` runs the remaining ones.  ``left`` is the number of hops that are
-    not posted yet.
+    :meth:`start` posts the first hop, and :meth:`finish` runs the remaining hops.  ``left`` is the number of hops that
+    are not posted yet.
 
     Args:
         wire: sends the messages.
         hops: the hops, in the order in which they are posted.
-        write: writes a further hop's message, given the hop, the message (bytes,) uint8 and what the hop before has
-            received, (ranks along its axis, bytes) uint8.
-        keep: is called for each hop that keeps something, before the next hop is opened, with the hop and with what
-            the hop has received.
+        write: writes the message of each hop after the first.  It is called with the hop, the message (bytes,) uint8,
+            and what the previous hop has received, (ranks along the previous hop's axis, bytes) uint8.  It is not
+            called if the previous hop is received in the message itself.
+        keep: is called with a hop and what the hop has received, if the hop keeps something.  This happens before the
+            next hop is posted, and never for the last hop.
     """
 
     def __init__(
@@ -56,10 +57,13 @@ class FrameGather:
         self._forwards = wire.streams and forwards_in_place(hops)
 
     def start(self, tag: Tag, first: Callable[[Hop, Tensor], None], into: Tensor | None = None) -> None:
-        """Post the first hop; ``first`` is called with the hop and the message (bytes,) uint8, which it writes.
+        """Post the first hop, whose message ``first(hop, message)`` writes.
 
-        If the gather has a single hop, all messages may arrive in ``into``, (ranks * bytes,) uint8; otherwise ``into``
-        is not used.
+        Args:
+            tag: the purpose under which the ledger books the messages of all hops.
+            first: writes the message (bytes,) uint8.
+            into: (ranks * bytes,) uint8, in which all messages may arrive if the gather has a single hop; not used
+                otherwise.
         """
         self._tag, self.left, hop = tag, len(self.hops) - 1, self.hops[0]
         to = None if self.left else into
@@ -73,7 +77,7 @@ class FrameGather:
         exchange.post()
 
     def post_next_hop(self) -> None:
-        """Wait for the hop under way, and post the next one."""
+        """Wait for the hop under way, and post the next hop."""
         before, last, hop = self._exchange, self.hops[-self.left - 1], self.hops[-self.left]
         received = before.wait()
         if self._keep is not None and last.keeps != "nothing":
@@ -91,10 +95,11 @@ class FrameGather:
         return self._wire.all_gather(hop.axis, hop.nbytes, self._tag, ring=hop.ring, in_line=True)
 
     def finish(self) -> Tensor:
-        """Finish all hops; returns what the last hop has received, valid until :meth:`close`.
+        """Finish all hops, and return what the last hop has received.
 
-        The result is (ranks along the last axis, bytes) uint8, and each row has the frames of the earlier axes' ranks,
-        the first axis' ranks innermost.
+        The result, (ranks along the last hop's axis, bytes) uint8, has one row for each of these ranks.  A row contains
+        the frames of all ranks along the earlier axes; the rank along the first axis varies fastest.  The result is
+        valid until :meth:`close`.
         """
         while self.left:
             self.post_next_hop()
@@ -107,9 +112,10 @@ class FrameGather:
 
 
 def by_axes(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
-    """View ``flat`` (n * S,), n shards of S elements, as (size of each axis..., S), in the order of ``axes``.
+    """Return a view of ``flat``, which has n shards of ``shard`` elements, with one dimension for each axis.
 
-    ``strides`` are the distances, in shards, between neighbours along each axis; by default those of the axes.
+    The view has the shape (size of each of ``axes``..., ``shard``).  ``strides`` are the distances, in shards, between
+    neighbours along each axis.  By default they are ``axis.stride``.
     """
     sizes = [axis.size for axis in axes]
     apart_by = [axis.stride for axis in axes] if strides is None else strides
@@ -117,7 +123,10 @@ def by_axes(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[in
 
 
 def gather_whole(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Tensor:
-    """Gather the parts (n,) fp32 of all ranks along ``axes``, hop by hop; returns (ranks, n) in rank order."""
+    """Gather every rank's ``part`` (n,) fp32 along ``axes``, with one hop for each axis.
+
+    Returns the parts of all ranks, (ranks, n) fp32 in rank order.
+    """
     numel, ranks = part.numel(), math.prod(axis.size for axis in axes)
     whole = torch.empty(ranks * numel, device=part.device)
     if numel:
@@ -136,10 +145,10 @@ def gather_whole(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Te
 
 
 def scatter(wire: Wire, source: int, parts: Sequence[Tensor] | None, numel: int, tag: Tag) -> Tensor:
-    """Send each rank its part from rank ``source``; returns this rank's part (numel,) fp32.
+    """Send one tensor from rank ``source`` to each rank; returns the tensor for this rank, (numel,) fp32.
 
-    ``parts`` has, on ``source``, one tensor of at most ``numel`` elements for each rank; on other ranks it is
-    None.  This is an all-to-all in which the other ranks send zeros.
+    On ``source``, ``parts`` has one tensor of at most ``numel`` elements for each rank; shorter tensors are padded with
+    zeros.  On the other ranks ``parts`` is None.  This is an all-to-all in which the other ranks send zeros.
     """
     world = wire.mesh.topology.world_axis
     exchange = wire.all_to_all(world, numel * torch.float32.itemsize, tag)

@@ -1,9 +1,9 @@
 """Keeps the errors that error feedback carries from one encoding of a unit's gradient to the next.
 
-A rank keeps one error for each element that it encodes.  For the first hop it encodes the whole gradient.  For
-the hop between nodes it encodes only the sums that belong to its local index, and keeps
-``padded / ranks_per_node`` errors.  Errors are cleared every ``reset`` optimizer steps.  They are also cleared after a
-step with an overflow, because the gradients of such a step are not used.
+A rank keeps one error for each element that it encodes.  For the first hop a rank encodes the whole gradient.  For
+the hop between nodes it encodes only the sums that belong to its local index: with 4 ranks on a node, a quarter of the
+unit's elements.  Errors are cleared every ``reset`` optimizer steps.  They are also cleared after a step with an
+overflow, because the gradients of this step are not used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from impl.policy.policy import Feedback
 
 
 class Errors:
-    """The carried errors of one unit on one rank, for the ``hops`` of its reduction; ``nbytes`` counts all of them."""
+    """The carried errors of one unit on one rank, for the ``hops`` of the unit's reduction.
+
+    ``nbytes`` is the number of bytes that all errors take.
+    """
 
     def __init__(self, feedback: Feedback, hops: Sequence[Hop], device: torch.device) -> None:
         self.feedback, dtype = feedback, DTYPES[feedback.state]
@@ -36,31 +39,41 @@ class Errors:
         self._since = 0  # the optimizer step of the last reset
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
-        """Return the errors of elements [start, end) of each piece for ``hop``; None if the hop keeps none."""
+        """Return the errors that hop number ``hop`` carries for elements [start, end) of each piece of the gradient.
+
+        Returns None if the hop keeps no errors.
+        """
         error = self._errors.get(hop)
         return None if error is None else Carried(error[..., start:end], self.feedback.decay)
 
     def clear(self) -> None:
-        """Forget all errors."""
+        """Set all errors to 0."""
         for error in self._errors.values():
             error.zero_()
 
     def begin(self, step: int) -> None:
-        """Clear the errors if at least ``reset`` steps have passed since the last reset.
+        """Clear the errors if at least ``feedback.reset`` steps have passed since the last reset; 0 means never.
 
-        To be called before the reductions of ``step``.
+        To be called before the reductions of optimizer step number ``step``.
         """
         if self.feedback.reset and step - self._since >= self.feedback.reset:
             self.clear()
             self._since = step
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of the errors by hop, and the step of the last reset, for a resumed run."""
+        """Return what a resumed run needs, by name.
+
+        ``hop0``, ``hop1`` and so on are copies of the errors of each hop.  ``since`` is the optimizer step of the last
+        reset.
+        """
         state = {f"hop{hop}": error.clone() for hop, error in self._errors.items()}
         return {**state, "since": torch.tensor(self._since)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the :meth:`state` that the same rank returned, in a run with the same topology and policy."""
+        """Set the errors and the last reset to ``state``, which :meth:`state` returned on the same rank.
+
+        Topology and policy of the two runs must be equal.
+        """
         for hop, error in self._errors.items():
             error.copy_(state[f"hop{hop}"])
         self._since = int(state["since"])

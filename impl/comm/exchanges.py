@@ -1,7 +1,8 @@
 """Sends and receives the messages of one collective, in four ways that share the protocol :class:`Exchange`.
 
 * :class:`Alone`: a group of one rank, which sends nothing.
-* :class:`InMemory`: ranks of a node read each other's messages in shared memory, or in that of their process.
+* :class:`InMemory`: ranks read each other's messages in place: processes of one node in shared memory, and thread ranks
+  in the memory of their process.
 * :class:`Distributed`: torch.distributed carries the messages.
 * :class:`Staged`: messages of a GPU are carried through host memory.
 
@@ -40,7 +41,7 @@ _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 
 class Exchange(Protocol):
-    """One collective under way: the caller writes to ``send``, calls ``post()``, ``wait()`` and ``close()``."""
+    """One collective under way: the caller writes to ``send``, then calls ``post()``, ``wait()`` and ``close()``."""
 
     # This rank's message, (bytes,) uint8, to be written before post().  For an all-to-all it has one row for each
     # rank.
@@ -50,12 +51,16 @@ class Exchange(Protocol):
         """Send the message; the caller must not write to ``send`` any more."""
 
     def wait(self) -> Tensor:
-        """Wait for all messages; returns (ranks, bytes) uint8, a row per source, valid until :meth:`close`."""
+        """Wait for all messages, and return them as (ranks, bytes) uint8, with a row for each rank that sent a message.
+
+        The result is valid until :meth:`close`.
+        """
 
     def parts(self) -> Sequence[Tensor]:
-        """Wait for all messages; returns one (bytes,) uint8 for each source, valid until :meth:`close`.
+        """Wait for all messages, and return a tensor (bytes,) uint8 for each rank that sent a message.
 
-        In an uneven all-to-all, where messages differ in length, this takes the place of :meth:`wait`.
+        The result is valid until :meth:`close`.  Call this in place of :meth:`wait` in an uneven all-to-all, in which
+        messages differ in length.
         """
 
     def close(self) -> None:
@@ -63,14 +68,17 @@ class Exchange(Protocol):
 
 
 class Arena(Protocol):
-    """Memory in which a group's ranks read each other's messages in place: shared, or of the ranks' one process."""
+    """Memory in which the ranks of a group read each other's messages in place.
+
+    Processes of one node use shared memory, and thread ranks use the memory of their process.
+    """
 
     @property
     def row_bytes(self) -> int:
         """Bytes of the largest message that a rank can send."""
 
     def claim(self) -> int:
-        """Return the number of the next exchange."""
+        """Begin the next exchange, and return its number."""
 
     def row(self, number: int, nbytes: int) -> Tensor:
         """Return this rank's row (nbytes,) uint8 of exchange ``number``."""
@@ -79,10 +87,13 @@ class Arena(Protocol):
         """Announce that this rank's row is written, with a 64-bit ``mark`` that identifies the exchange."""
 
     def wait(self, number: int) -> Tensor:
-        """Wait until all ranks have posted; returns their rows (ranks, at least nbytes), valid until ``done()``."""
+        """Wait until all ranks have posted exchange ``number``; returns their rows (ranks, bytes) uint8.
+
+        A row may be longer than the message.  The result is valid until ``done()``.
+        """
 
     def agree(self, number: int, mark: int) -> bool:
-        """Return whether all ranks have posted the same ``mark``; to be called after ``wait()``."""
+        """Return whether all ranks have posted exchange ``number`` with the same ``mark``; call it after ``wait()``."""
 
     def done(self, number: int) -> None:
         """Announce that this rank has read the rows of exchange ``number``."""
@@ -92,25 +103,27 @@ class Pacer(Protocol):
     """Models a link between nodes: computes when bytes have left a node."""
 
     def book(self, nbytes: int) -> float:
-        """Put ``nbytes`` on the link; returns the ``time.monotonic()`` at which the last byte has left."""
+        """Put ``nbytes`` bytes on the link, and return the ``time.monotonic()`` at which the last byte has left."""
 
 
 class Splits(NamedTuple):
-    """Bytes of the messages of an uneven all-to-all on one rank, by index of the other rank in the group."""
+    """The messages of one rank in an uneven all-to-all; each list has an entry for each rank of the group."""
 
-    come: list[int]  # of the messages that this rank receives
-    go: list[int]  # of the messages that this rank sends
-    starts: list[int]  # for each source, where the message to this rank begins in the source's messages
+    come: list[int]  # bytes that this rank receives from each rank
+    go: list[int]  # bytes that this rank sends to each rank
+    starts: list[int]  # the byte at which the message for this rank begins in the other rank's ``send``
 
 
 def point_to_point(
     group: Group, kind: Kind, received: Tensor, sent: Tensor, tag: int, *, splits: Splits | None = None
 ) -> list[dist.Work]:
-    """Post an exchange over gloo as one message to each rank of the group and one from each.
+    """Post an exchange over gloo: one send to each rank of the group, and one receive from each.
 
-    gloo's own all-to-all announces a receive only when its turn comes.  Behind a slow link the announcement then
-    queues behind our data, and the link idles: it carries 24 to 30 of 50 Mbit/s.  Here all receives are
-    announced before any send, and the link carries 48 Mbit/s.
+    Returns the ``Work`` of each receive and each send.
+
+    gloo's own all-to-all announces a receive only when the receive's turn comes.  On a slow link the announcement then
+    queues after the data that the rank sends, and the link idles: a link of 50 Mbit/s carries 24 to 30 Mbit/s.  Here
+    all receives are announced before any send, and this link carries 48 Mbit/s.
     """
     size, me, handle = len(group.ranks), group.index, group.handle() or group.process_group
     # Each rank starts with the rank after it, so that not all ranks send to the same rank first.
@@ -145,10 +158,11 @@ def collective(
     in_line: bool = False,
     splits: Splits | None = None,
 ) -> list[dist.Work]:
-    """Post an exchange as one collective of the backend.
+    """Post an exchange as one collective of the backend, and return the ``Work`` to wait for.
 
-    With ``in_line``, NCCL runs it on the current stream, and there is nothing to wait for.  Otherwise NCCL has a stream
-    of its own for the group, and an event before and after the collective orders the two streams.
+    If ``in_line`` is True, NCCL runs the collective on the current stream, and the returned list is empty.  Otherwise
+    NCCL runs the collective on the group's own stream, and an event before and after the collective orders the two
+    streams.
     """
     handle, apart = group.process_group, not in_line
     if splits is not None:
@@ -172,29 +186,36 @@ class Route:
     operation: Fields  # the entry in the log of collectives
     group: Group  # the ranks along the axis
     kind: Kind
-    nbytes: int  # bytes that a rank receives from each other rank
+    nbytes: (
+        int  # bytes that a rank receives from each other rank; in an uneven all-to-all, bytes of all messages
+    )
     sent_bytes: int  # bytes of this rank's message
     rows: int  # number of messages received, this rank's own included
-    parts: int  # equal parts of this rank's message, each for another rank; 1 if all ranks receive the whole
+    parts: int  # equal parts of this rank's message, one for each rank; 1 if every receiver gets the whole message
     receivers: int  # other ranks that receive a part of this rank's message
     shared: bool  # whether ranks read each other's messages in shared memory
     # if not shared: whether messages go from rank to rank over gloo, instead of through a collective of the backend
     direct: bool
     in_place: bool  # whether this rank writes its message into its own row of the received messages
-    limit: tuple[timedelta, ...]  # the arguments of ``Work.wait()``
+    limit: tuple[timedelta, ...]  # the arguments of ``Work.wait()``: a timeout, or nothing
     # for each key of the ledger, the bytes and the messages that one exchange adds
     booked: tuple[tuple[LedgerKey, int, int], ...]
     inter_bytes: int  # bytes of one exchange that go to other nodes
     payload: int  # bytes of one exchange that this rank sends to other ranks
-    shape: tuple[int, ...]  # of the received messages: (rows, bytes), or (bytes,) if they differ in length
-    splits: Splits | None = None  # of an uneven all-to-all; None if all messages have ``nbytes`` bytes
+    shape: tuple[
+        int, ...
+    ]  # shape of the received messages: (rows, bytes), or (bytes,) if they differ in length
+    splits: Splits | None = (
+        None  # the messages of an uneven all-to-all; None if all messages have ``nbytes`` bytes
+    )
 
 
 class Buffers:
     """Reuses the memory of messages, because a fresh buffer costs a page fault every 4 KiB.
 
-    With several ``streams`` of a GPU, the stream that uses a buffer next waits until the buffer's last use has ended,
-    and messages of similar sizes share buffers (:mod:`impl.plan.messages`).  Without ``keep``, nothing is reused.
+    If ``streams`` is True, several streams of a GPU use the buffers: the stream that uses a buffer next waits until the
+    buffer's last use has ended.  Messages of similar sizes then share buffers (:mod:`impl.plan.messages`).  If ``keep``
+    is False, no buffer is used twice.
     """
 
     def __init__(self, device: torch.device, *, streams: bool = False, keep: bool = True) -> None:
@@ -226,7 +247,7 @@ class Buffers:
         return buffer
 
     def give_back(self, *buffers: Tensor) -> None:
-        """Take back buffers that :meth:`take` has returned, to use them again."""
+        """Take back buffers that :meth:`take` returned, so that later messages can use them."""
         if not self._keep:
             self.held -= sum(buffer.numel() for buffer in buffers)
             return
@@ -263,7 +284,7 @@ class Alone:
 
 
 class InMemory:
-    """An exchange in memory that ranks share: they read each other's rows of an arena in place."""
+    """An exchange in memory that the ranks share: each rank reads the other ranks' rows of an arena in place."""
 
     def __init__(self, watchdog: Watchdog, step: Step, route: Route, arena: Arena) -> None:
         self._watchdog, self._step, self._route, self._arena = watchdog, step, route, arena
@@ -294,7 +315,7 @@ class InMemory:
         return [row[start : start + size] for row, start, size in rows]
 
     def messages(self) -> Tensor:
-        """Wait for all messages, and return the whole of them, (ranks, bytes), not only the parts for this rank."""
+        """Wait for all messages, and return them, (ranks, bytes) uint8, with the parts that are for other ranks."""
         if self._rows is None:
             rows = self._watchdog.wait(self._step, partial(self._arena.wait, self._number))
             if not self._arena.agree(self._number, self._step[2]):
@@ -310,8 +331,8 @@ class InMemory:
 class Distributed:
     """An exchange that torch.distributed carries; a ``pacer`` delays its messages as a modelled link would.
 
-    The memory of messages comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.  An
-    exchange ``in_line`` that is posted on a side stream runs on this stream.
+    The memory of messages comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.  If
+    ``in_line`` is True and the exchange is posted while work is enqueued on a side stream, NCCL runs it on this stream.
     """
 
     def __init__(
@@ -418,7 +439,7 @@ class Staged:
 
 
 def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:
-    """Add to the timeline, if there is one, an exchange that was posted at ``begin`` and has been received."""
+    """Add an exchange to the timeline, if there is one: it was posted at ``begin``, and ends now."""
     if watchdog.timeline is not None:
         purpose, unit = route.operation[6:8]
         lane = BETWEEN if route.inter_bytes else INSIDE

@@ -30,7 +30,10 @@ Step = tuple[int, Fields, int, str]
 
 
 def describe(fields: Fields, call: str = "") -> str:
-    """Describe an exchange in words."""
+    """Return an exchange in words, such as ``all_gather of 64 B along world (4 ranks) for forward weights h.0``.
+
+    ``call`` is the public call that opened the exchange, such as ``save()``; empty inside passes.
+    """
     kind, axis, ranks, stride, nbytes, *tag, ring = fields
     # The stride is given because axes of one name may differ in it, if two policies share a wire.
     apart = f", stride {stride}" if stride > 1 else ""
@@ -40,13 +43,13 @@ def describe(fields: Fields, call: str = "") -> str:
 
 
 def label(step: Step) -> str:
-    """Describe an exchange in words, with its number."""
+    """Return an exchange in words, with its number: ``exchange 3, all_gather of ...``."""
     return f"exchange {step[0]}, {describe(step[1], step[3])}"
 
 
 @lru_cache(1 << 14)
 def _code(fields: Fields, call: str) -> int:
-    """Return a 64-bit hash that is equal in every process, unlike ``hash()`` of a text."""
+    """Return a 64-bit hash of an exchange and its call, which is equal in every process, unlike ``hash()``."""
     text = f"{fields!r} {call}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -70,7 +73,12 @@ class CollectiveLog:
 
 
 def parting(histories: Mapping[int, Iterable[Step]]) -> str | None:
-    """Describe the first exchange in which the ranks' ``histories`` differ; None if they do not differ."""
+    """Return, in words, the first exchange in which ranks differ, and which ranks opened which exchange.
+
+    ``histories`` has the last exchanges of each rank.  Exchanges with the same number are compared.
+
+    Returns None if no exchange differs.
+    """
     # number of the exchange -> its description -> the ranks that opened it
     opened: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, steps in sorted(histories.items()):

@@ -4,8 +4,8 @@ With NCCL a stream of the GPU waits for messages.  If a rank does not take part 
 nothing until it waits for the GPU, and that wait has no time limit.  NCCL's own watchdog counts from the moment at
 which an exchange was enqueued, and ends the process without saying which exchange it was.
 
-The :class:`HangMonitor` of a rank is a thread that looks at the exchanges that were posted.  If none of them has
-completed for as long as the wire's timeout, it passes an error that names the oldest one to ``on_hang``.
+The :class:`HangMonitor` of a rank has a thread that looks at the exchanges that were posted.  If no exchange has
+completed for as long as the wire's timeout, the thread calls ``on_hang`` with an error that names the oldest exchange.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ OnHang = Callable[[WireError], object]
 
 
 class Work(Protocol):
-    """An operation that has completed once an exchange's messages have arrived, such as torch's ``dist.Work``."""
+    """A part of an exchange that completes when the part's messages have arrived, such as torch's ``dist.Work``."""
 
     def is_completed(self) -> bool:
-        """Return whether all messages of the exchange have arrived."""
+        """Return whether the messages have arrived."""
 
 
 def end_process(error: WireError) -> NoReturn:
@@ -47,8 +47,9 @@ class HangMonitor:
 
     Args:
         watchdog: builds the error from the reports of all ranks.
-        timeout: seconds after which ranks count as hanging, if exchanges are under way and none has completed.
-        on_hang: is called once, in the monitor's thread.
+        timeout: seconds without a completed exchange, while exchanges are under way, after which ranks count as
+            hanging.
+        on_hang: is called with the error, once, in the monitor's thread.
     """
 
     def __init__(self, watchdog: Watchdog, timeout: float, on_hang: OnHang) -> None:
@@ -61,7 +62,7 @@ class HangMonitor:
         self._started = False
 
     def posted(self, step: Step, works: Sequence[Work]) -> None:
-        """Add an exchange that has been posted, and drop those that have completed."""
+        """Watch an exchange that has been posted, and forget the exchanges that have completed."""
         with self._lock:
             self._drop_completed()
             if not self._under_way:
@@ -79,7 +80,7 @@ class HangMonitor:
             self._under_way.clear()
 
     def look(self) -> bool:
-        """Call ``on_hang`` if ranks hang; returns whether they do."""
+        """Call ``on_hang`` if ranks hang; returns whether ranks hang."""
         with self._lock:
             self._drop_completed()
             waited = time.monotonic() - self._progress
@@ -97,7 +98,10 @@ class HangMonitor:
 
 
 def _watch(monitor: weakref.ref[HangMonitor], closed: threading.Event, seconds: float) -> None:
-    """Look every ``seconds`` seconds, until the monitor is closed or no longer used, or ranks hang."""
+    """Call the monitor's :meth:`~HangMonitor.look` every ``seconds`` seconds.
+
+    Returns when the monitor is closed, when nobody refers to it any more, or when ranks hang.
+    """
     while not closed.wait(seconds):
         watched = monitor()
         if watched is None or watched.look():

@@ -26,7 +26,7 @@ _LINKS: Final[tuple[Link, ...]] = ("inter", "intra")
 
 @dataclass(slots=True)
 class Ledger:
-    """Bytes and messages that this rank has sent."""
+    """Counts the bytes and messages that this rank has sent."""
 
     # for each key, a list of two numbers: bytes and messages
     booked: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
@@ -36,11 +36,11 @@ class Ledger:
         return {key: Sent(*row) for key, row in self.booked.items()}
 
     def total(self, link: Link) -> int:
-        """Return the bytes sent over one kind of link."""
+        """Return the bytes sent over one kind of link: ``inter`` (between nodes) or ``intra`` (inside nodes)."""
         return sum(row[0] for key, row in self.booked.items() if key.link == link)
 
     def by_purpose(self) -> dict[tuple[Purpose, Link], Sent]:
-        """Return bytes and messages by purpose and kind of link, summed over phases, units and hops."""
+        """Return the bytes and messages for each purpose and kind of link, summed over phases, units and hops."""
         sums: defaultdict[tuple[Purpose, Link], list[int]] = defaultdict(lambda: [0, 0])
         for key, (nbytes, messages) in self.booked.items():
             row = sums[key.purpose, key.link]
@@ -75,7 +75,7 @@ class Span:
 
     # BETWEEN for a message from which bytes leave this rank's node, INSIDE for any other message, WAITING for a wait
     lane: str
-    name: str  # purpose and unit of the message, or for a wait the link that the rank waited for
+    name: str  # purpose and unit of the message; for a wait ACROSS or WITHIN
     # in seconds of ``time.perf_counter()``, a clock that the ranks of one machine share
     begin: float
     end: float
@@ -89,5 +89,5 @@ class Timeline:
     spans: list[Span] = field(default_factory=list)
 
     def add(self, lane: str, name: str, begin: float, nbytes: int = 0) -> None:
-        """Add a span from ``begin`` until now."""
+        """Add a span that begins at ``begin``, in seconds of ``time.perf_counter()``, and ends now."""
         self.spans.append(Span(lane, name, begin, time.perf_counter(), nbytes))

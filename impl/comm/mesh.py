@@ -1,4 +1,4 @@
-"""Makes the process groups: the default group, and one along each axis of a mesh.
+"""Makes the process groups: the default group, and a group along each axis of a mesh.
 
 No other file makes process groups.  A mesh is over all ranks, or over the ranks of one process group.  Torch
 numbers all ranks of the job (*global* ranks); a mesh counts its own ranks from 0.  Meshes over different ranks
@@ -46,9 +46,9 @@ _LOCAL_NAMES: Final = ("local", "intra", "shard", "dp_shard")
 
 @contextlib.contextmanager
 def default_group(backend: str, **options: Any) -> Iterator[None]:
-    """Context that joins the default process group, and on leaving ends it with all groups made from it.
+    """Context that joins the default process group, and ends all process groups when the body has ended.
 
-    Arguments are those of ``torch.distributed.init_process_group``.
+    ``torch.distributed.init_process_group`` gets the arguments.
 
     If the body raises, groups are not ended, because ending them would wait for messages that other ranks no
     longer send.  The process must then report the error and exit with ``os._exit()``.
@@ -77,8 +77,8 @@ class Mesh:
     device: torch.device
     # the global rank of each rank of the mesh; None if the mesh is over all ranks, in their order
     members: tuple[int, ...] | None = None
-    backend: str | None = None  # the backend of its process groups; None for the default group's backend
-    # this rank, if the ranks are threads of one process (:mod:`impl.simulate`), which have no process groups
+    backend: str | None = None  # the backend of the mesh's process groups; None: the default group's backend
+    # this rank as a thread rank (:mod:`impl.simulate`), which has no process groups; None if the ranks are processes
     thread: ThreadRank | None = None
     _groups: dict[Axis, Group] = field(default_factory=dict)
 
@@ -93,19 +93,23 @@ class Mesh:
         """Make a mesh of all ranks, or of the ranks of ``group``; all of these must call it, and no others.
 
         Args:
-            topology: the nodes and the ranks on each, in rank order; or a device mesh or a process group, in place
-                of ``group``.  By default, torchrun's ``LOCAL_WORLD_SIZE`` tells which ranks share a node; without
-                this variable all ranks do.  This also holds for a device mesh of one dimension.  Of a device mesh
-                of two dimensions, the dimension called ``node``, ``inter``, ``replicate`` or ``dp_replicate`` is read
-                as the nodes, and the dimension called ``local``, ``intra``, ``shard`` or ``dp_shard`` as the ranks of a
-                node; without names, the dimensions are read in this order.
-            device: the device of tensors.  By default it has the type of the device mesh; without a device mesh it is
-                a GPU with NCCL, otherwise the CPU.  A GPU is the current one.
+            topology: the nodes and the ranks on each, in rank order.  A device mesh or a process group may be passed
+                here instead of as ``group``.  Without a topology, the nodes are read from the device mesh or from
+                torchrun, as described below.
+            device: the device of tensors.  With a device mesh, the default is the current device of the mesh's type.
+                Without a device mesh, it is the current GPU if the backend is NCCL, and otherwise the CPU.
             group: what ``dist.new_group([...])`` returned, or a device mesh; all ranks by default.
 
+        In a device mesh of two dimensions, the dimension called ``node``, ``inter``, ``replicate`` or ``dp_replicate``
+        is read as the nodes.  The dimension called ``local``, ``intra``, ``shard`` or ``dp_shard`` is read as the ranks
+        of a node.  If the dimensions have no names, the first is read as the nodes.  In all other cases torchrun's
+        ``LOCAL_WORLD_SIZE`` is the number of ranks on a node.  Without this variable, all ranks share one node.
+
         Raises:
-            MeshError: if the group's size is not ``topology.world``, if this rank is not in the group, or if the
-                dimensions of a device mesh have other names.
+            MeshError: if the group's size is not ``topology.world``; if this rank is not in the group; if the device
+                mesh has dimensions that cannot be read as nodes and ranks; if an argument has another type; if the
+                ranks are threads.  Also if the mesh has only some of the ranks, and NCCL was started with
+                ``init_process_group(device_id=...)``.
         """
         if current() is not None and not dist.is_initialized():
             raise MeshError("ranks that are threads have a mesh already: use the one that simulate() passes")
@@ -173,20 +177,25 @@ class Mesh:
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """For each rank of the mesh, its global rank, by which torch knows it."""
+        """The global rank of each rank of the mesh: the number that the rank has in torch's default group."""
         return self.members or tuple(range(self.topology.world))
 
     @property
     def counting(self) -> str:
-        """A text to append to an error that names ranks: how they are counted; empty if they are global ranks."""
+        """A text to append to an error that names ranks, which says that the ranks are counted in this mesh.
+
+        Empty if the mesh is over all ranks, since its ranks are then global ranks.
+        """
         if self.members is None:
             return ""
         return f" (ranks as counted in the mesh of global ranks {', '.join(map(str, self.members))})"
 
     def store(self) -> Store | ThreadStore | None:
-        """Return the store of the ranks' rendezvous, with a prefix that keeps its keys apart from other meshes'.
+        """Return the key-value store of the ranks' rendezvous.
 
-        Returns None if there is no store, as for one rank.
+        For a mesh over only some of the ranks, the returned store puts a prefix of this mesh before each key.
+
+        Returns None if the mesh has one rank, or if there is no default process group.
         """
         if self.thread is not None:
             return self.thread.world.store if self.topology.world > 1 else None
@@ -197,7 +206,8 @@ class Mesh:
     def claim(self, name: str) -> str | None:
         """Claim ``name`` for this mesh, so that no mesh over other ranks of the job uses it.
 
-        Returns None, or, if another mesh has claimed the name before, that mesh's ranks as text.
+        Returns None if the name was free, or was claimed by a mesh over the same ranks.  If a mesh over other ranks has
+        claimed the name before, returns the ranks of this other mesh as text, such as ``global ranks 0 and 2``.
         """
         if self.thread is None and not dist.is_initialized():
             return None
@@ -208,13 +218,14 @@ class Mesh:
         return None if found == mine else found
 
     def has_group(self, axis: Axis) -> bool:
-        """Return whether :meth:`group` of ``axis`` exists already, so that the call waits for no other rank."""
+        """Return whether the group along ``axis`` exists already, so that :meth:`group` waits for no other rank."""
         return axis in self._groups
 
     def group(self, axis: Axis, timeout: timedelta | None = None) -> Group:
-        """Return this rank's group along ``axis``; the first call makes it, and all ranks must take part.
+        """Return this rank's group along ``axis``.
 
-        If the call makes the group, ``timeout`` limits the group's operations; by default the backend's limit holds.
+        The first call makes the group, and all ranks of the mesh must make this call.  ``timeout`` is the limit of the
+        new group's operations; by default the backend's limit holds.
         """
         if axis not in self._groups:
             ranks = axis.group(self.rank)
@@ -235,8 +246,8 @@ class Mesh:
         """Make this rank's process group along ``axis`` in a mesh over all ranks.
 
         Torch requires every rank to take part in making every group.  Therefore each rank makes all groups of
-        the axis, in the same order.  If a rank does not get here, the others wait for torch's own timeout of
-        half an hour; :meth:`impl.comm.wire.Wire.group` therefore waits for all ranks first.
+        the axis, in the same order.  If a rank does not get here, the others wait for half an hour, torch's own
+        timeout.  Therefore :meth:`impl.comm.wire.Wire.group` waits for all ranks first.
         """
         every = sorted(map(list, {axis.group(rank) for rank in range(self.topology.world)}))
         make = partial(dist.new_subgroups_by_enumeration, backend=self.backend, timeout=timeout)
@@ -271,7 +282,7 @@ class Mesh:
 
     @property
     def _prefix(self) -> str:
-        """The prefix of this mesh's groups and keys, which no mesh over other ranks has."""
+        """The prefix of the names of this mesh's groups and keys; meshes over other ranks have other prefixes."""
         return f"zeropp/{hashlib.sha256(repr(self.global_ranks).encode()).hexdigest()[:16]}"
 
 
@@ -294,8 +305,7 @@ def make_mesh(
     Args:
         nodes: the number of nodes; by default the number of ranks divided by ``ranks_per_node``.
         ranks_per_node: the number of ranks on each node; by default the number of ranks divided by ``nodes``.  If
-            neither number is given, nodes are read from the device mesh, or from torchrun's ``LOCAL_WORLD_SIZE``, as
-            :meth:`Mesh.create` says.
+            neither number is given, :meth:`Mesh.create` reads the nodes from the device mesh or from torchrun.
         group: what ``dist.new_group([...])`` returned, or torch's ``DeviceMesh``; all ranks by default.
         device: the device of tensors; by default as in :meth:`Mesh.create`.
 
@@ -321,7 +331,11 @@ def _check_member(group: object) -> None:
 
 
 def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
-    """Return the global ranks of a process group, in its order; raises a MeshError unless this rank is in it."""
+    """Return the global ranks of a process group, in the group's order; None stands for the default group.
+
+    Raises:
+        MeshError: if there is no default group, if ``group`` is not a process group, or if this rank is not in it.
+    """
     if not dist.is_initialized():
         raise MeshError("there are no ranks yet: call torch.distributed.init_process_group() first")
     _check_member(group)
@@ -332,13 +346,14 @@ def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 
 def _read(device_mesh: DeviceMesh, topology: Topology | None) -> tuple[tuple[int, ...], Topology]:
-    """Return the global ranks of a device mesh, node by node, and their topology.
+    """Return (global ranks, topology) of a device mesh; the ranks are listed node by node.
 
-    If the caller has a ``topology``, the dimensions may have any names, and the ranks are listed row by row.
+    If ``topology`` is given, it is returned unchanged, and the ranks are listed row by row.  The dimensions may then
+    have any number and names, as long as all are data parallel.
 
     Raises:
-        MeshError: if a dimension is not data parallel, if dimensions have unknown names, if there are more than two,
-            or if this rank is not in the device mesh.
+        MeshError: if a dimension is not data parallel, such as ``tp``, or if this rank is not in the device mesh.  Also
+            if ``topology`` is None and there are more than two dimensions, or two dimensions with unknown names.
     """
     ranks, names = device_mesh.mesh, device_mesh.mesh_dim_names or ()
     for name in names:
@@ -383,10 +398,14 @@ def _one_of(names: Sequence[str]) -> str:
 
 
 def _placed(ranks: Sequence[int]) -> Topology:
-    """Return the topology of global ranks that torchrun placed, with equally many neighbouring ranks on each node.
+    """Return the topology of the global ``ranks``, which torchrun has placed on nodes.
+
+    torchrun places ``LOCAL_WORLD_SIZE`` neighbouring global ranks on each node.  Without this variable, all ranks are
+    on one node.
 
     Raises:
-        MeshError: if the ranks are not placed in this way, or ``LOCAL_WORLD_SIZE`` is no number.
+        MeshError: if some node has more of ``ranks`` than another, if ``ranks`` are not listed node by node, or if
+            ``LOCAL_WORLD_SIZE`` is not a number of 1 or more.
     """
     said = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
     if not said.isdecimal() or not (each := int(said)):
@@ -396,7 +415,7 @@ def _placed(ranks: Sequence[int]) -> Topology:
     if len(set(counts.values())) > 1 or nodes != sorted(nodes):
         raise MeshError(
             f"global ranks {', '.join(map(str, ranks))} are on nodes {', '.join(map(str, nodes))} "
-            f"(LOCAL_WORLD_SIZE={each}), but each node must have equally many, numbered one after the other: pass the "
+            f"(LOCAL_WORLD_SIZE={each}), but each node must have equally many ranks, listed node by node: pass the "
             "topology, such as "
             "zeropp.mesh(nodes=1, ranks_per_node=3, group=group)"
         )

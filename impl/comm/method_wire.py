@@ -23,7 +23,7 @@ from impl.policy.topology import Topology
 
 
 class Sent:
-    """A message under way.  :meth:`wait` returns what this rank has received."""
+    """A message under way to other ranks; :meth:`wait` returns what this rank receives in the same exchange."""
 
     def __init__(
         self, wire: MethodWire, exchange: Exchange | None, shape: tuple[int, ...], like: Tensor
@@ -32,13 +32,14 @@ class Sent:
         self._received: Tensor | None = None if exchange is not None else like.new_zeros(shape)
 
     def wait(self) -> Tensor:
-        """Wait for the message, and return what was received; may be called again.
+        """Wait for the other ranks' messages, and return what this rank has received.
 
-        The result is in memory that belongs to the caller.
+        The result is in memory that belongs to the caller.  A second call returns the same tensor.
 
         Returns:
-            For ``all_gather`` (ranks, *shape), a row for each rank of the axis; for ``all_to_all`` (ranks, *shape), the
-            row that each rank has sent to this one; for ``shift`` the tensor of the rank before.
+            After ``all_gather`` of a tensor of shape ``shape``: (ranks, *shape), the tensor of each rank of the axis.
+            After ``all_to_all`` of rows (ranks, ...): the same shape, with the row that each rank has sent to this
+            rank.  After ``shift``: the tensor of the previous rank.
         """
         if self._received is None:
             assert self._exchange is not None  # noqa: S101  # kept until the message is received
@@ -54,7 +55,7 @@ class Sent:
 
 
 class Shifted(Sent):
-    """A message under way around a ring."""
+    """A message under way to the next rank of a ring; see :meth:`MethodWire.shift`."""
 
     def wait(self) -> Tensor:
         """See :meth:`Sent.wait`."""
@@ -64,10 +65,11 @@ class Shifted(Sent):
 class MethodWire:
     """The wire of one unit's method on one rank.
 
-    An axis is given by its name: ``world``, all ranks; ``local``, the ranks of this rank's node; ``node``, one rank of
-    each node, with the same index there as this rank has on its own.
+    An axis is given by its name: ``world`` has all ranks, ``local`` has the ranks of this rank's node, and ``node`` has
+    the ranks with this rank's local index, one on each node.  With 2 nodes of 4 ranks, the axis ``node`` of rank 5 has
+    ranks 1 and 5.
 
-    At most 16 messages of all units may be under way at once along an axis inside a node (transport ``shm``).
+    With transport ``shm``, all units together may have at most 16 messages under way along an axis inside a node.
     """
 
     def __init__(self, wire: Wire, tag: Tag, dtype: torch.dtype = torch.float32) -> None:
@@ -82,11 +84,11 @@ class MethodWire:
         wire.make_groups((topology.world_axis, topology.node_axis, topology.local_axis))
 
     def size(self, axis: str = "world") -> int:
-        """Return the number of ranks along ``axis``."""
+        """Return the number of ranks along the axis that is named ``axis``."""
         return axis_of(self.topology, axis).size
 
     def index(self, axis: str = "world") -> int:
-        """Return this rank's number among the ranks along ``axis``."""
+        """Return this rank's index along ``axis``, from 0 to ``size(axis) - 1``."""
         return axis_of(self.topology, axis).digit(self.rank)
 
     def all_gather(self, tensor: Tensor, axis: str = "world") -> Sent:
@@ -108,19 +110,23 @@ class MethodWire:
         return self._post("all_to_all", axis, tensor, tuple(tensor.shape))
 
     def shift(self, tensor: Tensor, axis: str = "world") -> Sent:
-        """Send ``tensor`` to the next rank along ``axis``, and the last rank's to the first."""
+        """Send ``tensor`` to the next rank along ``axis``; the last rank sends its tensor to the first rank."""
         row = tensor.reshape(1, *tensor.shape)
         return self._post("shift", axis, row, tuple(row.shape), Shifted)
 
     def drain(self) -> None:
-        """Wait for all messages under way, and drop what they bring."""
+        """Wait for all messages under way, and drop what is received."""
         for sent in tuple(self.under_way):
             sent.wait()
 
     def _post(
         self, kind: MessageKind, axis: str, rows: Tensor, received: tuple[int, ...], handle: type[Sent] = Sent
     ) -> Sent:
-        """Post ``rows`` (n, ...), one message each; ``received`` is the shape of what arrives."""
+        """Send ``rows`` (n, ...) in an exchange of this ``kind``, and return the message under way.
+
+        In an all-to-all there is a row for each rank of the axis.  In other exchanges the single row goes to every
+        receiver.  ``received`` is the shape of what this rank receives, and ``handle`` the class of the result.
+        """
         rows = rows.detach()
         if not rows.numel():
             return handle(self, None, received, rows)

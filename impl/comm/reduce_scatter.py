@@ -3,16 +3,17 @@
 A gradient is viewed as ``(axis 0, axis 1, ..., shard)``.  It is transposed while it is encoded, and sent along
 axis 0.  Each rank decodes what it receives, sums it in ascending order of the sources, encodes the sum for
 axis 1, and so on.  After the last hop of sums, the sum becomes the mean.  :class:`Ring` is an alternative: one ring
-over all ranks.  If several groups of ranks hold copies of a shard, further hops all-gather the means of their pieces.
+over all ranks.  If several state groups hold copies of a shard, the last hops all-gather the means of their pieces.
 
-:meth:`Reduction.start` posts the first message, ``post_next_hop`` posts the next one, and ``finish`` returns the
-mean.  docs/design/engine.md says how to add another kind of reduction.
+:meth:`Reduction.start` posts the first messages, each call of ``post_next_hop`` posts the next messages, and ``finish``
+returns the mean.  docs/design/engine.md says how to add another kind of reduction.
 
 [Note: deferred last hop]
-After posting a hop that is not the last, the caller should call ``post_next_hop`` soon: the next hop can only be
-posted after this one has arrived, and until then the next hop's link idles.  After the last hop nothing is left to
-post.  If the last hop crosses between nodes, on the slowest link, only :meth:`Reduction.finish` waits for it.  If
-it stays inside a node, it arrives at once, and ``post_next_hop`` takes the mean.
+The caller should call ``post_next_hop`` soon after it has posted a hop that is not the last.  The next hop can only be
+posted when the messages of the previous hop have arrived, and until then the next hop's link idles.  After the last hop
+nothing is left to post.  If the last hop crosses between nodes, on the slowest link, only :meth:`Reduction.finish`
+waits for the last hop.  If the last hop stays inside a node, its messages arrive at once, and ``post_next_hop`` sets
+``mean``.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from impl.policy.policy import Policy
 
 
 def reduction_of(policy: Policy, wire: Wire, tag: Tag, piece: int, grain: int) -> Reduction:
-    """Return the reduction after which each rank has the mean of ``piece`` elements, as the ``policy`` says.
+    """Return the reduction of gradients of ``n * piece`` elements over n ranks, as the ``policy`` says.
 
-    Chunks start on multiples of ``grain`` elements.
+    The policy chooses the hops, the codecs and a ring or not.  Each rank reduces one piece of ``piece`` elements.  A
+    piece is cut into chunks that start on multiples of ``grain`` elements.
     """
     kind = Ring if policy.reduce == "ring" else Reduction
     hops = reduction_hops(policy, wire.mesh.topology, piece, grain)
@@ -52,14 +54,14 @@ class Reduction:
     """Reduces gradients of one size, hop by hop; used for one reduction at a time.
 
     Each piece of the gradient may be cut into chunks, which are posted in the order of
-    :func:`impl.plan.hops.in_turns`.  Means are gathered in one chunk, and every rank decodes its own piece too, so
-    that copies stay bit-equal.
+    :func:`impl.plan.hops.in_turns`.  If several state groups hold copies of a shard, their ranks gather the means of
+    their pieces in one chunk.  Every rank decodes its own piece too, so that the copies stay bit-equal.
 
-    ``mean`` is set when the mean has arrived, until :meth:`finish` returns it.
+    ``mean`` is None until the mean has arrived, and again after :meth:`finish` has returned the mean.
     """
 
     wire: Wire
-    # The hops that sum, then the hops that gather means; empty for one rank.
+    # First the hops that sum gradients, then the hops that gather means; empty for one rank.
     hops: Sequence[Hop]
     tag: Tag
     sums: Sums = "fp32"  # the type of partial sums
@@ -79,9 +81,11 @@ class Reduction:
             self._events += [[(number, 0)] for number in range(len(self._summing), len(self.hops))]
 
     def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
-        """Return the random bits for hop number ``hop``, beginning at element ``start`` of each piece.
+        """Return the random bits with which this rank encodes for hop number ``hop``.
 
-        Returns None without a key, or if the hop's codec does not round stochastically.
+        The bits begin at element ``start`` of each piece.
+
+        Returns None if ``key`` is None, or if the hop's codec does not round stochastically.
         """
         if key is None or not self.hops[hop].codec.stochastic:
             return None
@@ -91,12 +95,15 @@ class Reduction:
         return replace(key, hop=hop).noise(before + start, strides)
 
     def collects(self, dtype: torch.dtype) -> bool:
-        """Return whether gradients of ``dtype`` may be collected straight in the first hop's message.
+        """Return whether gradients of ``dtype`` may be written straight to the first hop's message.
 
-        The message then has the elements in the unit's order.  This requires that a frame is just its elements, that
-        pieces are in rank order and are not cut into chunks, and that a rank can pick its parts out of the messages:
-        if there is a single hop, its part is a whole row; otherwise the ranks must read each other's messages in
-        shared memory.  The caller must not use error feedback.
+        The message then has the elements in the unit's order, without encoding.  This requires that
+
+        - a frame consists of elements of ``dtype`` only,
+        - pieces are in rank order, and are not cut into chunks,
+        - no hop keeps errors of error feedback,
+        - there is a single hop, or the ranks read each other's messages of the first hop in shared memory.  Only there
+          can a rank pick its parts out of messages in the unit's order.
         """
         plain = [
             hop.kind == "all_to_all" and hop.keeps == "nothing" and hop.stride == hop.axis.stride
@@ -108,7 +115,11 @@ class Reduction:
         return first.sends_elements(NAMES.get(dtype)) and (not rest or self.wire.shares_memory(first.axis))
 
     def open_message(self) -> Exchange:
-        """Open the first hop's exchange, whose ``send`` has room for the whole gradient; needs :meth:`collects`."""
+        """Open the exchange of the first hop, and return it.
+
+        The caller writes the whole gradient to ``send`` of the exchange, and then passes the exchange to :meth:`start`.
+        Call this only if :meth:`collects` returns True.
+        """
         return self.wire.all_to_all(self.hops[0].axis, self.hops[0].nbytes, self.tag)
 
     def start(
@@ -123,11 +134,11 @@ class Reduction:
         """Start to average the ranks' gradients: post the first messages.
 
         Args:
-            gradient: (n * piece,) for n ranks that average, floating-point and contiguous; it is not used after the
-                return.
+            gradient: (n * piece,) for the n ranks whose gradients are averaged, floating-point and contiguous.  The
+                caller may overwrite it when this method has returned.
             key: the key of stochastic codecs' random bits, with this rank as the source.
             errors: the carried errors of error feedback.
-            opened: the exchange of :meth:`open_message`, if the gradient was collected in it.
+            opened: the exchange that :meth:`open_message` returned, if the gradient was written to its ``send``.
             out: (S,) fp32, receives the mean; a new tensor by default.
 
         Raises:
@@ -154,7 +165,11 @@ class Reduction:
             self.mean = out if gradient is out else out.copy_(gradient)
 
     def post_next_hop(self) -> None:
-        """Post the next hop's messages, or take the mean; see [Note: deferred last hop]."""
+        """Wait for the messages under way, and post the next hop's messages.
+
+        If all hops are posted and the last hop stays inside a node, set ``mean``.  If the last hop crosses between
+        nodes, do nothing; see [Note: deferred last hop].
+        """
         if self.mean is not None:
             return
         if self._posted < len(self._events):
@@ -172,22 +187,28 @@ class Reduction:
         return self._gathered() if self._gather.hops else self._summed(self._out)
 
     def close(self) -> None:
-        """Drop the exchanges of a finished reduction; on a GPU, call it only after its side stream was joined."""
+        """Drop the exchanges of a finished reduction.
+
+        On a GPU, call this only after the computation has waited for the reduction's side stream.
+        """
         self._under_way.clear()
         self._opened = None
 
     def _turns(self) -> list[list[tuple[int, int]]]:
-        """Return the messages to post in each call of :meth:`_post_next`, as (hop, chunk), for all hops that sum."""
+        """Return a list with the messages to post in each call of :meth:`_post_next`, as (hop, chunk).
+
+        The list has the hops that sum, but not the hops that gather means.
+        """
         return in_turns(len(self._summing), len(self._chunks))
 
     def _post_next(self, gradient: Tensor | None = None) -> None:
-        """Post the messages that are next in turn (:meth:`_turns`); only the first call is given the ``gradient``."""
+        """Post the messages that are next in turn; the first call needs the ``gradient``, the later calls do not."""
         for number, part in self._events[self._posted]:
             self._post(number, part, gradient)
         self._posted += 1
 
     def _post(self, number: int, part: int, gradient: Tensor | None) -> None:
-        """Post a chunk, or in a ring a step, of hop ``number``."""
+        """Post chunk ``part`` of hop ``number``; in a ring, post step ``part``."""
         match self.hops[number].source:
             case "gradient":
                 assert gradient is not None  # noqa: S101  # this is the first event
@@ -202,7 +223,10 @@ class Reduction:
     # Hops of sums
 
     def _summed(self, out: Tensor | None) -> Tensor:
-        """Wait for the last hop of sums, and return the mean of this rank's piece, in ``out`` if it is given."""
+        """Wait for the last hop that sums, and return the mean of this rank's piece, (piece,) fp32.
+
+        The mean is written to ``out``, or to a new tensor if ``out`` is None.
+        """
         codec, mean = self._summing[-1].codec, self._new(self._piece) if out is None else out
         ranks = math.prod(self._sizes)
         for (start, end), exchange in zip(self._chunks, self._under_way, strict=True):
@@ -213,7 +237,10 @@ class Reduction:
         return mean
 
     def _send_first(self, gradient: Tensor, index: int) -> Exchange:
-        """Encode a chunk of all pieces, transposed, and post it on the first hop."""
+        """Encode chunk ``index`` of all pieces, and post it on the first hop.
+
+        Encoding transposes the pieces to the order in which the hop's ranks receive them.
+        """
         hop, (start, end), frames = self.hops[0], self._chunks[index], None
         carried = None if self._errors is None else self._errors.carried(0, start, end)
         slices = gradient.as_strided(*self._by_hops)[..., start:end]  # (axis 0, axis 1, ..., chunk)
@@ -228,11 +255,11 @@ class Reduction:
         return exchange
 
     def _open(self, hop: Hop, index: int) -> Exchange:
-        """Open the exchange of a chunk; the exchanges of several chunks may be under way at once."""
+        """Open the exchange of chunk ``index`` on ``hop``; the exchanges of several chunks may be under way at once."""
         return self.wire.all_to_all(hop.axis, hop.sizes[index], self.tag, in_line=len(self._chunks) == 1)
 
     def _send_on(self, number: int, index: int) -> Exchange:
-        """Sum the messages that a chunk has received on the previous hop, encode the sum, and post it."""
+        """Sum the messages received for chunk ``index``, encode the sum, and post the encoded sum on hop ``number``."""
         received, observer, (start, end) = self._under_way[index], self._observer, self._chunks[index]
         before, hop = self.hops[number - 1 : number + 1]
         rest = self._sizes[number:]
@@ -258,7 +285,11 @@ class Reduction:
         return exchange
 
     def _own_part(self, exchange: Exchange) -> Tensor:
-        """Return this rank's part of all ranks' collected gradients, (source, sizes of the later hops..., F)."""
+        """Return this rank's parts of the gradients that the ranks have written to the messages of ``exchange``.
+
+        The result is a view (source, sizes of the later hops..., F) uint8 of shared memory, where F is the bytes of a
+        frame.
+        """
         frame = self.hops[0].nbytes // self.hops[0].frames
         assert isinstance(exchange, InMemory)  # noqa: S101  # collects() with several hops needs shared memory
         rows = exchange.messages()  # (source, world * F)
@@ -270,7 +301,7 @@ class Reduction:
     # Hops that gather means
 
     def _gather_mean(self, number: int) -> None:
-        """Encode the mean of this rank's piece, and start to gather the pieces of all copies of the shard."""
+        """Encode the mean of this rank's piece, and post the first hop that gathers the means of all pieces."""
         mean = self._summed(None)
 
         def encode(hop: Hop, message: Tensor) -> None:
@@ -284,7 +315,7 @@ class Reduction:
         self._gather.start(self.tag, encode)
 
     def _gathered(self) -> Tensor:
-        """Wait for the pieces of all copies of the shard, and return the shard's mean."""
+        """Wait for the means of all pieces of this rank's shard, and return the mean of the shard, (S,) fp32."""
         backwards, whole = self._gather.hops[::-1], self._out
         axes, strides = [hop.axis for hop in backwards], [hop.stride for hop in backwards]
         if whole is None:
@@ -324,7 +355,11 @@ class Ring(Reduction):
         return torch.div(self._partial, self._sizes[0], out=self._partial if out is None else out)
 
     def _send_step(self, step: int, gradient: Tensor | None) -> None:
-        """Encode the partial sum, which begins with a part of the ``gradient``, and send it to the next rank."""
+        """Encode the partial sum of ``step``, and send it to the next rank.
+
+        In the first step, the partial sum is one slice of this rank's ``gradient``.  In later steps ``gradient`` is
+        None, and the partial sum is the received partial sum plus a slice of the gradient.
+        """
         hop = self.hops[0]
         if gradient is not None:
             self._me = hop.axis.digit(self.wire.mesh.rank)
@@ -344,7 +379,7 @@ class Ring(Reduction):
         exchange.post()
 
     def _receive(self, step: int) -> None:
-        """Add this rank's part of the gradient to the partial sum that a ``step`` has brought."""
+        """Wait for the partial sum that is sent in ``step``, and add the same elements of this rank's gradient."""
         hop = self.hops[0]
         ops.decode(hop.codec, self._exchange.wait()[0], self._partial)
         self._exchange.close()

@@ -35,14 +35,17 @@ DIFFER: Final = "found that the ranks' exchanges differ"
 
 
 class WireError(RuntimeError):
-    """A message cannot be sent, or did not arrive; the message tells what each rank was waiting for."""
+    """A wire cannot be made, or messages cannot be sent or did not arrive.
+
+    After a failed wait, the text of the error tells what each rank was waiting for.
+    """
 
 
 @dataclass(slots=True, eq=False)
 class _Mark:
     """The moment of a call of :meth:`Watchdog.mark_exposed`, between two waits of the device's stream."""
 
-    # the seconds that were waited before this moment; None until the device has passed these waits
+    # the exposed seconds before this moment; None until the device has finished all waits before it
     seconds: float | None = None
 
 
@@ -76,18 +79,20 @@ class Watchdog:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds spent in :meth:`wait`: by the host, or by the device's stream in work that has finished.
+        """Seconds that this rank has waited for messages.
 
-        Waits of the device's stream are counted only after this property was first read, or :meth:`mark_exposed`
-        first called.
+        If the host waits for messages, this is the time that the host has spent in :meth:`wait`.  If the device's
+        stream waits for messages, this is the time of all waits that the device has finished.  A wait of the device's
+        stream is timed only if this property was read, or :meth:`mark_exposed` was called, before the wait.
         """
         self._timed = True
         return self._finished_waits()
 
     def mark_exposed(self) -> Callable[[], float]:
-        """Return a function that returns the exposed seconds before this call.
+        """Mark this moment, and return a function that returns the exposed seconds until this moment.
 
-        If the device's stream waits for messages, call that function once the device has passed this moment.
+        If the device's stream waits for messages, the device must have passed this moment before the returned function
+        is called.  Otherwise the returned function raises a RuntimeError.
         """
         self._timed = True
         mark = _Mark()
@@ -106,7 +111,7 @@ class Watchdog:
         return read
 
     def _finished_waits(self) -> float:
-        """Add up and drop the waits that the device has finished; return the seconds of all waits until now."""
+        """Add the waits that the device has finished to the exposed seconds, and return the exposed seconds."""
         while self._stalls:
             first = self._stalls[0]
             if isinstance(first, _Mark):
@@ -121,7 +126,10 @@ class Watchdog:
 
     @contextlib.contextmanager
     def stalling(self) -> Iterator[None]:
-        """Context that times a wait of the device's stream, if waits are timed; a wait that raises is not counted."""
+        """Context that times the waits which its body enqueues on the device's current stream.
+
+        Nothing is timed on a side stream, before :attr:`exposed_seconds` was first read, or if the body raises.
+        """
         if self.paused or not self._timed:
             yield
             return
@@ -133,7 +141,10 @@ class Watchdog:
         self._finished_waits()
 
     def join(self, arrival: Arrival) -> None:
-        """Make the current stream wait for ``arrival``; a wait that is timed ends with the arrival."""
+        """Make the current stream wait for ``arrival``, and count the seconds until then as exposed.
+
+        The seconds are counted only if waits are timed; see :attr:`exposed_seconds`.
+        """
         if self._timed and arrival.event is not None:
             begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             begin.record()
@@ -147,11 +158,12 @@ class Watchdog:
 
         Args:
             step: the exchange.
-            receive: waits for its messages.
+            receive: waits for the exchange's messages.
             across: whether messages come from other nodes.
 
         Raises:
-            WireError: if ``receive`` raises an error or runs into its timeout.
+            WireError: if ``receive`` raises a RuntimeError or a TimeoutError.
+            SharedMemoryError: if ``receive`` raises it; it is raised unchanged.
         """
         begin = time.perf_counter()
         try:
@@ -170,10 +182,11 @@ class Watchdog:
         return messages
 
     def meet(self, purpose: str, timeout: float) -> None:
-        """Wait until all ranks have called this for ``purpose``.
+        """Wait until all ranks have called this method for ``purpose``.
 
         Raises:
-            WireError: after ``timeout`` seconds, or at once if ranks are threads and none can go on.
+            WireError: if a rank has not called it after ``timeout`` seconds.  Thread ranks have no timeout: they raise
+                the error when no rank can go on.
         """
         if (store := self._store) is None:
             return
@@ -199,9 +212,10 @@ class Watchdog:
         """Return the error of a rank that cannot go on, after collecting the other ranks' reports.
 
         Args:
-            failure: what this rank could not do, as a verb phrase.
+            failure: what this rank could not do, such as ``could not finish exchange 3, ...``.
             cause: the error or text that says why.
-            waiting: the exchange that this rank waits for, or the purpose of a :meth:`meet`.
+            waiting: the exchange that this rank waits for, or the purpose of a :meth:`meet`; None if the rank does not
+                wait.
         """
         log, in_exchange = self.collective_log, isinstance(waiting, tuple)
         waits_for = label(waiting) if isinstance(waiting, tuple) else waiting
@@ -223,23 +237,23 @@ class Watchdog:
         return WireError("\n".join(lines))
 
     def close(self) -> None:
-        """Report that this rank has closed its wire, for ranks that may still wait for its messages."""
+        """Write to the store that this rank has closed its wire, since other ranks may still wait for its messages."""
         with contextlib.suppress(RuntimeError):  # the process that hosts the store may have exited
             self._write(f"closed its wire after {self.collective_log.count} exchanges")
 
     def _write(self, status: str, call: str = "") -> None:
         """Write this rank's report to the store.
 
-        The report has the rank's ``status`` and its exchanges.  It also has the public ``call`` that the rank is in, if
-        other ranks may not have made this call.
+        The report has three parts: ``status`` in words, ``call``, and the last exchanges.  ``call`` is the public call
+        that the rank is in, such as ``save()``.  It is empty if all ranks have made the call, or outside of calls.
         """
         if self._store is not None:
             self._store.set(str(self._rank), json.dumps((status, call, [*self.collective_log.steps])))
 
     def _report(self, store: Store | ThreadStore) -> Iterator[str]:
-        """Yield the lines of an error, once all ranks have reported, or after :data:`_PATIENCE_SECONDS`.
+        """Wait for the other ranks' reports, at most :data:`_PATIENCE_SECONDS`, and yield the lines of an error.
 
-        They tell which calls only some ranks have made, the first exchange in which ranks differ, and what each
+        The lines tell which calls only some ranks have made, the first exchange in which ranks differ, and what each
         rank was waiting for.
         """
         with contextlib.suppress(RuntimeError):  # raised if a rank does not report

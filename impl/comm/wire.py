@@ -53,10 +53,10 @@ _OF_PASSES: Final = ("weights", "persistent", "gradients")  # purposes of the me
 
 
 class EncodedHop(NamedTuple):
-    """A hop of a reduction that encodes what it sends."""
+    """A hop of a reduction, as an :class:`Observer` sees it."""
 
     number: int  # from 0; in a ring each step is a hop
-    axis: str  # the name of its axis
+    axis: str  # the name of the hop's axis; for a gather of means, the names of all its axes, joined by +
     codec: Codec
 
 
@@ -75,14 +75,14 @@ class Observer:
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
         """Called before a hop's message is sent.
 
-        ``frames`` (..., F) uint8 are the encoded ``values`` (..., n), to which carried errors have been added.
-        ``frames`` is None if the elements themselves are sent.
+        ``values`` (..., n) are the gradient or a sum, plus the carried errors.  ``frames`` (..., F) uint8 are the
+        encoded values.  ``frames`` is None if the values are sent without encoding.
         """
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
-        """Called when a reduction has ended.
+        """Called when a reduction of ``unit`` has ended.
 
-        ``mean`` (n,) fp32 is the mean of elements ``start`` to ``start + n`` of the unit.  Each element is
+        ``mean`` (n,) fp32 is the mean gradient of elements [start, start + n) of the unit.  Each element of the unit is
         reported on exactly one rank.
         """
 
@@ -94,13 +94,13 @@ class Wire:
         mesh: the ranks, as :meth:`Mesh.of` reads them.
         transport: how messages are carried; ``shm`` is used inside nodes only.
         pacer: models a slower link between nodes than the machine has.
-        timeout: seconds after which a rank that does not take part is an error.
-        on_hang: is called with this error in another thread, if a GPU's stream waits for messages instead of the
-            host.  By default it prints the error and ends the process with status 1.
+        timeout: seconds that a rank waits for the other ranks' messages before it raises a :class:`WireError`.
+        on_hang: is called with this error, in another thread, if a GPU's stream waits for messages instead of the host.
+            By default it prints the error and ends the process with status 1.
 
     Raises:
-        WireError: for the transport ``shm`` on a mesh that is not on CPUs; for a ``pacer`` on a GPU whose stream
-            waits for messages; and, if the ranks are threads, for a ``pacer`` and for any transport but ``backend``.
+        WireError: if ``transport`` is ``shm`` and the mesh is not on CPUs; if there is a ``pacer`` and a GPU's stream
+            waits for messages.  If the ranks are threads: if there is a ``pacer``, or ``transport`` is not ``backend``.
     """
 
     def __init__(
@@ -157,27 +157,28 @@ class Wire:
     def exposed_seconds(self) -> float:
         """Seconds that this rank has waited for messages.
 
-        If the stream of a GPU waits, synchronise the device before reading this property.  A GPU's waits count from
-        the first reading, or the first :meth:`mark_exposed`, on: timing a wait takes an event, which the host records
-        before the wait.
+        If a GPU's stream waits for messages, synchronise the device before you read this property.  The stream's waits
+        are counted only from the first reading or the first call of :meth:`mark_exposed`, because timing a wait costs
+        the host time.
         """
         return self._watchdog.exposed_seconds
 
     @property
     def carried(self) -> int:
-        """Bytes sent by this rank, as the transports have counted them, independently of the ledger."""
+        """Bytes that this rank has sent to other ranks, as counted by the transports and not by the ledger."""
         return self._watchdog.carried
 
     def mark_exposed(self) -> Callable[[], float]:
-        """Return a function that returns the exposed seconds before this call; does not wait for a GPU.
+        """Mark this moment, and return a function that returns the exposed seconds until this moment.
 
-        If the stream of a GPU waits, call the function only after the device has passed this moment.
+        This does not wait for a GPU.  If a GPU's stream waits for messages, call the returned function only after the
+        device has passed this moment.
         """
         return self._watchdog.mark_exposed()
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of the buffers for messages of weights and gradients, whether in use or kept for later messages.
+        """Bytes of the buffers for messages of weights and gradients: buffers in use, and buffers kept for later use.
 
         :mod:`impl.plan.messages` predicts these bytes for a GPU whose stream waits for messages.
         """
@@ -200,36 +201,39 @@ class Wire:
             log.call = before
 
     def meet(self, purpose: str) -> None:
-        """Wait until all ranks have called this for ``purpose``.
+        """Wait until all ranks have called this method for ``purpose``.
 
         Call it before operations of torch, or of the ranks' store, that would wait for a missing rank for half an
         hour.
 
         Raises:
-            WireError: after the wire's timeout, or, if ranks are threads, once no rank can go on; the message names the
-                missing ranks.
+            WireError: if a rank has not called it within the wire's timeout; the message names the missing ranks.
+                Thread ranks have no timeout: they raise the error when no rank can go on.
         """
         self._watchdog.meet(purpose, self._timeout)
 
     def group(self, axis: Axis) -> Group:
-        """Return this rank's group along ``axis``; the first call makes it, and all ranks must take part."""
+        """Return this rank's group along ``axis``.
+
+        The first call makes the group, and all ranks of the mesh must make this call.
+        """
         if not self.mesh.has_group(axis):
             apart = f", stride {axis.stride}" if axis.stride > 1 else ""
             self.meet(f"the making of groups along {axis.name} ({axis.size} ranks{apart})")
         return self.mesh.group(axis, self._group_timeout)
 
     def make_groups(self, axes: Iterable[Axis]) -> None:
-        """Make the groups along ``axes`` now, so that no rank makes one while another waits for a message."""
+        """Make the groups along ``axes`` now, so that no rank makes a group while another rank waits for a message."""
         for axis in axes:
             self.group(axis)
 
     @contextlib.contextmanager
     def beside(self, stream: SideStream, *, posted: bool = False) -> Iterator[Arrival]:
-        """Enqueue the body's posts, waits and decoding on a side stream; yields an Arrival that marks their end.
+        """Context whose posts, waits and decoding are enqueued on the side stream ``stream``.
 
-        With NCCL, waiting for a message blocks the stream and not the host.  Therefore all further hops can be
-        enqueued as soon as the first is posted.  ``posted`` is as in
-        :meth:`impl.transport.side_stream.SideStream.beside`.
+        Yields an :class:`Arrival`, which marks the end of this work.  With NCCL, waiting for a message blocks the
+        stream and not the host.  Therefore all later hops can be enqueued as soon as the first hop is posted.
+        ``posted`` says that the body begins by waiting for messages that the current stream has just posted.
         """
         self._watchdog.paused = True
         try:
@@ -241,11 +245,11 @@ class Wire:
 
     @contextlib.contextmanager
     def on_current_stream(self) -> Iterator[None]:
-        """Enqueue the body's posts, waits and decoding on the current stream, which need not be the computation's.
+        """Context whose posts, waits and decoding are enqueued on the current stream, whichever stream that is.
 
-        An engine that is not ours calls collectives on streams of its own.  Such a stream waits for the last use of a
-        message buffer even if the computation has waited for this use already, and its waits for messages do not count
-        as exposed.  Where the host waits for messages, this context changes nothing.
+        FSDP2 calls collectives on its own streams.  In this context, the current stream waits for the last use of a
+        message buffer, even if the computation has waited for this use already.  Waits for messages do not count as
+        exposed.  If the host waits for messages, this context changes nothing.
         """
         if not self.streams:
             yield
@@ -259,12 +263,19 @@ class Wire:
             self._watchdog.paused, self._buffers.arrival = False, None
 
     def join(self, arrival: Arrival) -> None:
-        """Make the computation wait for ``arrival``, the end of work on a side stream; the wait is exposed."""
+        """Make the current stream wait for ``arrival``, the end of work on a side stream.
+
+        The wait counts as exposed.
+        """
         self._watchdog.join(arrival)
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Context in which ``observer`` observes reductions, and bytes are booked in a separate ledger."""
+        """Context in which ``observer`` observes reductions.
+
+        Inside the context, ``ledger`` is a new ledger, which is dropped at the end.  Afterwards ``ledger`` is the old
+        ledger again, without the messages of the context.
+        """
         before = self.ledger, self.observer
         self.ledger, self.observer = Ledger(), observer
         try:
@@ -297,15 +308,15 @@ class Wire:
             axis: the axis along which ranks exchange.
             nbytes: bytes of one rank's message.
             tag: the purpose under which the ledger books the messages.
-            ring: whether the backend's own all-gather is used, whose bytes are booked as those of a ring.
-            into: (ranks * nbytes,) uint8 to receive the messages, if the transport can do that.
-            in_line: whether the caller waits for the messages as soon as they are posted.  If that is on a side
+            ring: whether the backend's own all-gather is used.  The ledger then books the bytes of a ring.
+            into: (ranks * nbytes,) uint8 to receive the messages.  Transports that cannot do this ignore it.
+            in_line: whether the caller waits for the messages as soon as they are posted.  If both happen on a side
                 stream of a GPU, the exchange runs on this stream, so that the host records fewer events.
         """
         return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into, in_line=in_line)
 
     def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, in_line: bool = False) -> Exchange:
-        """Open an exchange in which every rank of the axis sends a different row of ``nbytes`` to each rank.
+        """Open an exchange in which every rank of the axis sends a different row of ``nbytes`` bytes to each rank.
 
         ``in_line`` is as in :meth:`all_gather`.
         """
@@ -318,15 +329,15 @@ class Wire:
 
         Args:
             axis: the axis along which ranks exchange.
-            sizes: bytes of the message from the i-th to the j-th rank of a group, the same on all ranks; a rank writes
-                its messages to ``send`` one after the other.
+            sizes: ``sizes[i][j]`` is the bytes of the message from the i-th to the j-th rank of a group.  All ranks of
+                the group pass the same sizes.  A rank writes its messages to ``send`` one after the other.
             tag: the purpose under which the ledger books the messages.
-            mark: what ranks must agree on besides the sizes; it becomes part of the exchange's fingerprint.
+            mark: a text on which all ranks of the group must agree; it becomes part of the exchange's fingerprint.
         """
         return self._exchange("all_to_all", axis, sum(map(sum, sizes)), tag, lengths=(sizes, mark))
 
     def shift(self, axis: Axis, nbytes: int, tag: Tag, *, in_line: bool = False) -> Exchange:
-        """Open one step of a ring: every rank of the axis sends ``nbytes`` to the next rank.
+        """Open one step of a ring: every rank of the axis sends ``nbytes`` bytes to the next rank.
 
         ``in_line`` is as in :meth:`all_gather`.
         """
@@ -335,11 +346,11 @@ class Wire:
     def all_gather_small(
         self, row: Tensor, purpose: Purpose = "control", axes: Sequence[Axis] | None = None
     ) -> Tensor:
-        """Gather the ``row`` (n,) of every rank, of any type and layout; all ranks must call it.
+        """Gather every rank's ``row`` (n,), of any type and layout; all ranks must call it.
 
-        Rows are gathered along ``axes``, one after the other; by default along the axis of all ranks.
+        Rows are gathered along each of ``axes`` in turn, by default along the axis of all ranks.
 
-        Returns (ranks, n), equal on all ranks; along a single axis, the rows are in rank order.
+        Returns (ranks, n) of the row's type, equal on all ranks.  Along a single axis, the rows are in rank order.
         """
         rows = row.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8).view(1, -1)
         for axis in (self.mesh.topology.world_axis,) if axes is None else axes:
@@ -365,7 +376,10 @@ class Wire:
             raise self._watchdog.error(DIFFER, ", ".join(texts))
 
     def describe(self) -> dict[str, str]:
-        """Return what has carried the messages along each axis, for a record; control messages are listed apart."""
+        """Return the carriers of messages by name of the axis, such as ``{"node": "gloo point to point"}``.
+
+        Control messages have an entry for each axis too, such as ``world (control)``.
+        """
         return {name: ", ".join(sorted(used)) for name, used in self._used.items()}
 
     def close(self) -> None:
@@ -380,16 +394,16 @@ class Wire:
             self._host_buffers.clear()
 
     def shares_memory(self, axis: Axis) -> bool:
-        """Return whether ranks along ``axis`` read each other's whole messages in memory that they share."""
+        """Return whether the ranks along ``axis`` share memory, in which each rank reads the other ranks' messages."""
         group = self.group(axis)
         shared = self.mesh.thread is not None or (self.transport == "shm" and group.same_node)
         return shared and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Return whether messages along ``axis`` can arrive in the caller's memory and leave no reference to it behind.
+        """Return whether a message along ``axis`` can arrive in memory that the caller may free right after the wait.
 
-        gloo drops its references to the memory when the wait ends.  NCCL, and ranks that are threads, may keep
-        them longer.
+        True for gloo, which drops its references to the memory when the wait ends.  False for NCCL and thread ranks,
+        which may keep references longer.  False also for transports that do not receive in the caller's memory.
         """
         gloo = self.group(axis).backend(self.mesh.device.type) == "gloo"
         return gloo and self.transport != "staged" and not self.shares_memory(axis)
@@ -406,9 +420,9 @@ class Wire:
         in_line: bool = False,
         lengths: Lengths | None = None,
     ) -> Exchange:
-        """Log and book an exchange, and return it with the memory of its messages.
+        """Log an exchange, book its bytes, and return it with the memory of its messages.
 
-        With ``lengths``, messages differ in length, and ``nbytes`` are the bytes of all of them together.
+        If ``lengths`` is given, messages differ in length, and ``nbytes`` is the sum of their bytes.
         """
         buffers = self._buffers if tag.purpose in _OF_PASSES else self._others
         if axis.size == 1:
@@ -446,7 +460,10 @@ class Wire:
             return shared_memory.Arena(route.sent_bytes, route.group, self._timeout)
 
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
-        """Compute the route of messages of this kind, axis, size and tag; :meth:`describe` then lists their carrier."""
+        """Compute the route of messages of this kind, axis, size and tag.
+
+        Also notes what carries these messages, for :meth:`describe`.
+        """
         group, steps = self.group(axis), kind == "shift"
         carried = "cpu" if self.transport == "staged" else self.mesh.device.type
         backend = group.backend(carried)
@@ -485,7 +502,7 @@ class Wire:
         )
 
     def _uneven_route(self, even: exchanges.Route, axis: Axis, tag: Tag, lengths: Lengths) -> exchanges.Route:
-        """Compute the route of an uneven all-to-all from the route of an even one."""
+        """Compute the route of an uneven all-to-all from the route ``even`` of an even all-to-all."""
         (sizes, mark), me = lengths, self.group(axis).index
         sent = uneven(self.mesh.topology, axis, self.mesh.rank, sizes[me])
         splits = exchanges.Splits(
@@ -505,7 +522,7 @@ class Wire:
 
 
 def wire_of(mesh: Mesh, wire: Wire | None) -> Wire:
-    """Return ``wire``, or a new wire over ``mesh`` if it is None.
+    """Return ``wire``, or a new wire over ``mesh`` if ``wire`` is None.
 
     Raises:
         WireError: if ``wire`` is over another topology, other ranks or another device than ``mesh``.
@@ -522,5 +539,5 @@ def wire_of(mesh: Mesh, wire: Wire | None) -> Wire:
 
 
 def waits_on_streams(mesh: Mesh, transport: Transport) -> bool:
-    """Return whether a stream of the GPU waits for messages, instead of the host."""
+    """Return whether a stream of the GPU waits for messages, as with NCCL; if not, the host waits for messages."""
     return mesh.device.type == "cuda" and transport != "staged" and mesh.thread is None

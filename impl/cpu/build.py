@@ -1,8 +1,8 @@
 """Builds ``kernels.cpp`` with the system's compiler, once, and keeps the library for later processes.
 
 The library's file name contains a hash of sources, flags, compiler and processor.  The file gets this name
-only when it is complete and synced to disk.  If several processes start at once, one builds and the others
-wait for it.
+only when it is complete and synced to disk.  If several processes start at once, one process builds the library and
+the others wait.
 """
 
 from __future__ import annotations
@@ -61,17 +61,20 @@ def user_cache() -> Path:
 
 
 def user_folder() -> Path:
-    """Returns the user's folder of compiled kernels.  Raises BuildError: as :func:`user_cache`."""
+    """Returns the user's folder of compiled kernels.
+
+    Raises BuildError: for the same reason as :func:`user_cache`.
+    """
     return user_cache() / "kernels"
 
 
 def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = FLAGS) -> Path:
-    """Returns the path of the shared library in ``folder``, building it if it is not there.
+    """Returns the path of the shared library in ``folder``; builds the library if it is not there.
 
-    ``compiler`` is by default the first of COMPILERS that is installed; ``flags`` are used in addition to the
+    ``compiler`` is by default the first of COMPILERS that is installed.  The compiler gets ``flags`` in addition to its
     optimisation flags.
 
-    Raises BuildError: for every failure.
+    Raises BuildError: if there is no compiler, if the compiler fails, or if the folder cannot be written.
     """
     command = compiler or _compiler()
     path = folder / f"kernels-{_key(command, flags)}.so"
@@ -91,7 +94,10 @@ def library(folder: Path, compiler: str | None = None, flags: tuple[str, ...] = 
 
 
 def identity() -> str:
-    """Returns the library's key on this machine, a hash, without building the library; or why it cannot be built."""
+    """Returns the hash in the library's file name, as 16 hexadecimal digits, without building the library.
+
+    If the library cannot be built here, returns the reason in one line.
+    """
     try:
         return _key(_compiler(), FLAGS)
     except BuildError as problem:
@@ -106,7 +112,7 @@ def _compiler() -> str:
 
 
 def _key(compiler: str, flags: tuple[str, ...]) -> str:
-    """Returns 16 hexadecimal digits, a hash of everything on which the library depends."""
+    """Returns a hash of the sources, the flags, the compiler's version and the processor, as 16 hexadecimal digits."""
     total = hashlib.sha256()
     command = " ".join((*_optimization(compiler), *flags))
     facts = (_run([compiler, "--version"]), command, platform.machine(), _processor())
@@ -141,9 +147,10 @@ def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
 
 
 def _run(command: list[str]) -> str:
-    """Runs ``command`` and returns its output.
+    """Runs ``command`` and returns its standard output.
 
-    Raises BuildError: if the command fails, with the first line of its errors that contains "error".
+    Raises BuildError: if the command does not start, takes longer than 120 s, or fails.  If it fails, the message has
+    the first line of its standard error that contains "error", or else the first line.
     """
     try:
         done = subprocess.run(

@@ -2,8 +2,8 @@
 
 Every function of the library takes one structure, :class:`_Job`, which describes the rows and how they are
 coded.  Rows may lie anywhere in memory; if the elements of a row are not contiguous, the tensor is copied
-first.  Casts without a change of type are copies, sums of casts are computed in one pass, and all other casts
-are left to torch.
+first.  Elements that are not quantised are copied, if their type does not change, or summed in one pass.  torch
+casts them to other types.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _Dims: Final = ctypes.c_int64 * MOST_DIMS
 
 
 class _Plane(ctypes.Structure):
-    """The rows of one tensor: the first row's address, and for each leading dimension the bytes between rows."""
+    """The rows of one tensor: the address of the first row, and the bytes between rows in each leading dimension."""
 
     _fields_ = (("address", ctypes.c_int64), ("strides", _Dims))
 
 
 class _Coding(ctypes.Structure):
-    """How a row is coded: ``Code`` of job.hpp, field by field."""
+    """The structure ``Code`` of job.hpp: how a row is coded.  The fields are the same."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in _CODING)
 
 
 class _Job(ctypes.Structure):
-    """The argument of one call: ``Job`` of job.hpp, field by field."""
+    """The structure ``Job`` of job.hpp: the argument of one call.  The fields are the same."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("numel", "kind", "dims")),
@@ -133,7 +133,11 @@ class Kernels(Operations):
         return self._run("decode_sum_encode", {"frames": frames[0], "output": out}, options, **fields)
 
     def _run_into(self, out: Tensor, name: str, frames: Tensor, **fields: Any) -> Repeat | None:
-        """Run ``name``, which decodes ``frames`` to ``out``; if rows of ``out`` are not contiguous, via a copy."""
+        """Call the library's function ``name``, which decodes ``frames`` to ``out``; ``fields`` are fields of the job.
+
+        Returns a function that repeats the call on other tensors.  Returns None if the elements of a row of ``out`` are
+        not contiguous: then a contiguous tensor is written first, and copied to ``out``.
+        """
         values = out if _has_whole_rows(out) else torch.empty(out.shape, dtype=out.dtype)
         repeat = self._run(name, {"frames": frames, "values": values}, numel=out.shape[-1], **fields)
         if values is out:
@@ -150,8 +154,12 @@ class Kernels(Operations):
     ) -> Repeat:
         """Call the library's function ``name``, and return a function that repeats the call on other tensors.
 
-        ``tensors`` has the tensor of each plane by the plane's name; their leading dimensions are equal, and
-        tensors that are read come before those that are written.  ``fields`` are further fields of the job.
+        Args:
+            name: the name of the function.
+            tensors: the tensor for each field of the job, such as ``values``, by the field's name.  Their leading
+                dimensions are equal.  Tensors that are read come before tensors that are written.
+            options: random bits and error feedback.
+            fields: the other fields of the job.
         """
         job, planes, (noise, carried) = _Job(error_kind=-1, **fields), dict(tensors), options
         if carried is not None:
@@ -173,7 +181,10 @@ class Kernels(Operations):
 
 
 def _run_job(function: Callable[[Any], int], job: bytes, planes: Sequence[str], *tensors: Tensor) -> None:
-    """Run a prepared job on ``tensors``, which have the layout of the job's own tensors, but other addresses."""
+    """Call ``function`` with a copy of ``job`` that has the addresses of ``tensors``.
+
+    ``planes`` are the names of the tensors' fields.  Each tensor must have the layout for which the job was prepared.
+    """
     copy = _Job.from_buffer_copy(job)  # other threads may run the same job
     for name, tensor in zip(planes, tensors, strict=True):
         getattr(copy, name).address = tensor.data_ptr()
@@ -187,7 +198,7 @@ def _has_whole_rows(x: Tensor) -> bool:
 
 
 def _is_copy(codec: Codec, x: Tensor) -> bool:
-    """Returns whether encoding ``x`` only copies the bytes of its rows."""
+    """Returns whether encoding ``x`` only copies bytes: if ``codec`` is a cast to the type that ``x`` has already."""
     return isinstance(codec, Raw) and x.dtype == DTYPES[codec.dtype] and _has_whole_rows(x)
 
 
@@ -196,7 +207,11 @@ def _sources(frames: Tensor) -> dict[str, int]:
 
 
 def _coding(codec: Codec, numel: int) -> tuple[str, _Coding | None]:
-    """Returns the suffix of the names of a codec's kernels, and how a row is coded (None without kernels)."""
+    """Returns (suffix, coding) of a codec.
+
+    The suffix ends the names of the codec's kernels in the library.  The coding says how the kernels code a row of
+    ``numel`` elements; it is None if the library has no kernels for the codec.
+    """
     if isinstance(codec, OwnCodec) and codec.published:
         return "_formats", _Coding(kind=[*FORMATS].index(codec.name), frame_bytes=codec.frame_bytes(numel))
     if isinstance(codec, Raw | OwnCodec):

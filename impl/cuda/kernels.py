@@ -1,14 +1,15 @@
 """Chooses CUDA kernels for codecs, bit-equal to :mod:`impl.codecs.reference`, and prepares their launches.
 
-:class:`Kernels` turns an operation on tensors into launches and hands them to the function that runs them:
-:func:`impl.cuda.launch.on_device` on a device; in tests also a host that compiles the same sources.
+:class:`Kernels` turns an operation on tensors into launches, and calls a function that runs them.  On a device this is
+:func:`impl.cuda.launch.on_device`.  Some tests run the same sources compiled for the host.
 
-Elements that are not quantised are copied or summed by one launch (``raw.cu``).  Their casts are left to the reference,
-which takes one launch of torch, and so are frames that are not aligned to their elements.
+Elements that are not quantised are copied or summed by one launch (``raw.cu``).  The reference casts them to other
+types, by one launch of torch.  The reference also takes frames that are not aligned to their elements.
 
 A codec is called *plain* here if it has integers of 4 or 8 bits and no rotation, and the call has no error
-feedback: there are kernels compiled for each such codec and type.  General kernels read the codec's properties
-when they run.  The kernel that encodes depends on the block (the sources give the reasons):
+feedback.  Plain kernels are compiled separately for each number of bits and type.  General kernels read the codec's
+properties when they run.  The kernel that encodes depends on the block (the sources give the reasons).  Published
+formats have their own kernels (``formats.cu``).
 
 ===========================================  ==========================================================
 elements of a block                          kernels
@@ -78,12 +79,18 @@ _ROUNDINGS: Final = ("false", "true")  # the kernels' template argument STOCHAST
 class _Call:
     """Fills in the argument of a kernel, and computes the grid of its launch.
 
-    A row has ``numel`` elements.  ``tensors``, of equal leading dimensions, and ``codecs`` are given by the name of
-    their field in the argument.  If a launch may loop, it has at most about ``spread`` thread blocks.  If there are
-    several sources, ``frames`` (sources, ...) holds the frames of all sources, and ``tensors`` has the frames of the
-    first source.
+    Args:
+        spread: the number of thread blocks to aim at.  If there are more parts of rows, and the launch may loop, each
+            thread block works on up to 16 parts.
+        numel: the number of elements of a row.
+        tensors: tensors of equal leading dimensions, by the name of their field in the argument.
+        codecs: codecs, by the name of their field in the argument.
+        options: random bits and error feedback.
+        frames: (sources, ...), the frames of all sources, if several sources are summed.  ``tensors`` then has the
+            frames of the first source.
 
-    Raises ValueError: for a row that is too long, or more rows than a grid covers.
+    Raises ValueError: if a row is too long, if there are more rows than a grid covers, or if the leading dimensions
+        cannot be merged to three.
     """
 
     def __init__(
@@ -134,16 +141,17 @@ class _Call:
             self.set(decay=(carried.decay, 1.0 - carried.decay))  # each is rounded to fp32 once
 
     def set(self, **values: object) -> None:
-        """Write fields of the argument."""
+        """Write ``values`` to the fields of the argument that have these names."""
         for name, value in values.items():
             self.arguments[name] = value
 
     def launch(
         self, file: str, kernel: str, parts: int, threads: int = THREADS, *, loops: bool = False
     ) -> Launch:
-        """Returns a launch whose thread blocks work on ``parts`` parts of each row.
+        """Returns a launch of ``kernel`` in ``file``, with ``threads`` threads in each thread block.
 
-        If it ``loops``, a thread block may work on several parts, one after the other.
+        Each row is cut into ``parts`` parts, and a thread block works on one part.  If ``loops`` is True, a thread
+        block may work on several parts, one after the other.
         """
         if loops:
             repeats = max(1, min(MOST_LOOPS, parts * math.prod(self.sizes) // self.spread))
@@ -153,7 +161,10 @@ class _Call:
         return Launch(file, kernel, (parts, c, a * b), threads, self.arguments)
 
     def held(self, file: str, kernel: str, codec: Blocked, octets: int, *, loops: bool = True) -> Launch:
-        """Returns a launch in which a team of threads holds a block; each thread holds ``octets`` times 8 elements."""
+        """Returns a launch in which a team of threads holds one of the codec's blocks in registers.
+
+        Each thread holds ``octets`` times 8 elements.
+        """
         block = codec.block_size(self.numel)
         shift = (-(-block // (octets * OCTET)) - 1).bit_length()  # a team has a power of two of threads
         team = 1 << shift
@@ -168,7 +179,10 @@ class _Call:
         return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * per_thread)), loops=loops)
 
     def extents(self, codec: Blocked, device: torch.device) -> Launch:
-        """Returns the launch that writes each block's least and greatest value to memory that this object keeps."""
+        """Returns the launch that writes the least and the greatest value of each of the codec's blocks.
+
+        This object keeps the memory to which they are written.
+        """
         block, blocks = codec.block_size(self.numel), codec.blocks(self.numel)
         self._extremes = torch.zeros(2 * blocks * math.prod(self.sizes), dtype=torch.int32, device=device)
         parts, coding = -(-block // SCANNED), _coding(codec, self.numel)
@@ -183,10 +197,10 @@ class _Call:
 
 
 class Kernels(Operations):
-    """The operations as launches, which ``run`` carries out.
+    """The operations of the CUDA backend, as launches that the function ``run`` carries out.
 
-    Where there would be more than ``spread`` thread blocks, each works on several parts.  ``without`` names
-    kernels that are not used, for tests (:data:`Part`).
+    ``spread`` is the number of thread blocks to aim at (:class:`_Call`).  ``without`` names kernels that are not used,
+    for tests (:data:`Part`).
     """
 
     name = "cuda"
@@ -202,7 +216,10 @@ class Kernels(Operations):
         self._run, self._spread, self._without = run, spread, frozenset(without)
 
     def _launch(self, launch: Launch, tensors: Mapping[str, Tensor]) -> Repeat:
-        """Run ``launch`` on ``tensors``, given by field, and return a function that repeats it."""
+        """Run ``launch``, and return a function that repeats it on other tensors.
+
+        ``tensors`` are the tensors of the launch, by the name of their field in the kernel's argument.
+        """
         self._run(launch, next(iter(tensors.values())).device)
         return partial(self._repeat, launch, [*tensors])
 
@@ -245,9 +262,12 @@ class Kernels(Operations):
         return super()._decode_mean(codec, frames, out, divisor)
 
     def _add_up(self, name: str, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
-        """Decode ``frames``, or decode and sum them; returns None if there is no kernel.
+        """Decode ``frames`` to ``out`` by one launch; if ``name`` is ``decode_sum``, sum the frames of all sources.
 
-        The kernels of published formats always sum, if need be over one source.
+        ``name`` is ``decode`` or ``decode_sum``.  The kernels of published formats always sum; to decode, they sum over
+        one source.
+
+        Returns a function that repeats the launch.  Returns None, and does nothing, if the codec has no kernels.
         """
         if not has_kernels(codec):
             return None
@@ -266,11 +286,16 @@ class Kernels(Operations):
         return self._launch(launch, tensors)
 
     def _fuses(self, first: BuiltIn, second: BuiltIn, numel: int, carried: Carried | None) -> bool:
-        """Returns whether one launch can sum and encode.
+        """Returns whether one launch can sum frames of ``first`` and encode the sum with ``second``.
 
-        It can if neither codec quantises.  If both do, the threads that hold a group of the first codec's rotation must
-        be neighbours also in the teams that encode the second codec's blocks.  They are neighbours if the second
-        codec's block consists of whole groups, is a power of two, or is the whole row.
+        One launch can if neither codec quantises and no errors are carried.  It cannot if only one codec quantises.  If
+        both quantise:
+
+        - The second codec's block must have at most 4,096 elements, and fit into registers (:func:`_holds`).
+        - If errors are carried, the second codec must not rotate.
+        - The threads that hold a group of the first codec's rotation must be neighbours also in the teams that encode
+          the second codec's blocks.  They are neighbours if the second codec's block consists of whole groups, is a
+          power of two, or is the whole row.
         """
         if isinstance(first, Raw) or isinstance(second, Raw):
             return isinstance(first, Raw) and isinstance(second, Raw) and carried is None
@@ -302,8 +327,8 @@ class Kernels(Operations):
     def _copy(self, codec: Raw, x: Tensor, frames: Tensor) -> Repeat | None:
         """Copy the elements of ``x`` to ``frames``, padding included, by one launch.
 
-        Returns None, and copies nothing, if ``x`` does not have the codec's type, or the kernel does not take the
-        tensors.
+        Returns a function that repeats the launch.  Returns None, and copies nothing, if ``x`` does not have the
+        codec's type, or if the kernel does not take the tensors.
         """
         elements = _elements(codec, frames, x.shape[-1])
         if elements is None or x.dtype != elements.dtype:
@@ -318,9 +343,13 @@ class Kernels(Operations):
     def _sum_elements(
         self, hops: tuple[Raw, Raw | None], frames: Tensor, out: Tensor, numel: int, *, divisor: int = 1
     ) -> Repeat | None:
-        """Sum frames of elements to ``out`` by one launch; returns None if the kernel does not take the tensors.
+        """Sum frames of elements that are not quantised, and write the sum to ``out``, by one launch.
 
-        ``hops`` are the codecs of ``frames`` and of ``out``, which is fp32 without a codec.
+        ``hops`` has the codec of ``frames`` and the codec of ``out``.  If the second codec is None, ``out`` holds fp32
+        elements.  The sum is divided by ``divisor``.
+
+        Returns a function that repeats the launch.  Returns None, and does nothing, if the kernel does not take the
+        tensors.
         """
         first, second = hops
         sources = _elements(first, frames, numel)
@@ -340,7 +369,11 @@ class Kernels(Operations):
     def _sum_and_cast(
         self, hops: tuple[BuiltIn, BuiltIn], frames: Tensor, out: Tensor, numel: int
     ) -> Repeat | None:
-        """Sum frames of elements and encode the sums as elements, by one launch if the kernel can."""
+        """Sum frames of elements that are not quantised, and write the sum to the frames ``out``.
+
+        This takes one launch if the kernel takes the tensors, and otherwise torch's launches.  Returns a function that
+        repeats the launch, or None in the second case.
+        """
         first, second = hops
         assert isinstance(first, Raw) and isinstance(second, Raw)  # noqa: S101, PT018  # _fuses() accepted them
         if (repeat := self._sum_elements((first, second), frames, out, numel)) is not None:
@@ -351,9 +384,10 @@ class Kernels(Operations):
         return None
 
     def _call(self, numel: int, tensors: Mapping[str, Tensor], sources: Tensor | None = None) -> _Call | None:
-        """Returns the call of a kernel without scales; None for shapes and strides that kernels do not take.
+        """Returns the call of a kernel for elements that are not quantised.
 
-        The reference takes all shapes and strides, so that none is an error here.
+        Returns None for shapes and strides that the kernels do not take.  They are no error, because the reference
+        takes all shapes and strides.
         """
         try:
             return _Call(self._spread, numel, tensors, {}, frames=sources)
@@ -361,7 +395,7 @@ class Kernels(Operations):
             return None
 
     def sums_of_bits(self, values: Tensor) -> Tensor:
-        """Returns checksums of ``values``, by one launch; see :meth:`Operations.sums_of_bits`."""
+        """Returns checksums (n,) int64 of ``values`` (S,) fp32, by one launch; see :meth:`Operations.sums_of_bits`."""
         blocks = -(-values.numel() // (OCTET * THREADS * SUMMED))
         sums = torch.empty(blocks * THREADS, dtype=torch.int64, device=values.device)
         key = key_of("sums_of_bits", values, sums)
@@ -374,7 +408,10 @@ class Kernels(Operations):
     def _encoding(
         self, call: _Call, codec: Blocked | OwnCodec, x: Tensor, *, carries: bool
     ) -> Iterator[Launch]:
-        """Yield the launches that encode ``x``, as the table at the top of this file says."""
+        """Yield the launches that encode ``x``: one or two, as the table at the top of this file says.
+
+        ``carries`` says that the call has error feedback.
+        """
         file = "quantize.cu"
         if isinstance(codec, OwnCodec):
             if codec.name == "nvfp4":  # the scale of a shard depends on the row's largest magnitude
@@ -400,13 +437,16 @@ class Kernels(Operations):
             yield call.octets(file, f"encode_given<{_any(codec)}>")
 
     def _plain(self, codec: Blocked) -> TypeGuard[IntCodec]:
-        """Returns whether a kernel is compiled for this codec and may be used."""
+        """Returns whether the codec has integers of 4 or 8 bits and no rotation, and plain kernels may be used."""
         compiled = isinstance(codec, IntCodec) and codec.bits in AHEAD and not codec.hadamard
         return compiled and "plain" not in self._without
 
 
 def _elements(codec: Raw, frames: Tensor, numel: int) -> Tensor | None:
-    """Returns frames (..., F) as elements (..., numel), or None if they are not aligned to elements."""
+    """Returns a view of frames (..., F) uint8 as elements (..., numel) of the codec's type.
+
+    Returns None if the frames are not contiguous, or not aligned to their elements.
+    """
     dtype = DTYPES[codec.dtype]
     places = (frames.data_ptr(), frames.storage_offset(), *frames.stride()[:-1])
     if frames.stride(-1) != 1 or any(place % dtype.itemsize for place in places):
@@ -415,7 +455,7 @@ def _elements(codec: Raw, frames: Tensor, numel: int) -> Tensor | None:
 
 
 def _coding(codec: BuiltIn | OwnCodec, numel: int) -> tuple[int, ...]:
-    """Returns how a row is coded: the fields of CODING, in order."""
+    """Returns how a row of ``numel`` elements is coded: the values of the fields of CODING, in their order."""
     if isinstance(codec, OwnCodec):  # a published format
         return (0, 0, codec.own_bytes(numel), codec.frame_bytes(numel), 0, 0, 0, 0, 0, 0)
     if isinstance(codec, Raw):  # only the padding after the elements
@@ -444,6 +484,10 @@ def _any(codec: Blocked) -> str:
 
 
 def _holds(codec: Blocked, numel: int, most: int) -> bool:
-    """Returns whether a block has at most ``most`` elements and is a multiple of 8, or the whole row."""
+    """Returns whether kernels can hold one of the codec's blocks in registers.
+
+    A block must have at most ``most`` elements.  It must also be a multiple of 8 elements, or the whole row of
+    ``numel`` elements.
+    """
     block = codec.block_size(numel)
     return block <= most and (block % OCTET == 0 or block == numel)

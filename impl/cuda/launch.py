@@ -89,13 +89,16 @@ _LOADED: Final[dict[tuple[str, str, int], str]] = {}
 
 
 def loaded_sha256() -> str:
-    """Returns one SHA-256 over the files of all kernels that this process has loaded."""
+    """Returns one SHA-256 of all compiled kernels that this process has loaded, in hexadecimal digits."""
     return hashlib.sha256("".join(sorted(set(_LOADED.values()))).encode()).hexdigest()
 
 
 @functools.cache
 def _kernel(file: str, kernel: str, device: int) -> Any:
-    """Returns the kernel, loaded on ``device``, which must be the current device."""
+    """Returns a kernel that CuPy can launch, loaded on GPU number ``device``, which must be the current device.
+
+    ``kernel`` is the kernel's name as in C++, and ``file`` the name of the source.  The kernel is compiled if needed.
+    """
     import cupy
 
     cache = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
@@ -120,9 +123,10 @@ def compile_kernels(
     *,
     options: Sequence[str] = (),
 ) -> Compiled:
-    """Compile ``kernels`` of ``file``, named as in C++, for ``sm_<architecture>``.
+    """Compile ``kernels`` of ``file``, named as in C++, for GPUs of type ``sm_<architecture>``.
 
-    Raises RuntimeError: if that fails, with the compiler's log, or if NVRTC no longer knows the architecture.
+    Raises RuntimeError: if the compiler fails; the message has the compiler's log.  Also if NVRTC no longer knows the
+        architecture.
     """
     from cupy.cuda import nvrtc
 
@@ -162,9 +166,12 @@ def digest() -> str:
 
 
 def cubin(file: str, kernel: str, architecture: int, folder: Path) -> Path:
-    """Returns the path of the compiled kernel in ``folder``, ``KEY.LOWERED.cubin``, compiling it if needed.
+    """Returns the path of the compiled kernel, ``KEY.LOWERED.cubin``; compiles the kernel if ``folder`` lacks it.
 
-    Raises RuntimeError: as :func:`compile_kernels`.
+    KEY is a hash of the kernel, the sources and the compiler, and LOWERED the kernel's name in the image.  If
+    ``folder`` cannot be written, the file is in a temporary folder.
+
+    Raises RuntimeError: for the same reasons as :func:`compile_kernels`.
     """
     from cupy.cuda import nvrtc
 
@@ -183,7 +190,7 @@ def cubin(file: str, kernel: str, architecture: int, folder: Path) -> Path:
 
 
 def _written(path: Path, image: bytes) -> Path:
-    """Write the image to another file, rename it to ``path``, and return the path."""
+    """Write ``image`` to a temporary file, rename this file to ``path``, and return ``path``."""
     aside = path.with_suffix(f".{os.getpid()}")
     try:
         aside.write_bytes(image)

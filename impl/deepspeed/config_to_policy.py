@@ -67,7 +67,7 @@ class Finding:
     key: str  # dotted path, as the configuration spells it
     value: Any
     kind: Kind  # ``changed`` if the run does something other than the key says
-    text: str  # explanation of the kind
+    text: str  # what the key does here, or why it has no effect
 
     def __str__(self) -> str:
         return f"{self.key} = {as_json(self.value)}: {self.kind}: {self.text}"
@@ -92,8 +92,10 @@ class Recipe:
     clip: float | None  # largest global norm of the mean gradient; None: gradients are not clipped
     accumulation: int  # micro-batches in a step
     micro_batch: int | None  # sequences of one rank in a micro-batch; None if the configuration has none
-    optimizer: AdamOptions | None  # None if the configuration leaves it to the caller
-    schedule: Schedule | None  # of the learning rate; None if it is constant
+    optimizer: (
+        AdamOptions | None
+    )  # None if the configuration has no optimizer, so that the caller chooses one
+    schedule: Schedule | None  # schedule of the learning rate; None if the learning rate is constant
     peak: float | None  # learning rate at the end of the warm-up; None: the optimizer's own rate
     findings: tuple[Finding, ...]  # one for each key, in the configuration's order
 
@@ -103,21 +105,23 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps:
 
     Args:
         config: a mapping, JSON text (which begins with ``{``), or the path of a JSON file.
-        topology: nodes and ranks, which limit hpZ's groups and determine the batch.
-        steps: optimizer steps of the run; a schedule without ``total_num_steps`` decays over them.
+        topology: the nodes and ranks, which limit the size of hpZ's groups and determine the batch.
+        steps: optimizer steps of the run.  A learning-rate schedule without ``total_num_steps`` decays over so many
+            steps.
 
     Raises:
-        DeepSpeedError: in one line, if the configuration is not JSON, or has a key or value that is unknown,
+        DeepSpeedError: if the configuration cannot be read as JSON or HJSON, or if a key or value is unknown,
             contradicts another, or is not supported here.
     """
     return _Reading(load(config), topology, steps).recipe()
 
 
 def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
-    """Returns the recipe with findings that depend on the model, whose units are ``units``.
+    """Returns ``base`` with the findings that depend on the model, whose units are ``units``.
 
-    If all parameters stay gathered (persist), the keys that concern shards have no effect.  If the largest unit
-    cannot be cut and exceeds ``stage3_max_live_parameters``, that key's finding becomes ``changed``.
+    If a unit has more elements than ``stage3_max_live_parameters``, the finding of this key becomes ``changed``, since
+    the unit cannot be cut into smaller units.  Otherwise, if all parameters persist in stage 3, the findings of the
+    keys that concern shards become ``without effect``.
     """
     sizes = {unit.name: unit.numel for unit in units if not unit.persistent}
     largest = max(sizes, key=sizes.__getitem__, default="")
@@ -145,7 +149,7 @@ def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
 class _Reading:
     """Reads one configuration: checks its keys and values, and builds the recipe.
 
-    "Current" paths are those that DeepSpeed uses today; older spellings are translated to them.
+    A "current" path is the path that DeepSpeed uses today.  Older spellings of a key are stored under its current path.
     """
 
     def __init__(self, table: Mapping[str, Any], topology: Topology, steps: int | None) -> None:
@@ -168,7 +172,11 @@ class _Reading:
                 )
 
     def _take(self, key: Key, value: Any) -> None:
-        """Check the type of a value, and store it by its current path."""
+        """Check the value of ``key``, and store it by the key's current path.
+
+        Raises DeepSpeedError: if the value has another type, is not supported, or differs from the value of another
+        spelling of the key.
+        """
         target = key.means or key.path
         typed = _typed(key, value)
         if target.endswith(".device") and isinstance(typed, bool):
@@ -184,7 +192,10 @@ class _Reading:
         self.spelt.setdefault(target, key.path)
 
     def recipe(self) -> Recipe:
-        """Returns the recipe, after checking that its settings go together."""
+        """Returns the recipe.
+
+        Raises DeepSpeedError: if settings contradict one another, or do not fit the topology.
+        """
         try:
             policy = self._policy()
             policy.check(self.topology)
@@ -208,7 +219,10 @@ class _Reading:
         return self.values.get(path, KEYS[path].default)
 
     def says(self, path: str) -> str:
-        """Returns ``key = value`` as the configuration spells it, for messages."""
+        """Returns ``key = value`` for messages, with the key and the value as the configuration spells them.
+
+        A key that is not given is shown with DeepSpeed's default.
+        """
         spelt = self.spelt.get(path, path)
         return f"{spelt} = {shown(self.entries.get(spelt, self.get(path)))}"
 
@@ -217,11 +231,14 @@ class _Reading:
         raise DeepSpeedError(f"{self.says(path)}: {reason}")
 
     def note(self, path: str, kind: Kind, text: str) -> None:
-        """Set the finding of a key, unless one was set before.  A key that is not given has no finding."""
+        """Set the finding of the key ``path``, unless a finding of this key was set before.
+
+        The finding of a key that the configuration does not give is dropped later.
+        """
         self.notes.setdefault(path, (kind, text))
 
     def _policy(self) -> Policy:
-        """Returns the policy: precision, techniques, limits and offload."""
+        """Returns the policy that the configuration asks for."""
         stage: Stage = self.get(f"{ZERO}.stage")
         for path in self.entries if stage < 3 else ():
             if path.startswith(f"{ZERO}.stage3_"):
@@ -276,7 +293,10 @@ class _Reading:
         return "fp16", LossScale(initial=2.0**power, window=window, least=least)
 
     def _codecs(self, compute: Dtype) -> tuple[Codec, Codec]:
-        """Returns the codecs of weights and of gradients: quantised, or the type that DeepSpeed would send."""
+        """Returns (codec of weights, codec of gradients).
+
+        A codec is a cast to the type that DeepSpeed would send, unless the configuration quantises the messages.
+        """
         quantises = f"{ZERO}.zero_quantized_gradients"
         weights = QWZ if self.get(f"{ZERO}.zero_quantized_weights") else _WIRE_TYPES[compute]
         if not self.get(quantises):
@@ -287,7 +307,10 @@ class _Reading:
         return weights, QGZ
 
     def _secondary(self) -> int:
-        """Returns the number of ranks in an hpZ group, at most all ranks; 0 without hpZ."""
+        """Returns the number of ranks in an hpZ group, 2 or more; 0 without hpZ.
+
+        A number that exceeds the number of all ranks is lowered to it.
+        """
         path = f"{ZERO}.zero_hpz_partition_size"
         ranks, world, nodes = self.get(path), self.topology.world, self.topology.nodes
         if ranks > world:
@@ -357,7 +380,11 @@ class _Reading:
         return Offload(optimizer=share, weights=float(weights))
 
     def _batches(self) -> tuple[int | None, int]:
-        """Returns (micro-batch, accumulation); any two of DeepSpeed's three sizes determine the third."""
+        """Returns (sequences of one rank in a micro-batch, micro-batches in a step).
+
+        The configuration may give any two of DeepSpeed's three sizes, which determine the third.  The first number is
+        None if the configuration gives neither ``train_batch_size`` nor ``train_micro_batch_size_per_gpu``.
+        """
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         whole, micro, steps = sizes = [self.values.get(name) for name in names]
         if 0 in sizes:
@@ -375,7 +402,10 @@ class _Reading:
         return micro or whole // known, steps or (whole // known if micro else 1)
 
     def _kind(self, section: str) -> str | None:
-        """Returns the type (of optimizer or scheduler) in a section; None if there is no such section."""
+        """Returns the ``type`` in the section ``optimizer`` or ``scheduler``; None if the section is missing.
+
+        Raises DeepSpeedError: if the section has keys, but no type.
+        """
         path = f"{section}.type"
         if path not in self.values and any(name.startswith(f"{section}.") for name in self.values):
             allowed = ", ".join(KEYS[path].allowed)
@@ -383,7 +413,10 @@ class _Reading:
         return cast("str | None", self.get(path))
 
     def _schedule(self) -> tuple[Schedule | None, float | None]:
-        """Returns the schedule of the learning rate, and the rate at the end of its warm-up, if that is set."""
+        """Returns (schedule of the learning rate, learning rate at the end of the warm-up).
+
+        Both are None without a scheduler.  The rate is also None if the scheduler does not set it.
+        """
         say, kind = "scheduler.params.{}".format, self._kind("scheduler")
         if kind is None:
             return None, None
@@ -448,7 +481,7 @@ class _Reading:
         )
 
     def _findings(self) -> Iterator[Finding]:
-        """Yield a finding for every key of the configuration, in its order."""
+        """Yield a finding for every key of the configuration, in the configuration's order."""
         for path, value in self.entries.items():
             kind: Kind = "without effect"
             if value is None:
@@ -472,7 +505,10 @@ class _Reading:
 
 
 def _typed(key: Key, value: Any) -> Any:
-    """Returns the value in the type of its key.  Raises DeepSpeedError: for a value that the key does not take."""
+    """Returns ``value`` in the type that ``key`` takes: for example 500000000 for a count ``5e8``.
+
+    Raises DeepSpeedError: if the key does not take the value.
+    """
     typed = wrong = object()
     match key.takes, value:
         case ("anything", _) | ("switch", bool()) | ("text", str()) | ("list", list() | tuple()):

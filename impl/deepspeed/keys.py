@@ -30,7 +30,7 @@ class Key:
     fate: Fate  # how the key is treated; ``only the default`` refuses every other value
     takes: Takes  # type of the value: a switch is true or false, a count a whole number (``5e8`` too)
     default: Any  # DeepSpeed's default, which holds here too; None: no default
-    text: str  # explanation of the fate
+    text: str  # what the key does here, why it has no effect, or why other values are refused
     means: str  # for a renamed key, the path of the key that takes its value
     allowed: tuple[str, ...]  # allowed values, in any case of letters; empty: all values
     stage: int  # lowest ZeRO stage at which a value other than the default is allowed
@@ -75,12 +75,12 @@ class DeepSpeedError(ValueError):
 
 
 def load(config: Mapping[str, Any] | str | Path) -> Mapping[str, Any]:
-    """Returns the configuration as a mapping whose keys are not checked yet.
+    """Returns the configuration as a mapping; its keys are not checked yet.
 
-    Like DeepSpeed, this reads JSON and HJSON (with comments, trailing commas, and keys and texts without
-    quotes).
+    ``config`` is a mapping, JSON text (which begins with ``{``), or the path of a file.  Like DeepSpeed, this reads
+    JSON and HJSON, which has comments, trailing commas, and keys and texts without quotes.
 
-    Raises DeepSpeedError: if the file cannot be read, or does not contain a mapping.
+    Raises DeepSpeedError: if the file cannot be read, or if the text is neither JSON nor HJSON, or not a mapping.
     """
     if isinstance(config, Mapping):
         return config
@@ -110,7 +110,10 @@ def _parsed(text: str) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the pairs as a dict.  Raises ValueError, as DeepSpeed does, if a key occurs twice."""
+    """Returns (key, value) pairs as a dict.
+
+    Raises ValueError: if a key occurs twice, which DeepSpeed refuses too.
+    """
     if len(table := dict(pairs)) < len(pairs):
         names = [key for key, _ in pairs]
         raise ValueError(f"key {max(names, key=names.count)!r} occurs twice")
@@ -118,7 +121,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as JSON, shortened to fit into an error's line."""
+    """Returns a value as JSON for an error message, cut to at most 60 characters."""
     text = as_json(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -129,7 +132,13 @@ def as_json(value: Any) -> str:
 
 
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of every key and every empty section.  Raises DeepSpeedError: for an unknown key."""
+    """Yield (path, value) for every key of ``table``, and for every empty section.
+
+    ``prefix`` is put before each path.  It is empty for the whole configuration, and, for example, ``fp16.`` for the
+    section ``fp16``.
+
+    Raises DeepSpeedError: if a key is unknown, or if a section is not a table.
+    """
     for name, value in table.items():
         path = f"{prefix}{name}"
         if path in SECTIONS and isinstance(value, Mapping) and value:
@@ -143,7 +152,10 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _nearest(path: str) -> str:
-    """Returns ``"; did you mean ...?"`` if a known path is similar to ``path``, else where keys are listed."""
+    """Returns the end of an error about an unknown ``path``: ``; did you mean ...?``, with the most similar known path.
+
+    If no known path is similar, returns where all keys are listed.
+    """
     known_paths = [*KEYS, *SECTIONS]
     short = {name.rpartition(".")[2]: name for name in known_paths}
     near = difflib.get_close_matches(path, known_paths, n=1, cutoff=0.7)

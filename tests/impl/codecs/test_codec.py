@@ -90,7 +90,7 @@ def test_impossible_elements_are_refused_by_name() -> None:
         IntCodec(4, 64, asymmetric=True, clipped=True)
     for fields in (("e4m3", 64, "e8m0"), ("e2m1", 32, "fp32"), ("e3m4", 32, "fp32")):
         message = (
-            "{0} with a scale in {2} for {1} elements: expected fp8e4m3, .*; MX formats have blocks of 32 el"
+            "no codec {0} with a scale in {2} for {1} elements: use fp8e4m3, .*, where MX formats have blocks"
         )
         with pytest.raises(CodecError, match=message.format(*fields)):
             FloatCodec(*fields)  # type: ignore[arg-type]

@@ -448,5 +448,5 @@ def test_a_plain_collective_takes_no_class() -> None:
     def body(mesh: Mesh) -> None:
         quantized_all_gather(torch.zeros(8), "int8:8", mesh, gather="mine:Class")  # type: ignore[arg-type]
 
-    with pytest.raises(ValueError, match="a method of your own needs shard"):
+    with pytest.raises(ValueError, match="names a method of your own, which needs"):
         simulate(1, 2)(body)
