@@ -28,7 +28,7 @@ def _start() -> None:
 
 
 def _continue() -> None:
-    """Run the ``sitecustomize`` that Python would have found without ours; its errors are Python's to report."""
+    """Run the ``sitecustomize`` that Python would have found without this file; Python reports the errors in it."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
         return
