@@ -1,8 +1,8 @@
 """Variants of the CUDA kernels without one optimisation, as backends of ``zeropp bench codecs``.
 
 All backends write the same bits as ``cuda``, so that a difference in speed is due to the optimisation.  :data:`ABLATED`
-lists the backends.  The backends ``cuda``, ``cuda-general``, ``cuda-shared-memory`` and ``cuda-two-reads`` form a chain:
-each lacks one more optimisation than the backend before it.  The last two backends of this chain differ only in
+lists the backends.  ``cuda``, ``cuda-general``, ``cuda-shared-memory`` and ``cuda-two-reads`` form a chain, in which
+each backend lacks one more optimisation than the backend before it.  The last two backends of this chain differ only in
 encoding.  All other backends are compared with ``cuda``.
 """
 
