@@ -138,7 +138,7 @@ def plan(
     as_json: Json = False,
     as_csv: Csv = False,
 ) -> None:
-    """Predict the bytes sent and the memory of every trial, without running any.
+    """Predict the bytes sent and the memory of every trial, without running a trial.
 
     The exit status is 1 if some trials cannot run on this machine; the reasons are printed below the
     table.  With --machine, the seconds of a step are predicted too.  Without --import, the modules that the
@@ -387,7 +387,7 @@ def doctor(
     """List what this machine has and what it lacks; with a suite, compare the nodes of the suite's cluster.
 
     To compare nodes, start this command with the same launcher as `zeropp run`.  The first node prints the
-    facts of all nodes side by side, and marks those that differ.
+    facts of all nodes side by side, and marks the facts that differ.
     """
     from harness.doctor import compare, examine
 
@@ -537,9 +537,9 @@ def export_checkpoint(
 ) -> None:
     """Write the whole model of a checkpoint as one safetensors file.
 
-    This takes one process and needs neither the model's code nor the ranks that saved it.  The command
-    refuses finite values that are too large for the type, and names their parameters.  It reports on
-    standard error how many values became 0, and how many were not finite in the checkpoint itself.
+    This takes one process and needs neither the model's code nor the ranks that saved the checkpoint.  The command
+    refuses finite values that are too large for the type, and names their parameters.  It reports on standard
+    error how many values became 0, and how many were not finite in the checkpoint itself.
     """
     from impl.checkpoint.full_state import export
 
@@ -622,7 +622,11 @@ def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, options
 
 
 def _record(trial_id: str, results: Path) -> Path:
-    """Return the path of the one record whose id starts with ``trial_id``; otherwise raise a Refusal."""
+    """Return the path of the only record in ``results`` whose id starts with ``trial_id``.
+
+    Raises:
+        Refusal: If there is no such record, or if there are several.
+    """
     paths = sorted(results.glob(f"*/{trial_id}*.json")) if re.fullmatch("[0-9a-f]{4,12}", trial_id) else []
     if not paths:
         suites = f"{results} holds {report_command.suites_in(results)}"
@@ -652,8 +656,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
     Args:
-        arguments: The words after ``zeropp``.  By default, the words with which this process was started.  Only by
-            default does this function handle Ctrl-C at any moment, and a standard output that is closed or full.
+        arguments: The words after ``zeropp``.  By default, the words with which this process was started; this
+            function then also handles Ctrl-C, and a standard output that is closed or full.
 
     Returns:
         0 if all went well.  1 if trials failed, if planned trials cannot run here, if a check found a broken law or

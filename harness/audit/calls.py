@@ -40,7 +40,7 @@ class Key(NamedTuple):
     operation: str  # what the program called
     done_as: str  # what the backend did: gloo does a reduce_scatter as an all_reduce
     dtype: str
-    group: str  # name
+    group: str  # name of the process group
     peer: int  # global rank at the other end of a send or recv; -1 if it is not known
     site: str  # innermost line outside of installed packages: file, number and function
     caller: str  # innermost function that is not torch.distributed's own interface
@@ -72,7 +72,7 @@ class Rank:
     """The calls that one process of the program made, and facts about the process."""
 
     number: int = -1  # global rank
-    world: int = 0
+    world: int = 0  # number of ranks of the program
     process: dict[str, Any] = field(default_factory=dict)
     torch: str = ""
     recorders: tuple[str, ...] = ()
@@ -83,15 +83,18 @@ class Rank:
     model: dict[str, Any] | None = None
     # By step and interface, the bytes that the interface had sent by the end of the step.
     counters: dict[int, dict[str, int]] = field(default_factory=dict)
-    # By step, the part of its rows that was called after the interface counters were read.
+    # By step, the rows of the calls that were made after the interface counters of this step were read.
     late: dict[int, dict[Key, Count]] = field(default_factory=dict)
     ended: str = ""  # how the process ended; empty if it was killed
-    reading: float = 0.0  # share of the processor time that reading the recorder took
+    reading: float = 0.0  # share of the process's processor time that reading the recorder took
     notes: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)  # notes that say why calls may be missing from the rows
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Add the content of one event, which is one line of the witness's file (:mod:`harness.audit.witness`)."""
+        """Add the content of one event to this object.
+
+        An event is one line of the witness's file (:mod:`harness.audit.witness`).
+        """
         match event["event"]:
             case "process":
                 self.process = dict(event)
@@ -232,7 +235,8 @@ def combine(
         ranks: The calls of each process.  If a rank was restarted, only its last process counts.
         notes: Sentences on what the audit could not see.  Sentences on the ranks are appended.
         processes: Number of Python processes in which the witness was loaded.
-        ranks_per_node: As in :func:`read`.
+        ranks_per_node: Number of consecutive ranks on each node.  By default, the nodes follow from the environment
+            variables or the hosts of the processes.
     """
     last: dict[int, Rank] = {}
     for rank in sorted(ranks, key=lambda rank: rank.process.get("started", 0)):

@@ -76,7 +76,7 @@ class Found:
     def rows(self) -> list[dict[str, Any]]:
         """The rows of the table of calls that :meth:`show` prints, as dictionaries by the table's columns.
 
-        The table is that of one step, whose calls are the most frequent ones among all steps of the block.
+        The table shows one step of the largest group of steps in which the same calls were made.
         """
         return tables.call_rows(self.report)
 
@@ -90,7 +90,7 @@ class Found:
         show_report(self.report, console())
 
     def check(self, *texts: str) -> list[str]:
-        """Return a line for each of the expectations ``texts`` that is broken on this rank."""
+        """Return a line for each of the expectations ``texts`` that is broken on this rank or cannot be checked."""
         parsed = [expectations.parse(text) for text in texts]
         calls = self.calls
         return expectations.broken(parsed, calls, calls.steps(1, None), self._model())

@@ -2,7 +2,7 @@
 
 ``zeropp audit`` copies this file as ``sitecustomize.py``, next to a copy of :mod:`harness.audit.witness`, into a folder
 that is first on PYTHONPATH, so that Python imports it before the program.  It needs nothing but the standard library
-of Python 3.8 or later.  No exception of ours leaves it.
+of Python 3.8 or later.  No exception of the audit leaves this file.
 """
 
 import contextlib

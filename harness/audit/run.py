@@ -65,8 +65,8 @@ def environment(folder: Path) -> dict[str, str]:
 def run(command: Sequence[str], folder: Path) -> int:
     """Run the audited program with this process's standard streams, and return the program's exit status.
 
-    If signal N ended the program, the status is 128 + N.  While the program runs, this process ignores Ctrl-C and
-    passes SIGTERM on to the program.
+    If signal N ended the program, the status is 128 + N.  While the program runs, this process ignores Ctrl-C, which
+    the program gets too, and passes SIGTERM on to the program.
 
     Raises:
         Refusal: If the program cannot be started.
@@ -101,8 +101,8 @@ def _default_interrupt() -> None:
 def count_parameters(name: str) -> int:
     """Return the number of elements of all parameters of the model that the function ``module:function`` returns.
 
-    The model is made on the device ``meta``, where tensors take no memory.  ``name`` may also be that of a module
-    object instead of a function.
+    The model is made on the device ``meta``, where tensors take no memory.  ``name`` may also name a torch.nn.Module
+    instead of a function.
 
     Raises:
         Refusal: If the function cannot be imported, raises an error, or returns something else than a torch.nn.Module.

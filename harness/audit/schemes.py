@@ -75,12 +75,12 @@ class Scheme:
 
     @property
     def measured(self) -> int:
-        """Measured bytes of the messages that the closed form has."""
+        """Measured bytes of all terms together."""
         return sum(term.measured for term in self.terms)
 
     @property
     def expected(self) -> float:
-        """Bytes of these messages by the closed form."""
+        """Bytes of all terms together by the closed form."""
         return sum(term.expected or 0 for term in self.terms)
 
 
@@ -103,7 +103,7 @@ def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Mode
     Args:
         calls: The calls of all ranks, with what the witnesses noted about the model.
         elements: Number of parameters of the model that the user named; None if the user named none.
-        named: What the user named the model by, such as ``train:build_model``; it becomes the model's ``source``.
+        named: The user's name for the model, such as ``train:build_model``, which becomes the model's ``source``.
     """
     events = [rank.model for rank in calls.ranks if rank.model is not None]
     units: list[dict[str, Any]] = max((event["fsdp"] for event in events), key=len, default=[])
@@ -122,7 +122,7 @@ def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Mode
 def recognise(calls: Calls, rank: Rank, step: int, model: Model) -> Scheme:
     """Return the scheme whose closed form fits the calls that a rank made in a step.
 
-    If none fits within :data:`TOLERANCE`, the returned scheme's name is :data:`NONE`.
+    If no closed form fits within :data:`TOLERANCE`, the returned scheme's name is :data:`NONE`.
     """
     if model.hops and (own := rank.model or {}).get("own"):
         return _of_hops(calls, rank, step, model, own["own"])
@@ -167,7 +167,8 @@ def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Pla
     def whole(places: Sequence[Place], share: float = 1.0) -> dict[Place, float]:
         """Return, for each place, the bytes of ``share`` of the parameters times the number of micro-batches.
 
-        The number of micro-batches is the measured elements at this place over these elements, rounded, at least 1.
+        The number of micro-batches at a place is the measured number of elements, divided by ``share`` of the number of
+        parameters, rounded, and at least 1.
         """
         return {
             place: share
@@ -291,7 +292,7 @@ _PHASE: Final = {"forward": "forward", "again": "forward", "backward": "backward
 
 
 def _micro_batches(sums: dict[_Spot, Count], hops: Sequence[dict[str, Any]]) -> int:
-    """Return the number of micro-batches of our engine's step, computed from the bytes that it sent in forward.
+    """Return the number of micro-batches of our engine's step, computed from the bytes that the rank sent in forward.
 
     Returns 1 if further micro-batches do not gather weights in forward again.
     """

@@ -81,7 +81,10 @@ def report_on(
     broken: Sequence[str] = (),
     kept: int = 0,
 ) -> Report:
-    """Return the report of at least one step.  The arguments are fields of :class:`Report`."""
+    """Return the report of ``steps``, which has at least one step.
+
+    The other arguments become the fields of the same name of :class:`Report`.
+    """
     classes = alike(calls, steps)
     scheme = None if model is None else recognise(calls, calls.ranks[0], classes[0][0], model)
     return Report(calls, list(steps), classes, model, scheme, by, list(broken), kept)
@@ -204,9 +207,9 @@ def _ended(ranks: Sequence[Rank], step: int) -> bool:
 
 
 def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
-    """Return by counter (least, greatest) of the values that the ranks of one node read after a step.
+    """Return, for each counter, (least value, greatest value) of what the ranks of one node read after a step.
 
-    If the ranks ended after this step, both are the greatest value.
+    If the program ended with this step, the greatest value is exact, and is returned for both.
     """
     read: dict[str, list[int]] = {}
     for rank in ranks:
@@ -219,9 +222,10 @@ def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
 def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, int] | None:
     """Return two steps (first, last) at whose ends a node's counters are compared.
 
-    Candidates are the reported steps, and the step before them, after which all ranks of the node read the counters.
-    ``first`` is one of the first ten candidates, and ``last`` one of the last ten.  Of these pairs, the pair is taken
-    whose bytes of one step are known with the smallest error.  Returns None if there are fewer than two candidates.
+    A step is a candidate if all ranks of the node read the counters after it, and if it is a reported step or the step
+    before them.  ``first`` is one of the first ten candidates, and ``last`` one of the last ten.  Of these pairs, the
+    pair is taken from which the bytes of one step are known with the smallest error.  Returns None if there are fewer
+    than two candidates.
     """
     common = set.intersection(*(set(rank.counters) for rank in ranks))
     read = sorted(step for step in common if steps[0] - 1 <= step <= steps[-1])

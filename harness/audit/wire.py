@@ -38,7 +38,10 @@ class Sent(NamedTuple):
 
 
 def sent(rank: int, key: Key, count: Count, group: Group, topology: Topology) -> Sent:
-    """Return the bytes that ``rank`` sends for the ``count`` calls of ``key`` in ``group``."""
+    """Return the bytes that ``rank`` sends for calls with the fields ``key`` in ``group``.
+
+    ``count`` has the number of these calls, and the bytes of their whole messages.
+    """
     size, me = group.size, topology.nodes.get(rank, 0)
     if key.done_as == "recv" or size < 2:
         return Sent(0, 0)

@@ -335,7 +335,7 @@ class Witness:
                 hook.remove()
 
     def fault(self) -> None:
-        """Write the exception that is being handled, if it is the first one."""
+        """Write the event ``fault`` for the exception that is being handled, unless this event was written before."""
         if not self.faulty:
             self.faulty = True
             with contextlib.suppress(Exception):  # for example a full disk: there is nothing left to do
@@ -478,7 +478,7 @@ class Witness:
 
     @_guarded
     def mark(self) -> None:
-        """End a step."""
+        """Count the current step as ended, and read the recorder if it is time to (see the module's docstring)."""
         self._mark()
 
     def _mark(self) -> None:
@@ -539,7 +539,7 @@ class Witness:
         return {part.rpartition(":")[2] for part in backend.split(",")} <= known
 
     def find_groups(self) -> None:
-        """Write an event for each new process group and, as soon as it is known, one for this process's rank."""
+        """Write an event for each new process group and, once the rank is known, an event for this process's rank."""
         world = _world()
         if world is None or (self.forked_here and world.default_pg in (None, self.inherited)):
             return
@@ -857,7 +857,7 @@ class _AfterImport:
         return None
 
     def imported(self, name: str, module: Any) -> None:
-        """Call the function of a wanted module that has just been imported.
+        """Call the function that ``wanted`` has for a module, which has just been imported.
 
         After the last wanted module, also remove this finder from ``sys.meta_path``.
         """
@@ -894,7 +894,7 @@ class _Loader:
 def _process() -> dict[str, Any]:
     """Return facts that identify this process.
 
-    Among them are the process's host, process id (``pid``), time of start in ns and command, and those environment
+    Among them are the process's host, process id (``pid``), time of start in ns and command, and the environment
     variables of the launcher that say which rank this is.
     """
     environment = {
@@ -1053,8 +1053,8 @@ def _fsdp_units(held: Container[int]) -> list[dict[str, Any]]:
     """Return the sizes, types and groups of each of FSDP2's units whose parameters an optimizer holds.
 
     ``held`` has the ids of the parameters that optimizers hold.  Units without such a parameter, such as a frozen
-    teacher's, are left out.  Returns an empty list if the program has no unit of FSDP2, or if torch has renamed the
-    attributes in which it keeps them.
+    teacher's, are left out.  Returns an empty list if the program has no unit of FSDP2, or if this version of torch
+    keeps its units in attributes with other names.
     """
     units = []
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})

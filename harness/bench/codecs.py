@@ -62,7 +62,7 @@ class Work(NamedTuple):
 
 
 def why_missing(name: str) -> str | None:
-    """Return why a backend is not available on this machine; None if it is."""
+    """Return why a backend is not available on this machine; None if it is available."""
     if name in other_libraries.QUANTISERS:
         return other_libraries.why_missing(name)
     ablated = name in kernel_ablation.ABLATED
@@ -141,9 +141,10 @@ def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> flo
 
 
 def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
-    """Warm an operation up, then time it in rounds for about ``seconds``.
+    """Warm an operation up, then time it in rounds for about ``seconds``, and return a sample.
 
-    Each round gives the mean seconds of one call, and of one copy of the operation's elements as reference.
+    For each round, the sample has the mean seconds of one call and, as reference, of one copy of the operation's
+    elements.
     """
     x = work.x
     copy = partial(torch.empty_like(x).copy_, x)

@@ -79,9 +79,9 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
 
 
 def _sent(wire: Wire, run: Callable[[], object]) -> dict[str, int]:
-    """Return the bytes that this rank sends in one call, between and inside nodes.
+    """Return the bytes that this rank sends in one call: ``inter`` to other nodes, and ``intra`` inside its node.
 
-    The second call is counted, since the first allocates shared memory.
+    Two calls are made, and the second call is counted, since the first call also allocates shared memory.
     """
     run()
     wire.ledger.booked.clear()

@@ -1,4 +1,4 @@
-"""``zeropp bench overlap``: measures how much communication overlaps with computation, and both hops of a reduction.
+"""``zeropp bench overlap``: measures how much communication overlaps computation, and how much two hops overlap.
 
 There are two experiments:
 
@@ -91,7 +91,7 @@ def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
 
 
 def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float) -> list[Sample]:
-    """Time steps of a policy, and in turns with them steps of compute alone, for about ``seconds``.
+    """Time steps of a policy and steps of compute alone, in turns, for about ``seconds`` in all.
 
     All ranks must call this function.  It returns one sample of this rank: the seconds of the policy's steps, with the
     steps of compute alone as reference.
@@ -164,7 +164,7 @@ def hops(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
 
 
 def _model(layers: int) -> nn.Module:
-    """Build the model, with the same weights on every rank."""
+    """Return a new model with this number of layers, whose weights are the same on every rank."""
     torch.manual_seed(0)
     return build(Model(name=MODEL, arguments={"layers": layers}), SEQUENCE)
 

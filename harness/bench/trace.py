@@ -87,10 +87,7 @@ def refusal(trial: Trial) -> str | None:
 
 
 def has_lanes(trial: Trial) -> bool:
-    """Return whether a step of the trial can be drawn.
-
-    This needs a trial all of whose messages are sent by this project's engine.
-    """
+    """Return whether a step of the trial can be drawn, since this project's engine sends all of its messages."""
     return trial.resolved_policy() is not None and trial.host is None
 
 
@@ -130,7 +127,11 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
 
 
 def trace_step(rank: Rank, tracing: Tracing) -> RankTrace:
-    """Run the steps that the module's docstring lists on this rank, and return this rank's trace."""
+    """Run a trial's steps on this rank, and return this rank's trace.
+
+    The steps are warm-up steps (at least one), a step without tracing, with our engine a step that is drawn, and the
+    steps under torch.profiler.
+    """
     trial = tracing.assignment.trial
     run, timeline, warmup = TrialRun(rank, tracing.assignment), Timeline(), max(1, trial.warmup)
     for index in range(warmup):
@@ -221,7 +222,7 @@ def _named(wire: Wire) -> Iterator[None]:
 def _noting_operations(timeline: Timeline) -> Iterator[None]:
     """Add each call of a codec's operation to the timeline, while the body of ``with`` runs.
 
-    The engine looks these functions up in :mod:`impl.ops` at each call, so they are replaced there.
+    The engine looks the operations up in :mod:`impl.ops` at each call, so this function replaces them there.
     """
     operations = {name: getattr(ops, name) for name in _OPERATIONS}
 
@@ -258,7 +259,7 @@ def computing(spans: Sequence[Span]) -> list[Span]:
 
 
 def summary(ranks: Sequence[RankTrace]) -> str:
-    """Return one line on what a trace shows: the step's duration, and how much communication was hidden."""
+    """Return one line on a trace: the step's duration, and the share of communication that overlapped other work."""
     seconds, before = max(rank.seconds for rank in ranks), max(rank.before for rank in ranks)
     kind = "traced" if ranks[0].spans else "last profiled"
     more = f"{seconds / before - 1:+.0%} against the untraced one before"

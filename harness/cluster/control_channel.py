@@ -47,8 +47,8 @@ class Place:
 
     node: int
     nodes: int
-    host: str
-    port: int  # of the store; 0 lets the process that serves the store choose a port
+    host: str  # address of the store
+    port: int  # port of the store; 0 lets the process that serves the store choose a port
     serves: bool  # whether this process serves the store
     job: str = ""  # name of the run, which differs between runs that share a store
     # Whether the launcher started this process in addition to the node's supervisor; it only waits for the run's end.

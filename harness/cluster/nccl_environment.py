@@ -18,7 +18,8 @@ def nccl_variables(port: Port) -> dict[str, str]:
     - Hosts with a shaped interface: NCCL could use InfiniBand, a plugin's network or NVLink.
     - Requested adapters that do not work: NCCL would use sockets.
 
-    In the last two cases, ``NCCL_NET`` makes NCCL fail instead.  In all other cases, returns an empty dictionary.
+    In the last two cases, ``NCCL_NET`` makes NCCL fail instead.  If none of the three cases applies, this function
+    returns an empty dictionary.
     """
     if port.hcas:
         adapters = {"NCCL_IB_HCA": f"={port.hcas}", "NCCL_IB_DISABLE": "0"}

@@ -94,7 +94,7 @@ class Nodes:
                     )
 
     def run(self, work: Work, argument: Any, launch: Launch, on_progress: Report) -> list[Any]:
-        """Run the function ``work`` on the ranks of the first ``launch.topology.nodes`` nodes, and return its results.
+        """Run ``work`` on the ranks of the first ``launch.topology.nodes`` nodes, and return the results of all ranks.
 
         Args:
             work: The function.
@@ -226,7 +226,7 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit: Admit) -> int:
-    """Be the supervisor of a node other than 0 until the leading one ends.
+    """Run commands of the leading supervisor on the ranks of this node, which is not node 0, until the run ends.
 
     Args:
         place: This process's place.

@@ -71,7 +71,7 @@ def port_towards(host: str) -> Port:
 
 
 def host_identity() -> str:
-    """Return a text that is equal for two supervisors if they share a host and a network namespace, and else differs.
+    """Return a text that is equal for two supervisors if and only if they share a host and a network namespace.
 
     On a system without ``/proc``, this is the host's name.
     """

@@ -90,7 +90,7 @@ _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connecti
 
 
 class LaunchError(Exception):
-    """A rank failed, or ranks timed out.
+    """Raised when a rank failed, or when ranks timed out.
 
     Attributes:
         kind: Kind of the failure.
@@ -110,7 +110,7 @@ class Launch:
 
     topology: Topology
     ports: tuple[Port, ...]
-    paced_mbit: float | None  # rate of the pacer; None without one
+    paced_mbit: float | None  # rate of the pacer in Mbit/s; None without a pacer
     threads: int  # number of torch's threads in each rank
     timeout_seconds: float  # for the whole run of the ranks
     log: Path  # file for the ranks' output after a failure
@@ -419,7 +419,7 @@ def _rank_main(  # noqa: PLR0917  # a new process needs all of them
 
 
 def _traces(launch: Launch) -> str:
-    """Return the beginning of the paths of the files with NCCL's latest calls; a rank's number completes its path.
+    """Return the path of the files with NCCL's latest calls, without the rank's number that ends each file's name.
 
     Also make the folder of these files.
     """

@@ -58,8 +58,8 @@ def units_of(path: Path) -> tuple[list[Unit], Sizes]:
     """Return the units of a snapshot, and the number of nodes and of ranks per node that its gradients come from.
 
     Raises:
-        Refusal: If the file cannot be read, has no tensor of floating-point numbers, or has metadata that are not
-            numbers above 0.
+        Refusal: If the file cannot be read or has no tensor of floating-point numbers, or if ``nodes`` or
+            ``ranks_per_node`` in its metadata is not a whole number above 0.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -287,9 +287,9 @@ class Agreement(NamedTuple):
 def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     """Return the rank correlation, over codecs, between the errors of gradients and the validation losses of a suite.
 
-    Only records whose gradients have the same codec in both hops are used.  Records that differ only in this codec and
-    in the seed form a set, and the set with the most codecs is used.  The interval comes from 2000 bootstrap samples of
-    the seeds.
+    Only records whose gradients have the same codec in both hops are used.  Records form a set if they have the same
+    strategy, the same link rate and the same changes of the policy, except for this codec.  Only the set with the most
+    codecs is used.  The interval comes from 2000 bootstrap samples of the seeds.
 
     Args:
         codecs: Rows of :func:`rank_codecs`.
@@ -329,7 +329,7 @@ def _losses(records: Sequence[Record]) -> Iterator[tuple[str, str, int, float]]:
     """Yield (set, codec of the gradients, seed, last validation loss) for each record with a validation loss.
 
     The set is a text that is equal for records with the same strategy, the same link rate and the same changes of the
-    policy, apart from the gradients' codec.  Records of failed trials, records of controls, and records whose gradients
+    policy, except for the gradients' codec.  Records of failed trials, records of controls, and records whose gradients
     have different codecs in the two hops are left out.
     """
     for record in records:

@@ -109,7 +109,7 @@ class Outcome(NamedTuple):
     """The result of trying a claim on rows."""
 
     cases: int  # number of rows that the claim was tried on
-    violation: Violation | None  # on the smallest row found that breaks the claim; None if it holds
+    violation: Violation | None  # on the smallest row found that breaks the claim; None if the claim holds
 
 
 def long_row(block: Block, numel: int) -> Tensor:

@@ -62,7 +62,7 @@ Calls = Sequence[tuple[int, GatherInfo]]  # the step whose weights are gathered,
 
 
 def training(steps: int) -> Calls:
-    """Return (step, description) of the gathers of ``steps`` training steps.
+    """Return (step, :class:`GatherInfo`) for each gather of ``steps`` training steps.
 
     Each step has one gather for forward and one gather for backward.
     """
@@ -74,9 +74,9 @@ def training(steps: int) -> Calls:
 
 
 def _repeated(times: int) -> Calls:
-    """Return (step, description) of ``times`` gathers for forward of the same weights.
+    """Return (0, :class:`GatherInfo`) for each of ``times`` gathers, all for forward and of the weights of step 0.
 
-    Each description says that the weights have changed: ``loaded`` for the first gather, ``stepped`` for all others.
+    Each GatherInfo says that the weights have changed: ``loaded`` for the first gather, ``stepped`` for all others.
     """
     return [(0, GatherInfo("forward", "stepped" if number else "loaded", number)) for number in range(times)]
 

@@ -149,7 +149,10 @@ class _Trip:
     decoded: Tensor
 
     def refuse(self, broken: Tensor, message: Callable[[int], str]) -> None:
-        """Raise a Violation if ``broken`` (S,) is true for any element i; its text is ``message(i)`` of the first."""
+        """Raise a Violation with the text ``message(i)`` for the first element i for which ``broken`` (S,) is true.
+
+        Do nothing if there is no such element.
+        """
         if bool(broken.any()):
             raise Violation(message(int(broken.int().argmax())), self.x, self.frame)
 
@@ -486,7 +489,7 @@ _TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {
 def _representable(subject: Subject, case: Case) -> Tensor:
     """Return the case's row, clamped to magnitudes that all types in a round trip can represent.
 
-    These are the row's type, the type to decode to and, for a cast, the type that is cast to.
+    These types are the row's type, the type to decode to and, for a cast, the type of the frame.
     """
     types = {case.out, NAMES[case.x.dtype]}
     types |= {subject.codec.dtype} if isinstance(subject.codec, Raw) else set()

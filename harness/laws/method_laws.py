@@ -280,8 +280,8 @@ def _bytes(own: OwnMethod, case: Case) -> None:
 def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
     """Check that all ranks find the same mean, bit by bit.
 
-    The gradients are reduced twice: once each rank keeps the whole mean, and once, as the case says, a part of it.
-    Both means must be equal.
+    The gradients are reduced twice.  In one reduction, each rank keeps the whole mean.  In the other reduction, each
+    rank keeps the shard that it has in ``case``.  Both means must be equal on all ranks.
     """
     geometry, every = case.geometry(), _means(own, replace(case, shared="none"), 2)
     for rank, means in enumerate(_means(own, case, 2)):

@@ -91,7 +91,7 @@ def read(text: str) -> Codec | Subject:
 
 
 def user_subject(codec: OwnCodec) -> Subject:
-    """Return the subject of a user's own codec, with frames exactly as the user's code writes them.
+    """Return the subject of a user's own codec.  Its frames are exactly the bytes that the user's code writes.
 
     Raises:
         Refusal: if this machine lacks the device that the codec is written for.
