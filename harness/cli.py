@@ -581,9 +581,9 @@ def _follow(file: Path, results: Path, out: Console) -> None:
 
 
 def _recorded_alignment(folder: Path) -> int:
-    """Return the field ``align`` (elements) of the policy in the newest record of a results folder that has this field.
+    """Return the alignment of policies, in elements, that the newest record of a results folder states.
 
-    If no record has the field yet, wait until such a record is written.
+    Records whose policy has no field ``align`` are skipped.  If there is no other record yet, wait for one.
     """
     while True:
         for record in reversed(read_valid(folder)[0] if folder.is_dir() else []):

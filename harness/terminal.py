@@ -271,7 +271,7 @@ def single_record(record: Record, out: Console, folder: Path) -> None:
 
 
 def findings(features: Sequence[Mapping[str, Any]], out: Console) -> None:
-    """Print the rows of :func:`harness.doctor.examine`."""
+    """Print what a machine has and lacks, from the rows of :func:`harness.doctor.examine`, as a table."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("", "what", "found", "use, and what to do without it"):
         table.add_column(name, overflow="fold")
@@ -283,7 +283,7 @@ def findings(features: Sequence[Mapping[str, Any]], out: Console) -> None:
 def nodes(facts: Sequence[Mapping[str, Any]], out: Console) -> None:
     """Print the rows of :func:`harness.doctor.compare` as a table with a column for each node.
 
-    Rows in which the nodes differ are marked.  A sentence below the table names them.
+    Rows in which the nodes differ are marked, and a sentence below the table names these rows.
     """
     count = len(facts[0]["values"])
     table = [

@@ -34,10 +34,10 @@ class Options:
     last: int | None  # last step to report; None to report all steps from the first on
     expected: tuple[Expectation, ...]
     marker: str  # module:function, each return of which ends a step; empty if optimizer steps end steps
-    elements: int | None  # number of parameters of --model; None without it
-    model: str
+    elements: int | None  # number of parameters of the model that --model names; None without --model
+    model: str  # what --model names
     ranks_per_node: int | None
-    folder: Path
+    folder: Path  # where the audit's files are written
 
 
 def parse_steps(text: str) -> tuple[int, int | None]:

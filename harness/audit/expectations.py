@@ -196,10 +196,10 @@ def broken(
 
 
 def _values(expectation: Expectation, calls: Calls, steps: Sequence[int]) -> Iterator[tuple[str, int, float]]:
-    """Yield (name, step, value) for each step and each rank, or each node for an expectation ``between nodes``.
+    """Yield (name, step, value) for each rank in each step.
 
-    The name is a text such as ``rank 3`` or ``node 1``.  The value is the number of bytes or calls that the expectation
-    counts.
+    The name is a text such as ``rank 3``.  The value is the number of bytes or calls that the expectation counts.  For
+    an expectation ``between nodes``, a value is yielded for each node instead, with a name such as ``node 1``.
     """
     for step in steps:
         of_node: dict[int, float] = defaultdict(float)

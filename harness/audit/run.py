@@ -24,7 +24,7 @@ _OLD_BUFFER: Final = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # its name before, of which
 
 
 def prepare(folder: Path, options: Mapping[str, Any]) -> None:
-    """Make the folder of an audit, with a copy of the witness and its ``options``.
+    """Make the folder of an audit, with a copy of the witness and with ``options``, which the witness reads.
 
     The files of an earlier audit in this folder are removed.
 

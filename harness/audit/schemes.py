@@ -151,10 +151,11 @@ def _term(place: Place, count: Count, expected: float | None = None) -> Term:
 
 
 def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]]:
-    """Return the name of the scheme that the messages look like, and the bytes of its closed form by place.
+    """Return the name of the scheme that the messages look like, and the bytes of its closed form.
 
-    ``large`` has the messages of a rank in a step that are large enough to be weights or gradients.  If the messages
-    look like no scheme, the name is :data:`NONE`.
+    ``large`` has the messages of a rank in a step that are large enough to be weights or gradients.  Messages and bytes
+    are given by (operation, phase, type, size of the group).  If the messages look like no scheme, the name is
+    :data:`NONE`.
     """
     if model.units:
         found = _of_units(large, model)
@@ -167,8 +168,8 @@ def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Pla
     def whole(places: Sequence[Place], share: float = 1.0) -> dict[Place, float]:
         """Return, for each place, the bytes of ``share`` of the parameters times the number of micro-batches.
 
-        The number of micro-batches at a place is the measured number of elements, divided by ``share`` of the number of
-        parameters, rounded, and at least 1.
+        A place is (operation, phase, type, size of the group).  The number of micro-batches at a place is the measured
+        number of elements, divided by ``share`` of the number of parameters, rounded, and at least 1.
         """
         return {
             place: share
@@ -210,9 +211,10 @@ _OPERATIONS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 
 
 def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]] | None:
-    """Return the name of FSDP2's scheme, and the bytes of the closed form of FSDP2's units by place.
+    """Return the name of FSDP2's scheme, and the bytes of the closed form that follows from FSDP2's units.
 
-    Returns None if FSDP2 would send messages in a group size or type that ``large`` does not have.
+    Bytes are given by (operation, phase, type, size of the group).  Returns None if FSDP2 would send messages in a type
+    or to a group of a size that ``large`` does not have.
     """
     once: dict[Place, float] = defaultdict(float)
     kept = all(not unit["gathered_again_in"] for unit in model.units)

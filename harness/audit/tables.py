@@ -199,10 +199,7 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def _ended(ranks: Sequence[Rank], step: int) -> bool:
-    """Return whether ``step`` was the last step of all ranks, and whether no rank was killed.
-
-    Ranks that were not killed have read their counters again when they ended.
-    """
+    """Return whether all ranks ended by themselves after ``step``, so that each read its counters again at its end."""
     return all(rank.ended in ("exit", "os._exit") and rank.steps == step for rank in ranks)
 
 

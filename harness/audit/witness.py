@@ -663,7 +663,7 @@ class Witness:
         return tail
 
     def recorded(self) -> list[Call]:
-        """Return the calls that the recorders have noted since they were last read."""
+        """Return the calls that the recorders have noted since the recorders were last read."""
         calls: list[Call] = []
         if self.closed and not self.since and not self.marks:
             return calls
@@ -684,7 +684,7 @@ class Witness:
     def unread(
         self, name: str, dump: Callable[..., bytes], *, stacks: bool
     ) -> tuple[list[dict[str, Any]], int]:
-        """Return the entries that a recorder has added since it was last read, and the number of the last entry.
+        """Return the entries that a recorder has added since the last reading, and the number of the last entry.
 
         If entries were overwritten before they were read, write the event ``lost``.
 

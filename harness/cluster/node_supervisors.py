@@ -74,7 +74,7 @@ class Nodes:
     _commands: int = 0
 
     def on_one_host(self, count: int) -> tuple[int, int] | None:
-        """Return two of the first ``count`` nodes that share a host; None if their hosts are distinct."""
+        """Return the numbers of two of the first ``count`` nodes that share a host; None if no two nodes do."""
         first: dict[str, int] = {}
         for number, node in enumerate(self.nodes[:count]):
             if (other := first.setdefault(node.identity, number)) != number:
@@ -139,7 +139,7 @@ class Nodes:
         raise _cause({0: answer} | self._stop(number, others), launch.log)
 
     def end(self) -> None:
-        """Tell the other supervisors to end, and wait until each has read this command."""
+        """Tell the other supervisors to end, and wait up to 5 s until each of them has read this command."""
         with contextlib.suppress(ChannelError):
             if not self.together:
                 self.channel.post("session", {"status": self.status})

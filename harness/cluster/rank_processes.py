@@ -367,7 +367,7 @@ def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
 
 
 def _out_of_memory_kills() -> int:
-    """Return the number of out-of-memory kills so far, of the machine and of this process's cgroup together."""
+    """Return the number of out-of-memory kills so far: the machine's plus the number in this process's cgroup."""
     count = 0
     for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
         with contextlib.suppress(OSError):

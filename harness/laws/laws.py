@@ -250,7 +250,7 @@ def _sign(subject: Subject, case: Case) -> None:
 
 
 def _power_of_two(subject: Subject, case: Case) -> None:
-    """Check that a row that is multiplied by a power of two decodes to the decoded elements times this power.
+    """Check that 2^k times a row decodes to 2^k times the elements that the row decodes to; k is the case's ``power``.
 
     The row's magnitudes are first brought to 2^-30 to 1, so that all numbers stay normal in fp32.  For a cast to fp16,
     they are brought to 2^-6 to 1.
