@@ -263,8 +263,8 @@ def combine(
 def _topology(ranks: Sequence[Rank], ranks_per_node: int | None) -> Topology:
     """Return the node of each rank of the program.
 
-    Ranks on other hosts may have left no file here.  Under torchrun, their nodes are computed from their numbers;
-    otherwise all of them count as one more node.
+    Ranks on other hosts may have left no file here.  Under torchrun, the node of a rank without a file is computed from
+    the rank's number.  Otherwise all ranks without a file count as one more node.
     """
     world = max((rank.world for rank in ranks), default=0)
     numbers = sorted({*range(world), *(rank.number for rank in ranks)})

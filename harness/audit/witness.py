@@ -454,10 +454,10 @@ class Witness:
 
     @_guarded
     def before_step(self, optimizer: Any, *_: Any) -> None:
-        """Note when a step's optimizer began, if ``optimizer`` is the optimizer that ends steps.
+        """Note the time at which ``optimizer`` begins to step, if ``optimizer`` is the optimizer that ends steps.
 
-        This is the first optimizer whose ``step()`` is called.  If optimizers are nested, it is the outermost.  If it
-        has been deleted, the next optimizer that steps takes its place.
+        The optimizer that ends steps is the first optimizer whose ``step()`` is called; of nested optimizers, it is the
+        outermost.  After it has been deleted, the next optimizer that steps takes its place.
         """
         if self.stepper is None or self.stepper() is None:
             self.stepper = weakref.ref(optimizer)

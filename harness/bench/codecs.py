@@ -54,7 +54,7 @@ _QUEUE_CYCLES: Final = 1_000_000  # GPU cycles, about half a millisecond, in whi
 class Work(NamedTuple):
     """One operation of a codec or of another library's quantiser, to be timed."""
 
-    # Operation, codec, backend; ``other`` describes another library's arithmetic.
+    # Texts for ``operation``, ``codec`` and ``backend``.  ``other`` is another library's arithmetic, or None for ours.
     names: dict[str, str | None]
     x: Tensor  # (S,) the elements; the operation is compared with a copy of them
     moved_bytes: int  # bytes that one call reads and writes

@@ -280,7 +280,8 @@ def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subje
         backends: Backends that the user named; if empty, all backends.
 
     Raises:
-        Refusal: If the machine lacks a backend that the user named, or if backends are named only for user codecs.
+        Refusal: If this machine lacks a backend that the user named, or if a backend is named but all codecs are user
+            codecs, which have no backends.
     """
     from harness.laws import subject
     from harness.laws.laws import Subject

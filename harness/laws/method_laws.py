@@ -325,10 +325,11 @@ def _bound(own: OwnMethod, case: Case) -> None:
 
 
 def _within(own: OwnMethod, case: Case, bound_of: Callable[[MethodUnit], float], *, per_piece: bool) -> None:
-    """Check that the errors of a new object's first mean are within ``bound_of(unit)``, apart from rounding in fp32.
+    """Check that the elements of a new object's first mean are near the elements of the exact mean.
 
-    The bound of an element is multiplied by a magnitude: the largest magnitude in the unit's gradient on each rank, as
-    the mean over ranks.  With ``per_piece``, only the element's piece of P / ranks elements counts instead of the unit.
+    An element's error may be at most ``bound_of(unit)`` times a magnitude, apart from rounding in fp32.  The magnitude
+    is the largest one in a rank's gradient of the unit, as the mean over the ranks.  With ``per_piece``, it is the
+    largest one in a part of this gradient: the P / ranks elements around the element that one rank reduces.
     """
     geometry = case.geometry()
     exact, world = case.mean(geometry, 0), case.topology.world
