@@ -138,7 +138,7 @@ def plan(
     as_json: Json = False,
     as_csv: Csv = False,
 ) -> None:
-    """Predict the bytes sent and the memory of every trial, without running any.
+    """Predict the bytes sent and the memory of every trial, without running a trial.
 
     The exit status is 1 if some trials cannot run on this machine; the reasons are printed below the
     table.  With --machine, the seconds of a step are predicted too.  Without --import, the modules that the
@@ -224,10 +224,10 @@ def run(
     ] = False,
     report: Annotated[bool, typer.Option(help="Whether to build the report after the last trial.")] = True,
 ) -> None:
-    """Run the trials of a suite that have no record yet, then build its report and print the report's path.
+    """Run the trials of a suite that have no record yet, then build the suite's report and print its path.
 
-    On a cluster, the launcher starts this command on every host; only the first host writes records and
-    the report.
+    On a cluster, the launcher starts this command on every host.  Only the first host writes records and the
+    report.
     """
     calibrated = None if machine is None else machine_file.read(machine)
     if calibrated is not None and machine is not None:
@@ -252,7 +252,8 @@ def run(
     records = feasibility.check_folder(folder)
     if (last := max((record.sweep for record in records), default=0)) >= MOST_TRIALS:
         raise Refusal(
-            f"{folder}: a record belongs to sweep {last + 1}, above the largest number {MOST_TRIALS}; delete the record"
+            f"{folder}: a record belongs to sweep {last + 1}, but sweeps have numbers up to {MOST_TRIALS}; "
+            "delete the record"
         )
     known = suite.all_repeats(max(sweeps, 1 + last)) if records else {}
     feasibility.check_inputs(folder, known, records)
@@ -294,10 +295,10 @@ def trace(
     identity: Annotated[str, typer.Argument(help="The trial's id, or the beginning of it.", metavar="ID")],
     results: ResultsFolder = RESULTS,
 ) -> None:
-    """Run a trial for a few steps and write what every rank did: five steps by torch.profiler, for zeropp whatif and
-    Perfetto, and one step of our engine as a picture.
+    """Run a trial for a few steps, and write trace files of five steps of every rank for zeropp whatif and Perfetto.
 
-    All files are written into the suite's results folder; the suite's report shows the first rank's step.
+    torch.profiler records these five steps.  If our engine trains the model, the command also draws one more step as a
+    picture, which the suite's report shows for the first rank.  All files are written into the suite's results folder.
     """
     suite = load(file)
     trial = suite.trial_by_prefix(identity)
@@ -386,7 +387,7 @@ def doctor(
     """List what this machine has and what it lacks; with a suite, compare the nodes of the suite's cluster.
 
     To compare nodes, start this command with the same launcher as `zeropp run`.  The first node prints the
-    facts of all nodes side by side, and marks those that differ.
+    facts of all nodes side by side, and marks the facts that differ.
     """
     from harness.doctor import compare, examine
 
@@ -455,9 +456,10 @@ def audit(
         "audit"
     ),
 ) -> None:
-    """Run any program unchanged, and report every collective of its torch.distributed: what it sends, and where.
+    """Run a program unchanged, and report the bytes, ranks and call site of each of its torch.distributed collectives.
 
-    The exit status is the program's own if it fails, 1 if an expectation is broken, and else 0.
+    If the program fails, the exit status is the program's.  Otherwise the exit status is 1 if an expectation is broken
+    or could not be checked, and 0 if all expectations hold.
     """
     from harness.audit import command as audits
 
@@ -489,10 +491,10 @@ def list_checkpoints(
         ),
     ] = False,
 ) -> None:
-    """List checkpoints, oldest first, and what is in them; the exit status is 2 if one is broken.
+    """List checkpoints, oldest first, with a line on the contents of each.
 
     The digest of each manifest and the size of each file are always checked.  The contents of files are
-    checked only with --verify, which has to read all of them.
+    checked only with --verify, which has to read all files.  The exit status is 2 if a checkpoint is broken.
     """
     broken: list[CheckpointError] = []
     for path in named(folder) or [resolve(folder)]:
@@ -535,9 +537,9 @@ def export_checkpoint(
 ) -> None:
     """Write the whole model of a checkpoint as one safetensors file.
 
-    This takes one process and needs neither the model's code nor the ranks that saved it.  The command
-    refuses finite values that are too large for the type, and names their parameters.  It reports on
-    standard error how many values became 0, and how many were not finite in the checkpoint itself.
+    This takes one process and needs neither the model's code nor the ranks that saved the checkpoint.  The command
+    refuses finite values that are too large for the type, and names their parameters.  It reports on standard
+    error how many values became 0, and how many were not finite in the checkpoint itself.
     """
     from impl.checkpoint.full_state import export
 
@@ -579,7 +581,10 @@ def _follow(file: Path, results: Path, out: Console) -> None:
 
 
 def _recorded_alignment(folder: Path) -> int:
-    """Return the alignment of the policies in a results folder, in elements; wait until a record has one."""
+    """Return the alignment of policies, in elements, that the newest record of a results folder states.
+
+    Records whose policy has no field ``align`` are skipped.  If there is no other record yet, wait for one.
+    """
     while True:
         for record in reversed(read_valid(folder)[0] if folder.is_dir() else []):
             if align := (record.trial.get("policy") or {}).get("align"):
@@ -588,9 +593,10 @@ def _recorded_alignment(folder: Path) -> int:
 
 
 def _place(suite: Suite) -> Place | None:
-    """Return the first node's place in a run across hosts; None if all nodes are on this machine.
+    """Return this process's place in a run across hosts, if this process leads the run from node 0.
 
-    On any other node, supervise that node's ranks until the run ends, then exit with the run's status.
+    Returns None if all nodes are on this machine.  On any other node this function does not return: it supervises the
+    node's ranks until the run ends, and then ends the command with the run's exit status.
     """
     place = launchers.place(suite.trials)
     if place is not None and place.follows:
@@ -616,7 +622,11 @@ def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, options
 
 
 def _record(trial_id: str, results: Path) -> Path:
-    """Return the path of the one record whose id starts with ``trial_id``; otherwise raise a Refusal."""
+    """Return the path of the only record in ``results`` whose id starts with ``trial_id``.
+
+    Raises:
+        Refusal: If there is no such record, or if there are several.
+    """
     paths = sorted(results.glob(f"*/{trial_id}*.json")) if re.fullmatch("[0-9a-f]{4,12}", trial_id) else []
     if not paths:
         suites = f"{results} holds {report_command.suites_in(results)}"
@@ -646,12 +656,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
     Args:
-        arguments: The words after ``zeropp``.  By default the words with which this process was started; then
-            the process ends with the command, so Ctrl-C and a closed or full standard output are handled too.
+        arguments: The words after ``zeropp``.  By default, the words with which this process was started; this
+            function then also handles Ctrl-C, and a standard output that is closed or full.
 
     Returns:
-        0 if all went well; 1 if trials failed, or if planned trials cannot run here; 2 if the input was
-        refused; 130 after Ctrl-C.
+        0 if all went well.  1 if trials failed, if planned trials cannot run here, if a check found a broken law or
+        expectation, or after an unexpected error.  2 if the input was refused.  130 after Ctrl-C.  ``zeropp audit``
+        returns the status of the audited program if this program fails.
     """
     if arguments is not None:
         return _main(arguments)
@@ -701,10 +712,13 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _flushed(status: int) -> int:
-    """Flush standard output; if the device is full, print an error and return status 2, else ``status``.
+    """Flush standard output, and return the command's exit status.
 
-    Text that cannot be written is redirected to the null device.  Otherwise the interpreter would try to
-    flush once more while it shuts down, fail, and print a message of its own with status 120.
+    The exit status is ``status``.  If the text cannot be written, for example to a full disk, this function prints an
+    error and returns 2.  If the reader has closed the pipe, this is no error.
+
+    Text that cannot be written is redirected to the null device.  Otherwise the interpreter would flush the text again
+    while it shuts down, fail, print another message, and exit with status 120.
     """
     try:
         sys.stdout.flush()
@@ -724,9 +738,10 @@ def _discard_output() -> None:
 
 
 def _make_printable() -> None:
-    """Make printing safe: escape characters that the terminal's encoding lacks, replace closed streams.
+    """Make printing to standard output and standard error safe.
 
-    A standard stream that the caller has closed is None in :mod:`sys`, and is replaced with the null device.
+    A character that the stream's encoding lacks is printed as ``?`` instead of raising an error.  A stream that the
+    caller has closed is None in :mod:`sys`, and is replaced with the null device.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -25,7 +25,10 @@ def safe_cell(value: Any) -> Any:
 
 
 def safe_cells(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with :func:`safe_cell` applied to each text; columns of numbers stay as they are."""
+    """Return a table in which :func:`safe_cell` has been applied to each text.
+
+    Columns of numbers and of booleans stay as they are.
+    """
     texts = table.select_dtypes(exclude=["number", "bool"])
     return table.assign(**{str(name): column.map(safe_cell) for name, column in texts.items()})
 

@@ -79,10 +79,11 @@ _FACTS: Final = (
 
 
 def compare(nodes: Sequence[Node]) -> list[dict[str, Any]]:
-    """Return a row for each fact: ``what``, the ``values`` of all nodes in order, and whether it ``differs``.
+    """Return a row for each fact about the nodes, such as their CPU or their version of torch.
 
-    Differences that are normal in a cluster, such as of addresses, do not count.  Hosts are not named; row
-    ``host`` has a letter for each distinct host.
+    Keys are ``what`` (the name of the fact), ``values`` (a text for each node, in the order of ``nodes``) and
+    ``differs`` (whether the values differ).  ``differs`` is always false for the host and the address, which normally
+    differ.  The row ``host`` has a letter for each distinct host instead of the host's name.
     """
     hosts = list(dict.fromkeys(node.identity for node in nodes))
     columns = [
@@ -110,7 +111,7 @@ def _facts_of(node: Node) -> dict[str, Any]:
 
 
 def _too_old() -> list[str]:
-    """Return the names of the GPUs for which CUDA 13 cannot compile, each with the reason."""
+    """Return a text such as ``Tesla V100 (sm_70) needs cuda12`` for each kind of GPU that CUDA 13 does not support."""
     try:
         import torch
     except (ImportError, OSError):

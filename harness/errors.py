@@ -22,15 +22,18 @@ _LONGEST_WORD: Final = 300  # characters of a word that are printed; longer word
 
 
 class Refusal(Exception):  # noqa: N818  # it is about the user's input, not an error of the program
-    """Raised when a request, such as to run a trial, cannot be met; the message names the setting and the numbers."""
+    """Raised when a user's request, such as to run a trial, cannot be met.
+
+    The message names the setting that prevents it, and what to do instead.
+    """
 
 
 class LinkError(Exception):
-    """Raised when a link between nodes cannot be opened; the message gives the reason and the way out."""
+    """Raised when a link between nodes cannot be opened or used; the message gives the reason and what to do."""
 
 
 class CorpusError(ValueError):
-    """Raised when a corpus cannot be read or is too small; the message names the corpus and the numbers."""
+    """Raised when a corpus cannot be read or is too small; the message names the corpus and gives the reason."""
 
 
 _OURS: Final = ("impl", "harness", "report", "zeropp")
@@ -43,16 +46,20 @@ _NEEDED: Final = (
 
 
 def check_installed() -> None:
-    """Raise a Refusal if a package is missing that some command imports later, so that no command fails midway."""
+    """Raise a Refusal if a package that some command imports later is not installed.
+
+    Without this check, a command could fail only after it has run for a while.
+    """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise Refusal(_install(f"{', '.join(missing)} {'are' if missing[1:] else 'is'} not installed"))
 
 
 def not_imported(error: ImportError) -> str | None:
-    """Return the line that names the package that cannot be imported and how to install it.
+    """Return a message that names the package that ``error`` could not import, and the command that installs it.
 
-    Returns None if the package is one of this project's own: then the program is at fault, not the machine.
+    Returns None if the package is one of this project's: then the program has a mistake, and nothing needs to be
+    installed.
     """
     if (name := (error.name or "").partition(".")[0]) in _OURS:
         return None
@@ -80,8 +87,8 @@ def visible(text: str) -> str:
 def one_line(message: object) -> str:
     """Return ``message`` as one line that is safe to print.
 
-    White space, line breaks included, becomes a single space; characters that cannot be printed are escaped
-    as in Python; words longer than 300 characters are cut.
+    White space, line breaks included, becomes a single space.  Characters that cannot be printed are escaped as in
+    Python.  A word of more than 300 characters is cut to 300, the last three of which are ``...``.
     """
     line = " ".join(str(message).split())
     escaped = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)

@@ -37,14 +37,18 @@ _FORWARD: Final = 1 / 3  # share of a step's floating-point operations that belo
 
 
 class Estimate(NamedTuple):
-    """The time of all trials of a suite."""
+    """The estimated time of all trials of a suite together."""
 
     seconds: float | None  # None if the time cannot be estimated
-    sentence: str  # the estimate and what it rests on, or why there is none
+    sentence: str  # the estimate with its assumptions, or why the time cannot be estimated
 
 
 def estimate(forecasts: Sequence[Forecast]) -> Estimate:
-    """Estimate how long the trials take one after the other, or give the reason why that is not possible."""
+    """Estimate how many seconds the trials take, one after the other.
+
+    Trials that cannot run here are left out.  If no time can be estimated, ``seconds`` is None and ``sentence`` gives
+    the reason.
+    """
     possible = [forecast for forecast in forecasts if not forecast.reasons]
     if not possible:
         return Estimate(None, "No expected time: no trial can run here.")
@@ -97,10 +101,10 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
 
 @cache
 def core_flops() -> float:
-    """Return one core's floating-point operations per second, in a forward and backward pass of a small GPT.
+    """Return the floating-point operations per second of one core, in a forward and backward pass of a small GPT.
 
-    The number is measured once on a machine and kept in the user's cache, because importing torch takes longer
-    than planning a suite.
+    The number is measured once on each machine and kept in a file of the user's cache.  Later calls do not need to
+    import torch, which takes longer than planning a suite.
     """
     key = f"{machine.identity()}, torch {version('torch')}"
     try:
@@ -116,9 +120,10 @@ def core_flops() -> float:
 
 
 def measured_flops() -> float:
-    """Measure one core's floating-point operations per second.
+    """Measure the floating-point operations per second of one core.
 
-    The fastest of three passes counts.  Processor seconds are measured, so that other processes do not matter.
+    Three passes of a small GPT are timed, and the fastest of the three counts.  The time is processor time, which other
+    processes do not lengthen.
     """
     import torch
 

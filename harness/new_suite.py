@@ -29,7 +29,7 @@ _SHARED_MEMORY: Final = 64 << 20  # bytes that transport "shm" needs for such sm
 
 
 def write(name: str, host: Host) -> tuple[Path, str]:
-    """Write ``<name>.toml`` into the working folder.
+    """Write the suite file ``<name>.toml`` into the working folder.
 
     Args:
         name: The suite's name, with or without ``.toml``.
@@ -39,8 +39,8 @@ def write(name: str, host: Host) -> tuple[Path, str]:
         The path of the file, and a sentence on the time that the suite takes.
 
     Raises:
-        Refusal: for a name that a suite cannot have.
-        FileExistsError: if the file exists.
+        Refusal: If a suite cannot have this name.
+        FileExistsError: If the file exists.
     """
     name = name.removesuffix(".toml")
     if len(name) > LONGEST_NAME or re.fullmatch(NAME, name) is None:
@@ -63,7 +63,10 @@ def write(name: str, host: Host) -> tuple[Path, str]:
 
 
 def suite_text(name: str, host: Host, tokens: int, steps: int) -> str:
-    """Return the text of the suite file, for trials of these sizes on two nodes that ``host`` can emulate."""
+    """Return the text of the suite file, for trials on two nodes that ``host`` emulates.
+
+    ``tokens`` is the number of tokens of each rank in a step, ``steps`` the number of steps of a trial.
+    """
     template = Template(_TEMPLATE.read_text(encoding="utf-8"))
     return template.substitute(name=name, tokens=tokens, steps=steps, cluster=_cluster(host))
 
@@ -71,8 +74,9 @@ def suite_text(name: str, host: Host, tokens: int, steps: int) -> str:
 def _cluster(host: Host) -> str:
     """Return the suite's cluster as TOML: two nodes on this machine.
 
-    The nodes use GPUs if there are enough, else processors, and have one rank each where memory is short.  The kernel
-    shapes the link between them where it can; elsewhere our own wire paces it.
+    With four GPUs or more, each rank has a GPU, each node has two ranks, and NCCL sends between network namespaces.
+    Otherwise the ranks run on processors.  A node then has two ranks, or one rank if memory is short.  The link is
+    ``paced`` if network namespaces do not work here.
     """
     gpus = len(host.gpus) >= _GPUS
     ranks = 2 if gpus or host.memory >= 8 * PROCESS_BYTES else 1

@@ -29,33 +29,40 @@ _MODELLED: Final = (
 
 
 def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[dict[str, Any]]:
-    """Return a row for each trial: its setting, the fields that vary in the suite, and its predictions.
+    """Return a row for each trial: the trial's setting, the fields that vary in the suite, and the predictions.
 
     Numbers that depend on a module that was not imported are None (:func:`not_imported`).  If a codec was not
-    imported, all ids are None too.
+    imported, the ids of all trials are None too.
 
-    Bytes that are sent are those of one optimizer step or one generation.  All bytes are None for peers:
+    Bytes that are sent are counted for one optimizer step or one generation.  They are None for peers:
 
-    - ``egress_bytes`` are sent by one node to the others.  At the link's rate they take ``wire_seconds``, and
-      the egress bytes of all steps take ``least_seconds``.
-    - ``memory_bytes`` are held by the fullest rank, without activations.
-    - ``secondary_frames`` are the bytes of hpZ's copy on a rank if it is kept encoded, ``secondary_wide`` if it
+    - ``inter_bytes`` and ``intra_bytes``: bytes that all ranks together send between nodes and inside nodes.
+    - ``egress_bytes``: bytes that one node sends to the other nodes.
+    - ``wire_seconds``: the time that ``egress_bytes`` take at the link's rate.
+    - ``least_seconds``: ``wire_seconds`` times the number of all steps.
+
+    Bytes that are held are counted for the rank that holds the most:
+
+    - ``memory_bytes`` on the device and ``host_bytes`` in host memory, without activations.
+    - ``secondary_frames`` and ``secondary_wide``: bytes of hpZ's copy of the weights, if it is kept encoded, and if it
       is kept in 16 bits.
 
-    With a ``machine``, each row also predicts the step's time.  These keys begin with ``modelled_`` and are
-    None for peers and for generation:
+    With a ``machine``, each row also has the step that is predicted for this machine.  The following keys begin with
+    ``modelled_``, and are None for peers and for generation:
 
     - ``seconds``: the duration of a step.  ``low_seconds`` and ``high_seconds`` lie two standard deviations of
-      the calibration's logarithmic errors below and above it.
+      the calibration's logarithmic errors below and above ``seconds``.
     - ``compute_seconds``, ``wire_seconds`` and ``exposed_seconds``: how long a step computes, sends between nodes,
       and waits for messages.
-    - ``critical``: the resource that is busy longest.
+    - ``critical``: the resource that is busy longest, ``link`` or ``processor``.
     - ``tokens_per_second``: tokens of all ranks together.
     - ``tflops``: of one rank, at 6 operations for each parameter and token, or 8 with activation checkpointing.
-    - ``speed_up``: over ZeRO-3 in the same setting.
-    - ``basis``: what the prediction rests on (:meth:`impl.plan.step_time.Machine.basis`).
-    - ``fits_low_seconds`` to ``fits_high_seconds``, ``fits_low_speed_up`` to ``fits_high_speed_up``: the intervals over
-      all fits of the machine, which explain its measurements equally well.  None for a machine of one fit.
+    - ``speed_up``: seconds of ZeRO-3's step in the same setting over ``seconds``.  None without such a trial.
+    - ``basis``: a word for the origin of the prediction, such as ``calibrated``
+      (:meth:`impl.plan.step_time.Machine.basis`).
+    - ``fits_low_seconds`` and ``fits_high_seconds``: the least and the largest ``seconds`` over all fits of the
+      machine, which agree equally well with its measurements.  None for a machine of one fit.
+    - ``fits_low_speed_up`` and ``fits_high_speed_up``: likewise for ``speed_up``.
     """
     varying = varying_paths([forecast.trial.canonical() for forecast in forecasts])
     # All policies of the suite are aligned to every codec's blocks, and the alignment is part of each trial's id.
@@ -71,13 +78,20 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
 
 
 def undecided(row: Mapping[str, Any]) -> bool:
-    """Return whether 1 lies inside a row's interval of speed-ups, so that the machine tells neither as the faster."""
+    """Return whether a row's interval of speed-ups over the machine's fits contains 1.
+
+    Then the machine file does not decide whether the trial or ZeRO-3 is faster.
+    """
     low, high = row.get("modelled_fits_low_speed_up"), row.get("modelled_fits_high_speed_up")
     return low is not None and high is not None and bool(low < 1 < high)
 
 
 def _predicted(forecasts: Sequence[Forecast], machine: Machine) -> list[tuple[StepTime | None, float | None]]:
-    """Return each trial's step on a machine of one fit, and its speed-up over ZeRO-3; None if they are not known."""
+    """Return (predicted step, speed-up over ZeRO-3) of each trial, on a machine with one fit.
+
+    The step is None if it cannot be predicted.  The speed-up is None if ZeRO-3's step in the same setting, or the
+    trial's step, cannot be predicted.
+    """
     steps = [predict(f.trial, f.step, f.egress, machine) for f in forecasts]
     base = {
         setting_of(forecast.trial): step.seconds
@@ -107,7 +121,10 @@ _MISSING: Final = {  # by role of a suite's own object, the numbers that are unk
 
 
 def not_imported(forecasts: Sequence[Forecast]) -> str:
-    """Return a line on the numbers that are missing because users' modules were not imported; empty if none are."""
+    """Return a line that names the numbers that are missing because users' modules were not imported.
+
+    Returns an empty text if all modules were imported.
+    """
     pairs = dict.fromkeys(pair for forecast in forecasts for pair in forecast.unread.items())
     names = ((role.partition(" ")[0], name) for role, name in pairs)
     parts = list(dict.fromkeys(f"{_MISSING[kind]} ({kind} {name})" for kind, name in names))
@@ -122,7 +139,11 @@ def not_imported(forecasts: Sequence[Forecast]) -> str:
 def _modelled(
     forecast: Forecast, machine: Machine, predictions: Sequence[tuple[StepTime | None, float | None]]
 ) -> dict[str, Any]:
-    """Return the values of :data:`_MODELLED` from the predictions of all fits, of which the first is the best."""
+    """Return the ``modelled_`` values of one trial by the names of :data:`_MODELLED`.
+
+    ``predictions`` has a (step, speed-up) for each fit of the machine, the best fit first.  All values are None if the
+    step could not be predicted.
+    """
     trial, (step, speed_up) = forecast.trial, predictions[0]
     tokens = trial.tokens_per_rank * trial.accumulation
     operations = (8 if trial.activation_checkpointing else 6) * (forecast.parameters or 0) * tokens
@@ -175,7 +196,10 @@ def _row(forecast: Forecast, varying: Sequence[str], *, ids_unknown: bool) -> di
 
 
 def plan_json(suite: Suite, forecasts: Sequence[Forecast], table: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a suite's name, question and trials for JSON; each trial is its row and its canonical form."""
+    """Return a suite's name, question, stated time and trials, for JSON.
+
+    Each trial is its row of ``table`` (:func:`rows`) with one more key, ``trial``, for all fields of the trial.
+    """
     trials = [row | {"trial": f.trial.canonical()} for row, f in zip(table, forecasts, strict=True)]
     for trial in [] if suite.ids_known else trials:
         if "align" in trial["trial"]["policy"]:
@@ -214,10 +238,14 @@ _TRAINING: Final = ("forward", "backward", "step")  # phases that a training ste
 def _summary(record: Record) -> dict[str, Any]:
     """Return the main numbers of a record by name; a number that was not measured is None.
 
-    ``step_seconds`` is the median of the slowest rank's steps (a generation counts as a step without loss),
-    ``exposed_seconds`` the median of the first rank's waits, ``rate_mbit`` the median of the link's probes.
-    ``inter_bytes`` are the bytes that all ranks sent between nodes in a step; without a ledger, the bytes that
-    the nodes' interfaces counted.  ``loss`` is the last step's loss, averaged over ranks.
+    - ``step_seconds``: the median over the timed steps of the slowest rank's seconds.  In a trial that generates, the
+      median over the generations of the first rank's seconds.
+    - ``exposed_seconds``: the median over steps or generations of the seconds in which the first rank waits for
+      messages.
+    - ``inter_bytes``: bytes that all ranks sent between nodes in a step or generation, from the ledger.  Without a
+      ledger, the bytes that the nodes' interfaces counted; ``counted_by_interfaces`` is then true.
+    - ``rate_mbit``: the median of the probes of the link or, without probes, of its calibration, in Mbit/s.
+    - ``loss``: the loss of the last step, as the mean over ranks.  None for a trial that generates.
     """
     timed = [[step for step in rank.steps if not step.warmup] for rank in record.ranks]
     tokens = [[token for token in rank.tokens if not token.warmup] for rank in record.ranks]
@@ -255,7 +283,10 @@ def _summary(record: Record) -> dict[str, Any]:
 
 
 def as_csv(table: Sequence[dict[str, Any]]) -> str:
-    """Return rows as CSV with a header line; None becomes an empty cell, and lists and tables become JSON."""
+    """Return rows as CSV with a header line.
+
+    None becomes an empty cell.  Lists and dictionaries become JSON.
+    """
     text = io.StringIO()
     writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
     writer.writeheader()

@@ -16,7 +16,8 @@ _PATIENCE: Final = timedelta(seconds=5)  # to connect to the store
 def speaks(line: str) -> bool:
     """Return whether this process shall print ``line``.
 
-    The first process that asks torchrun's store about a line prints it.  Without a store, all processes do.
+    Among the processes that torchrun started, the first process that calls this function with a line prints the line.
+    A process that torchrun did not start, or that cannot reach torchrun's store, always prints the line.
     """
     # Only the agent's store is used: another one would be served by rank 0, which may have failed already.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

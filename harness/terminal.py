@@ -55,7 +55,11 @@ _WHOLE: Final = "--json and --csv print all of them"
 
 
 def _interval(row: Mapping[str, Any], quantity: str, form: str) -> str:
-    """Return as text a row's interval of a modelled quantity over the machine's fits; empty if it has no width."""
+    """Return a text such as `` (0.12 to 0.15)``: the least and the largest value of a quantity over the machine's fits.
+
+    ``quantity`` is ``seconds`` or ``speed_up``.  Returns an empty text if the machine has one fit, or if both values
+    are equal.
+    """
     low, high = (row.get(f"modelled_fits_{end}_{quantity}") for end in ("low", "high"))
     return terminal_table.interval(low, high, form)
 
@@ -99,10 +103,10 @@ _MEASURED: Final = (
 
 
 def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Machine | None = None) -> None:
-    """Print a suite's plan: a table with a row for each combination, then notes and reasons.
+    """Print a suite's plan: a table with a row for each combination, then notes, then why combinations cannot run here.
 
-    Trials that differ only in repeat or seed share a row.  With a ``machine``, the table also shows the modelled
-    seconds of a step.
+    Trials that differ only in repeat or seed share a row.  With a ``machine``, the table also shows the seconds of a
+    step that are predicted for this machine.
     """
     merged = [(f.trial.model_copy(update={"repeat": 0, "seed": 0}), f) for f in reversed(forecasts)]
     varying = varying_paths([trial.canonical() for trial, _ in merged])
@@ -156,9 +160,10 @@ def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Mac
 
 
 def _combinations(suite: Suite, rows: int) -> str:
-    """Return the number of combinations, and of their seeds if there are several: ``4 combinations x 6 seeds``.
+    """Return the number of combinations of a suite's axes as text: ``4 combinations`` or ``4 combinations x 6 seeds``.
 
-    ``rows`` is the number of combinations, where those that differ only in the seed count once.
+    ``rows`` is the number of combinations if combinations that differ only in the seed count once.  If combinations
+    have different numbers of seeds, the text is ``4 combinations, 20 with all their seeds,``.
     """
     count, seeds = counted(rows, "combination"), len({trial.seed for trial in suite.combinations})
     if len(suite.combinations) == rows:
@@ -169,7 +174,10 @@ def _combinations(suite: Suite, rows: int) -> str:
 
 
 def _too_short(forecasts: Sequence[Forecast]) -> str:
-    """Return why a suite that validates is too short for a verdict on losses; empty if it is long enough."""
+    """Return a sentence if trials that measure a validation loss have too few steps or seeds for a verdict on losses.
+
+    Returns an empty text if there are enough of both, or if no trial measures a validation loss.
+    """
     validated = [f.trial for f in forecasts if f.trial.validate_every is not None]
     if not validated:
         return ""
@@ -181,9 +189,9 @@ def _too_short(forecasts: Sequence[Forecast]) -> str:
 
 
 def _outcome(forecast: Forecast, reasons: Sequence[str] = ()) -> str:
-    """Return the cell of column "runs here": ``yes``, or a word and the numbers of the reasons: ``no: 1, 3``.
+    """Return the cell of column "runs here": ``yes`` or, for example, ``no: 1, 3``.
 
-    A reason's number is its place in ``reasons``, from 1.
+    The numbers after the word say which of ``reasons`` apply to this trial, counted from 1.
     """
     kind = "yes" if forecast.failure is None else forecast.failure.kind
     word = "no" if forecast.problems else "over its limit" if kind == "memory" else kind
@@ -220,9 +228,10 @@ def losses_text(losses: Sequence[float]) -> str:
 
 
 def _as_predicted(record: Record) -> bool | str | None:
-    """Return whether the ledger equals its prediction; None for peers.
+    """Return whether the ledger equals the bytes that were predicted for it.
 
-    If some messages were not predicted, return a text that names their purposes instead.
+    Returns a text with the purposes of the messages that cannot be predicted, if there are such messages.  Returns None
+    if the record has no prediction, as for peers.
     """
     if record.predicted is not None and record.predicted.unpredicted:
         return f"{', '.join(record.predicted.unpredicted)}: measured, not predicted"
@@ -262,7 +271,7 @@ def single_record(record: Record, out: Console, folder: Path) -> None:
 
 
 def findings(features: Sequence[Mapping[str, Any]], out: Console) -> None:
-    """Print the rows of :func:`harness.doctor.examine`."""
+    """Print what a machine has and lacks, from the rows of :func:`harness.doctor.examine`, as a table."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("", "what", "found", "use, and what to do without it"):
         table.add_column(name, overflow="fold")
@@ -272,7 +281,10 @@ def findings(features: Sequence[Mapping[str, Any]], out: Console) -> None:
 
 
 def nodes(facts: Sequence[Mapping[str, Any]], out: Console) -> None:
-    """Print the rows of :func:`harness.doctor.compare`: a column for each node, and a mark where they differ."""
+    """Print the rows of :func:`harness.doctor.compare` as a table with a column for each node.
+
+    Rows in which the nodes differ are marked, and a sentence below the table names these rows.
+    """
     count = len(facts[0]["values"])
     table = [
         {"differs": "differs" if row["differs"] else "", "what": row["what"]}

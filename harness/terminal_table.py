@@ -1,8 +1,8 @@
 """Prints tables that fit the width of the terminal.
 
-A column that has the same value in all rows is moved into a line above the table, and a column of nothing but
-zeros and unknown values is dropped.  If the table is still too wide, columns are left out, the least important
-first, and named below the table.  Headings break at dots and spaces only.
+A column that has the same value in all rows is moved into a line above the table.  A column whose values are all zero,
+empty or unknown is dropped.  If the table is still too wide, the least important columns are left out, and a line below
+the table names them.  Headings break at dots and spaces only.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ _WIDEST: Final = 40  # characters of a text cell, after which it is folded
 
 
 class _Console(Console):
-    """A console that prints no control characters of records, manifests and suites."""
+    """A console of rich that escapes control characters in the texts that it prints."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Return a line, or a cell of a table, as it is printed: with its control characters escaped."""
+        """Return ``text`` as rich prints it, with control characters escaped; rich calls this for lines and cells."""
         return super().render_str(visible(text), **options)
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console as wide as the terminal, or :data:`PIPE_WIDTH` columns where there is none.
+    """Return a console as wide as the terminal.
 
-    The environment variable COLUMNS sets the width in both cases.
+    If the output is not a terminal, the console has :data:`PIPE_WIDTH` columns.  The environment variable COLUMNS sets
+    the width in both cases.
     """
     plain, columns = _Console(stderr=stderr, highlight=False), os.environ.get("COLUMNS", "")
     # A width of 0 comes from terminals that set COLUMNS to 0 because they do not know it.
@@ -55,9 +56,9 @@ class Column:
     key: str
     name: str = ""  # the heading, which may break at dots and spaces; by default the key
     form: str = ""  # format specification of numbers, which are aligned to the right; empty for text
-    unit: str = ""  # of all cells; printed in the heading
-    rank: int = 0  # on a narrow terminal, columns of the highest rank are left out first, of rank 0 never
-    mark: Callable[[Mapping[str, Any]], str] = lambda _: ""  # text after the value, from the row
+    unit: str = ""  # unit of the numbers of all cells; printed in the heading
+    rank: int = 0  # on a narrow terminal, columns of the highest rank are left out first; columns of rank 0 always stay
+    mark: Callable[[Mapping[str, Any]], str] = lambda _: ""  # from a row, a text that follows the value
     always: bool = False  # stays a column even if all its values are equal
     whole: bool = False  # its cells are never folded, so that users can copy them
     cells: tuple[str, ...] = ()  # the text of each row, set by :func:`filled`
@@ -69,15 +70,18 @@ class Column:
 
 
 def interval(low: float | None, high: float | None, form: str) -> str:
-    """Return `` (low to high)``, to follow a cell's value; empty if an end is None, or if both are equal."""
+    """Return an interval as text, such as `` (0.12 to 0.15)`` with ``form`` ".2f", to follow a cell's value.
+
+    Returns an empty text if an end of the interval is None, or if both ends are equal.
+    """
     return "" if low is None or high is None or low == high else f" ({low:{form}} to {high:{form}})"
 
 
 def filled(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> Iterator[Column]:
-    """Yield the columns with the text of their cells.
+    """Yield each column with its field ``cells`` set to the texts of all rows.
 
-    A column without a name is named after its key.  Bytes are scaled to kB, MB, GB or TB,
-    and the unit of the column is changed accordingly.
+    A column without a name is named after its key.  In a column of bytes, the values are scaled to kB, MB, GB or TB,
+    and the column's unit becomes this unit.
     """
     for column in columns:
         values = [row.get(column.key) for row in rows]
@@ -101,7 +105,8 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Cons
         rows: Values by key.
         columns: The columns to print, in order.
         out: Where to print.
-        whole: Where the reader can get all columns; ends the line that names the columns that are left out.
+        whole: Words that say where the reader finds all columns, such as ``calls.csv has all``.  They end the line
+            that names the columns that are left out.
     """
     known = [column for column in columns if column.always or any(row.get(column.key) for row in rows)]
     shown, same = list[Column](), list[str]()
@@ -127,7 +132,10 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Cons
 
 
 def say(line: str, out: Console) -> None:
-    """Print a line, unless it is empty.  A terminal breaks it between words; elsewhere it stays one line."""
+    """Print a line, unless it is empty.
+
+    On a console narrower than :data:`PIPE_WIDTH`, the line is broken between words.  Other consoles do not break it.
+    """
     if line:
         out.print(line, markup=False, highlight=False, soft_wrap=out.width >= PIPE_WIDTH)
 

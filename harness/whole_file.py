@@ -12,17 +12,18 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def written_whole(targets: Sequence[Path], *, new: bool = False) -> Iterator[list[Path]]:
-    """Yield a temporary path for each target, to be written in the block; rename them when the block ends.
+    """Yield a temporary path for each target file; when the ``with`` block ends, rename these files to the targets.
 
-    If the block raises, all targets stay as they were.  If the process is killed, the targets stay too, and a hidden
-    temporary folder may be left next to them.  A target that is no regular file, such as a pipe, is yielded itself.
+    The block writes the temporary files.  If the block raises, all targets stay as they were.  If the process is killed
+    inside the block, the targets stay as they were, and a hidden temporary folder may be left in their folder.  If a
+    target is not a regular file but, for example, a pipe, its own path is yielded, and nothing is renamed.
 
     Args:
         targets: The files to write, in folders that exist.
         new: Whether the targets must not exist yet.
 
     Raises:
-        FileExistsError: If ``new`` and a target exists when the block ends; then no target is written.
+        FileExistsError: If ``new`` is true and a target exists when the block ends.  Then no target is written.
         OSError: If a file cannot be written.
     """
     with contextlib.ExitStack() as stack:

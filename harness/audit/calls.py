@@ -40,7 +40,7 @@ class Key(NamedTuple):
     operation: str  # what the program called
     done_as: str  # what the backend did: gloo does a reduce_scatter as an all_reduce
     dtype: str
-    group: str  # name
+    group: str  # name of the process group
     peer: int  # global rank at the other end of a send or recv; -1 if it is not known
     site: str  # innermost line outside of installed packages: file, number and function
     caller: str  # innermost function that is not torch.distributed's own interface
@@ -48,7 +48,11 @@ class Key(NamedTuple):
 
 
 class Count(NamedTuple):
-    """The number of some calls, and the elements and bytes of their whole messages together."""
+    """The number of calls in one row, and the sums of the elements and bytes of their whole messages.
+
+    The whole message of an all-gather is the gathered tensor.  The whole message of a reduce-scatter is a rank's
+    tensor before it is scattered.
+    """
 
     calls: int
     elements: int
@@ -68,7 +72,7 @@ class Rank:
     """The calls that one process of the program made, and facts about the process."""
 
     number: int = -1  # global rank
-    world: int = 0
+    world: int = 0  # number of ranks of the program
     process: dict[str, Any] = field(default_factory=dict)
     torch: str = ""
     recorders: tuple[str, ...] = ()
@@ -79,15 +83,18 @@ class Rank:
     model: dict[str, Any] | None = None
     # By step and interface, the bytes that the interface had sent by the end of the step.
     counters: dict[int, dict[str, int]] = field(default_factory=dict)
-    # By step, the part of its rows that was called after the interface counters were read.
+    # By step, the rows of the calls that were made after the interface counters of this step were read.
     late: dict[int, dict[Key, Count]] = field(default_factory=dict)
     ended: str = ""  # how the process ended; empty if it was killed
-    reading: float = 0.0  # share of the processor time that reading the recorder took
+    reading: float = 0.0  # share of the process's processor time that reading the recorder took
     notes: list[str] = field(default_factory=list)
-    missed: list[str] = field(default_factory=list)  # notes after which calls may be missing
+    missed: list[str] = field(default_factory=list)  # notes that say why calls may be missing from the rows
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Add one event of the witness."""
+        """Add the content of one event to this object.
+
+        An event is one line of the witness's file (:mod:`harness.audit.witness`).
+        """
         match event["event"]:
             case "process":
                 self.process = dict(event)
@@ -170,17 +177,21 @@ class Calls:
 
     @property
     def whole(self) -> int:
-        """Number of steps that were read on every rank."""
+        """Number of steps whose calls were read on every rank."""
         return min((rank.whole for rank in self.ranks), default=0)
 
     def group(self, rank: Rank, name: str) -> Group:
-        """Return the rank's process group of this name; if there is none, a group of all ranks."""
+        """Return the process group called ``name`` on a rank.
+
+        If the rank knows no group of this name, the returned group has all ranks of the program.
+        """
         return rank.groups.get(name) or Group(name, tuple(range(self.world)))
 
     def steps(self, first: int, last: int | None) -> list[int]:
-        """Return the numbers of the steps that were read on every rank, from ``first`` to ``last``.
+        """Return the numbers of the steps from ``first`` to ``last`` whose calls were read on every rank.
 
-        If no such step is in this range, all such steps are returned.
+        If ``last`` is None, the range has no end.  If no step in the range was read on every rank, all steps that were
+        read on every rank are returned.
         """
         end = self.whole if last is None else min(last, self.whole)
         return list(range(first, end + 1)) or list(range(1, self.whole + 1))
@@ -191,8 +202,8 @@ def read(folder: Path, ranks_per_node: int | None = None) -> Calls:
 
     Args:
         folder: The folder with the witnesses' files.
-        ranks_per_node: Number of consecutive ranks on each node; by default a rank's node follows from torchrun's or
-            Slurm's variables, else from its host.
+        ranks_per_node: Number of consecutive ranks on each node.  By default, the node of a rank is taken from the
+            environment variables of torchrun or Slurm.  Without these variables, each host is a node.
 
     Raises:
         Refusal: If a file cannot be read.
@@ -218,9 +229,14 @@ def read(folder: Path, ranks_per_node: int | None = None) -> Calls:
 def combine(
     ranks: Sequence[Rank], notes: list[str], *, processes: int, ranks_per_node: int | None = None
 ) -> Calls:
-    """Combine what the program's processes did into the calls of all ranks.
+    """Combine the calls of the program's processes into the calls of all ranks.
 
-    If a rank was restarted, only its last process counts.  ``notes`` are sentences on what the audit could not see.
+    Args:
+        ranks: The calls of each process.  If a rank was restarted, only its last process counts.
+        notes: Sentences on what the audit could not see.  Sentences on the ranks are appended.
+        processes: Number of Python processes in which the witness was loaded.
+        ranks_per_node: Number of consecutive ranks on each node.  By default, the nodes follow from the environment
+            variables or the hosts of the processes.
     """
     last: dict[int, Rank] = {}
     for rank in sorted(ranks, key=lambda rank: rank.process.get("started", 0)):
@@ -245,7 +261,11 @@ def combine(
 
 
 def _topology(ranks: Sequence[Rank], ranks_per_node: int | None) -> Topology:
-    """Return the node of each rank of the program, also of ranks whose files are on another host."""
+    """Return the node of each rank of the program.
+
+    Ranks on other hosts may have left no file here.  Under torchrun, the node of a rank without a file is computed from
+    the rank's number.  Otherwise all ranks without a file count as one more node.
+    """
     world = max((rank.world for rank in ranks), default=0)
     numbers = sorted({*range(world), *(rank.number for rank in ranks)})
     if ranks_per_node is not None:
@@ -274,7 +294,11 @@ class Line:
 
 
 def lines(calls: Calls, step: int) -> list[Line]:
-    """Return the calls of a step; ranks with equal calls, in groups of one size and place, share a line."""
+    """Return the calls of all ranks in a step as lines, sorted by phase and then by bytes, the most bytes first.
+
+    Several ranks share a line if their calls agree in all fields but the group's name and the peer, and if their groups
+    have the same size and the same place (:meth:`Topology.place`).
+    """
     found: dict[tuple[Any, ...], list[tuple[int, Key, Group]]] = defaultdict(list)
     for rank in calls.ranks:
         for key, count in rank.rows.get(step, {}).items():
@@ -295,9 +319,10 @@ def lines(calls: Calls, step: int) -> list[Line]:
 
 
 def alike(calls: Calls, steps: Sequence[int]) -> list[list[int]]:
-    """Return classes of steps with equal calls: in all steps of a class, every rank made the same calls.
+    """Divide steps into classes, such that every rank made the same calls in all steps of a class.
 
-    The largest class comes first; among classes of equal size, the class with the latest step.
+    Returns the steps of each class.  The largest class comes first.  Among classes of equal size, the class with the
+    latest step comes first.
     """
     classes: dict[Any, list[int]] = defaultdict(list)
     for step in steps:
@@ -307,7 +332,7 @@ def alike(calls: Calls, steps: Sequence[int]) -> list[list[int]]:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return numbers as text, such as ``0-3, 6``."""
+    """Return whole numbers as text in ascending order: ``0-3, 6`` for 6, 0, 1, 2 and 3."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

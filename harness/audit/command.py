@@ -31,17 +31,20 @@ class Options:
 
     command: tuple[str, ...]
     first: int  # first step to report
-    last: int | None  # last step to report, None for all
+    last: int | None  # last step to report; None to report all steps from the first on
     expected: tuple[Expectation, ...]
     marker: str  # module:function, each return of which ends a step; empty if optimizer steps end steps
-    elements: int | None  # number of parameters of --model; None without it
-    model: str
+    elements: int | None  # number of parameters of the model that --model names; None without --model
+    model: str  # what --model names
     ranks_per_node: int | None
-    folder: Path
+    folder: Path  # where the audit's files are written
 
 
 def parse_steps(text: str) -> tuple[int, int | None]:
-    """Return the first and last step that ``--steps`` names: ``5``, ``2:10`` or ``2:``, counted from 1."""
+    """Return the first and the last step that ``--steps`` names, counted from 1.
+
+    ``5`` gives (5, 5), ``2:10`` gives (2, 10), and ``2:``, which has no last step, gives (2, None).
+    """
     found = _STEPS.fullmatch(text.strip())
     if found is None:
         raise Refusal(f"--steps {text}: expected a step or a range, such as 5, 2:10 or 2:")
@@ -68,7 +71,7 @@ def options(
     """Check the options of ``zeropp audit``, and return them as :class:`Options`.
 
     Raises:
-        Refusal: if one of them cannot be used; nothing has been written then.
+        Refusal: If an option cannot be used.  Nothing has been written then.
     """
     first, last = parse_steps(steps)
     expected = [expectations.parse(text) for text in expect]
@@ -83,9 +86,10 @@ def options(
 
 
 def audit(options: Options) -> tuple[int, Report | None]:
-    """Run the program, and return its exit status and the report, which is None if there is nothing to report.
+    """Run the program, and return the program's exit status and the report.
 
-    Lines about what was not seen go to standard error.
+    The report is None if no step ended, or if no process made a process group.  The reason, and notes on what the audit
+    could not see, are printed to standard error.
     """
     run.prepare(options.folder, {"last_step": options.last, "marker": options.marker})
     status = run.run(options.command, options.folder)
@@ -115,7 +119,10 @@ def audit(options: Options) -> tuple[int, Report | None]:
 
 
 def reported(calls: Calls, options: Options) -> Report | None:
-    """Return the report of an audit that has run; None if there was no whole step."""
+    """Return the report of the calls of an audited program.
+
+    Returns None if there is no step whose calls were read on every rank.
+    """
     steps = calls.steps(options.first, options.last)
     if not steps:
         return None
@@ -146,14 +153,23 @@ def show_report(report: Report, out: Console) -> None:
 
 
 def write_files(report: Report, folder: Path) -> Path:
-    """Write the CSV of a report into the audit's folder; returns its path."""
+    """Write the calls of a report as a CSV file into the audit's folder, and return the path of this file."""
     path = folder / CSV
     write_whole(path, tables.as_csv(report))
     return path
 
 
 def exit_status(program: int, report: Report | None, expected: int) -> int:
-    """Return the command's exit status: the program's own if it failed, else 1 if an expectation is broken, else 0."""
+    """Return the exit status of ``zeropp audit``.
+
+    Args:
+        program: Exit status of the audited program.  If this is not 0, it is returned.
+        report: The report.  If it lists broken expectations, 1 is returned.
+        expected: Number of expectations.  Without a report, 1 is returned if there are any, since they could not be
+            checked.
+
+    Returns 0 in all other cases.
+    """
     if program:
         return program
     if report is None:
@@ -162,7 +178,7 @@ def exit_status(program: int, report: Report | None, expected: int) -> int:
 
 
 def warn_unchecked(options: Options, report: Report | None) -> None:
-    """Say that expectations could not be checked, if there is no report."""
+    """If there is no report, print to standard error how many expectations could not be checked."""
     if report is None and options.expected:
         print(
             f"zeropp: {counted(len(options.expected), 'expectation')} could not be checked", file=sys.stderr

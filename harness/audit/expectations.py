@@ -5,15 +5,23 @@ The grammar, in which brackets are optional and words may be in any case:
     OPERATION [TYPE] [in PHASE] [over RANKS ranks] RELATION NUMBER UNIT [between nodes | inside nodes | sent]
 
 - OPERATION: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``reduce``,
-  ``gather``, ``scatter``, ``send``, ``recv``, or ``all`` for everything;
+  ``gather``, ``scatter``, ``send``, ``recv``, or ``all`` for the sum of all operations;
 - TYPE: torch's name of an element type, such as ``int8`` or ``bfloat16``;
 - PHASE: ``forward``, ``backward``, ``optimizer`` or ``other``;
-- RELATION: ``<=``, ``>=`` or ``==``, which allows 1 % of difference;
+- RANKS: number of ranks of the process group;
+- RELATION: ``<=``, ``>=`` or ``==`` (``==`` allows 1 % of difference);
 - UNIT: ``M``, the bytes of the parameters in 16 bits; ``B``, ``kB``, ``MB`` or ``GB``; or ``calls``.
 
-The number is that of one step.  It counts the whole messages of a rank; with ``sent``, what a rank sends; with
-``inside nodes``, what a rank sends to ranks of its own node; with ``between nodes``, what leaves a node.  An
-expectation has to hold on every rank (or node) in every step that is reported.
+NUMBER is compared with the bytes or calls of one step:
+
+| words at the end | bytes that are counted |
+| --- | --- |
+| none | whole messages of a rank; the whole message of an all-gather is the gathered tensor |
+| ``sent`` | what a rank sends to all other ranks |
+| ``inside nodes`` | what a rank sends to the other ranks of the rank's node |
+| ``between nodes`` | what all ranks of a node together send to other nodes |
+
+An expectation must hold in every reported step, on every rank or, with ``between nodes``, on every node.
 """
 
 from __future__ import annotations
@@ -59,7 +67,10 @@ FORM: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """One expectation, such as ``all_gather int8 <= 0.5 M``; an empty field matches every call."""
+    """One expectation, such as ``all_gather int8 <= 0.5 M``.
+
+    A type, phase or number of ranks that is empty or 0 matches every call.
+    """
 
     text: str
     operation: str
@@ -81,7 +92,10 @@ class Expectation:
         )
 
     def holds(self, value: float, bound: float) -> bool:
-        """Return whether ``value``, which was measured, has the expectation's relation to ``bound``."""
+        """Return whether the measured ``value`` is, as the expectation demands, ``<=``, ``>=`` or ``==`` the ``bound``.
+
+        ``==`` allows 1 % of difference.
+        """
         match self.relation:
             case "<=":
                 return value <= bound * (1 + 1e-9)
@@ -95,7 +109,8 @@ def parse(text: str) -> Expectation:
     """Return the expectation that a text states.
 
     Raises:
-        Refusal: if the text does not have the form of an expectation, or names something that does not exist.
+        Refusal: If the text does not have the form of an expectation, or if it names an operation, type, phase or unit
+            that does not exist.
     """
     found = _FORM.fullmatch(text.strip())
     if found is None:
@@ -123,10 +138,11 @@ def parse(text: str) -> Expectation:
 
 
 def read_file(path: Path) -> list[Expectation]:
-    """Read the list ``expect`` of a TOML file.
+    """Return the expectations in the list ``expect`` of a TOML file.
 
     Raises:
-        Refusal: if the file cannot be read, has other keys, or a text that is no expectation.
+        Refusal: If the file cannot be read, has other keys, or has no such list, or if a text in the list is not an
+            expectation.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -148,10 +164,11 @@ def read_file(path: Path) -> list[Expectation]:
 def broken(
     expectations: Sequence[Expectation], calls: Calls, steps: Sequence[int], model: Model | None
 ) -> list[str]:
-    """Return a line for each expectation that does not hold, with the first rank or node and step where it does not.
+    """Return a line for each expectation that does not hold or cannot be checked.
 
-    An expectation that cannot be checked does not hold: an expectation in M if the number of parameters is not known,
-    and every expectation if the audit has missed calls.
+    The line for a broken expectation names the first step in which it is broken, the rank or node, and what was
+    measured there.  An expectation in M cannot be checked if the number of parameters is not known.  If the audit has
+    missed calls on a rank, one more line says so, since no expectation is then known to hold.
     """
     made = [
         f"not known to hold: rank {rank.number}: {missed}"
@@ -179,7 +196,11 @@ def broken(
 
 
 def _values(expectation: Expectation, calls: Calls, steps: Sequence[int]) -> Iterator[tuple[str, int, float]]:
-    """Yield what the expectation counts, as (rank or node, step, bytes or calls)."""
+    """Yield (name, step, value) for each rank in each step.
+
+    The name is a text such as ``rank 3``.  The value is the number of bytes or calls that the expectation counts.  For
+    an expectation ``between nodes``, a value is yielded for each node instead, with a name such as ``node 1``.
+    """
     for step in steps:
         of_node: dict[int, float] = defaultdict(float)
         for rank in calls.ranks:
@@ -209,7 +230,10 @@ def _in_unit(value: float, unit: str, bound: float, number: float) -> str:
 
 
 def _instead(expectation: Expectation, calls: Calls, step: int) -> str:
-    """Return a text with the types in which the operation was called; empty if the expectation names no type."""
+    """Return a text with the types, and bytes of each type, with which the first rank called the operation in a step.
+
+    Returns an empty text if the expectation names no type.
+    """
     if not expectation.dtype:
         return ""
     types: dict[str, int] = defaultdict(int)

@@ -30,7 +30,10 @@ from harness.terminal_table import console
 
 
 class Found:
-    """What this process sent inside ``audit()``; filled when the block ends."""
+    """The calls that this process made in the ``with`` block of ``audit()``.
+
+    They can be read when the block has ended.
+    """
 
     def __init__(self, model: torch.nn.Module | None, ranks_per_node: int | None) -> None:
         self._elements = None if model is None else sum(_numel(p) for p in model.parameters())
@@ -38,7 +41,7 @@ class Found:
         self._calls: Calls | None = None
 
     def take(self, events: list[dict[str, Any]]) -> None:
-        """Read the events of the witness."""
+        """Fill this object from all events that the witness has recorded."""
         rank = Rank()
         for event in events:
             rank.take(event)
@@ -54,10 +57,10 @@ class Found:
 
     @property
     def calls(self) -> Calls:
-        """All calls, by step.
+        """The calls of this process by step.
 
         Raises:
-            Refusal: before the block has ended.
+            Refusal: If the block has not ended yet.
         """
         if self._calls is None:
             raise Refusal("audit(): the block has not ended yet; read calls and tables after the block")
@@ -71,20 +74,23 @@ class Found:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The calls of the step that the tables show, which stands for all steps; a dictionary for each line."""
+        """The rows of the table of calls that :meth:`show` prints, as dictionaries by the table's columns.
+
+        The table shows one step of the largest group of steps in which the same calls were made.
+        """
         return tables.call_rows(self.report)
 
     @property
     def scheme(self) -> Scheme | None:
-        """The scheme of these calls; None if the number of parameters is not known."""
+        """The scheme of data parallelism that sends such messages; None if the number of parameters is not known."""
         return self.report.scheme
 
     def show(self) -> None:
-        """Print the tables."""
+        """Print the report's tables and sentences."""
         show_report(self.report, console())
 
     def check(self, *texts: str) -> list[str]:
-        """Return a line for each of the expectations ``texts`` that is broken on this rank."""
+        """Return a line for each of the expectations ``texts`` that is broken on this rank or cannot be checked."""
         parsed = [expectations.parse(text) for text in texts]
         calls = self.calls
         return expectations.broken(parsed, calls, calls.steps(1, None), self._model())
@@ -99,18 +105,22 @@ def _numel(parameter: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def audit(model: torch.nn.Module | None = None, *, ranks_per_node: int | None = None) -> Iterator[Found]:
-    """Record what this process sends in the block, step by step; a step ends with an optimizer step.
+    """Record the torch.distributed calls that this process makes in the ``with`` block, by step.
 
-    Every rank records its own calls; nothing is sent.  The recorder's ring has as many entries as
-    TORCH_FR_BUFFER_SIZE said when the process started (2000 by default), and is read after each of the first ten
-    steps.
+    A step ends when the optimizer's ``step()`` returns.  If no optimizer steps, the block is one step.  Each rank
+    records only the calls that it makes, and the audit sends no messages.
+
+    Calls are read from torch's flight recorder, a ring buffer.  Its number of entries is the value that
+    TORCH_FR_BUFFER_SIZE had when the process started, 2000 by default.
 
     Args:
-        model: The model, to give sizes in multiples of its parameters; by default the optimizer's parameters count.
-        ranks_per_node: Ranks of each node; by default LOCAL_WORLD_SIZE, or all ranks.
+        model: The model whose number of parameters is the unit of sizes.  By default, the parameters of the optimizers
+            that step are counted.
+        ranks_per_node: Number of ranks of each node; by default the environment variable LOCAL_WORLD_SIZE.  Without
+            this variable, all ranks count as one node.
 
     Raises:
-        Refusal: if this torch has no torch.distributed.
+        Refusal: If this torch was built without torch.distributed.
     """
     if not dist.is_available():
         raise Refusal("audit(): this torch was built without torch.distributed; install a torch that has it")

@@ -2,7 +2,7 @@
 
 ``zeropp audit`` copies this file as ``sitecustomize.py``, next to a copy of :mod:`harness.audit.witness`, into a folder
 that is first on PYTHONPATH, so that Python imports it before the program.  It needs nothing but the standard library
-of Python 3.8 or later.  No exception of ours leaves it.
+of Python 3.8 or later.  No exception of the audit leaves this file.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def _start() -> None:
 
 
 def _continue() -> None:
-    """Run the ``sitecustomize`` that Python would have found without ours; its errors are Python's to report."""
+    """Run the ``sitecustomize`` that Python would have found without this file; Python reports the errors in it."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
         return

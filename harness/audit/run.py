@@ -24,10 +24,12 @@ _OLD_BUFFER: Final = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # its name before, of which
 
 
 def prepare(folder: Path, options: Mapping[str, Any]) -> None:
-    """Make an empty folder for an audit; a former audit in it is replaced.
+    """Make the folder of an audit, with a copy of the witness and with ``options``, which the witness reads.
+
+    The files of an earlier audit in this folder are removed.
 
     Raises:
-        Refusal: if the folder is a file, or holds files that are no audit.
+        Refusal: If ``folder`` is a file, or has files but no earlier audit.
     """
     if folder.exists() and not folder.is_dir():
         raise Refusal(f"--out {folder}: this is a file; name a folder")
@@ -52,7 +54,7 @@ def prepare(folder: Path, options: Mapping[str, Any]) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the environment variables that the audit sets: PYTHONPATH, and the size of the recorder's ring."""
+    """Return the environment variables that the audit sets: PYTHONPATH, and the size of the flight recorder's ring."""
     paths = [str((folder / _SITE).resolve()), os.environ.get("PYTHONPATH", "")]
     added = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     sizes = [os.environ.get(name, "") for name in (_BUFFER, _OLD_BUFFER)]
@@ -61,12 +63,13 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def run(command: Sequence[str], folder: Path) -> int:
-    """Run the program with this process's standard streams; return its exit status, 128 + N for signal N.
+    """Run the audited program with this process's standard streams, and return the program's exit status.
 
-    Ctrl-C and SIGTERM reach the program, which decides what becomes of it.
+    If signal N ended the program, the status is 128 + N.  While the program runs, this process ignores Ctrl-C, which
+    the program gets too, and passes SIGTERM on to the program.
 
     Raises:
-        Refusal: if it cannot be started.
+        Refusal: If the program cannot be started.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
     # Where the shell has a background command ignore Ctrl-C, the program ignores it too.
@@ -96,12 +99,13 @@ def _default_interrupt() -> None:
 
 
 def count_parameters(name: str) -> int:
-    """Return the number of parameters of the model that ``module:function`` returns.
+    """Return the number of elements of all parameters of the model that the function ``module:function`` returns.
 
-    The model is made on the device ``meta``, where tensors take no memory.
+    The model is made on the device ``meta``, where tensors take no memory.  ``name`` may also name a torch.nn.Module
+    instead of a function.
 
     Raises:
-        Refusal: if the function cannot be imported, raises an error, or returns no module.
+        Refusal: If the function cannot be imported, raises an error, or returns something else than a torch.nn.Module.
     """
     import torch
 
@@ -132,5 +136,5 @@ def why_nothing(processes: int, command: Sequence[str]) -> str:
 
 
 def counted(processes: int) -> str:
-    """Return a number of Python processes as text."""
+    """Return a number of Python processes as text, such as ``2 Python processes``."""
     return f"{processes} Python process{'es' if processes != 1 else ''}"

@@ -1,28 +1,29 @@
 """Compares the calls of a step with closed forms, to find which scheme of data parallelism sends such messages.
 
-A term of a closed form is a number of elements of whole messages of one operation, in multiples of the model's
-parameters.  With P ranks in a group, a term of an all-gather or reduce-scatter sends (P - 1) / P of its bytes, and a
-term of an all-reduce sends 2 (P - 1) / P of them (:mod:`harness.audit.wire`).
+The closed form of a scheme says how many elements the whole messages of each operation have in a micro-batch.  The
+table gives these numbers as multiples of the model's parameters.  How many bytes a rank sends for a whole message is
+computed in :mod:`harness.audit.wire`.
 
 | scheme | all-gather | reduce-scatter | all-reduce |
 | --- | --- | --- | --- |
 | DDP | | | 1 |
-| ZeRO-1, ZeRO-2 | 1 in the optimizer | 1, or as reduce or all-reduce | |
-| ZeRO-3 | 1 forward, 1 backward without units that stay gathered | 1 | |
+| ZeRO-1, ZeRO-2 | 1 in the optimizer | 1, also as reduce or all-reduce | |
+| ZeRO-3 | 1 in forward, 1 in backward | 1 | |
 | HSDP of S shards | as ZeRO-3, among the shards | 1 among the shards | 1 / S among the replicas |
-| hpZ | 1 forward among all, 1 backward inside a group | as ZeRO-3 | |
+| hpZ | 1 in forward among all ranks, 1 in backward inside a group | as ZeRO-3 | |
 
-Gathers of 8 bits or less are called qwZ, and all-to-alls in place of the reduction qgZ, as in ZeRO++.  With FSDP2,
-sizes, padding and types are taken from its units, so that the closed form is exact.
+Units that stay gathered after forward are not gathered in backward.  As in ZeRO++, an all-gather in a type of 8 bits or
+less is called qwZ, and an all-to-all of such a type in place of the reduction is called qgZ.  With FSDP2, sizes,
+padding and types are taken from FSDP2's units, so that the closed form is exact.
 
-This project's engine sends frames of bytes: codes, scales and padding of a shard or piece.  Their sizes are taken from
-the hops of its units, so that its closed form is exact too.  On N nodes of R ranks, with frames of F bytes for the
-shards of all units, a rank sends in hierarchical ZeRO-3 and ZeRO++
+This project's engine sends frames: the bytes of codes, scales and padding of an encoded shard.  The sizes of frames are
+taken from the hops of the engine's units, so that this closed form is exact too.  On N nodes of R ranks, with F the
+bytes of one rank's frames for all units, a rank sends in hierarchical ZeRO-3 and ZeRO++
 
-| | to other nodes | inside its node |
+| | to other nodes | inside the rank's node |
 | --- | --- | --- |
 | gather for forward | (N - 1) F | (R - 1) N F |
-| gather for backward | the same, or nothing with hpZ; without units that stay gathered | (R - 1) N F |
+| gather for backward, of units that do not stay gathered | (N - 1) F, or 0 with hpZ | (R - 1) N F |
 | reduction | (N - 1) F | (R - 1) N F |
 """
 
@@ -44,39 +45,42 @@ _NARROW: Final = ("int8", "uint8")
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A part of a closed form, next to what was measured; bytes of whole messages of one rank."""
+    """The messages of one operation, phase, type and group size, with their bytes as measured and by the closed form.
+
+    Bytes are those of the whole messages of one rank in one step.
+    """
 
     operation: str
     phase: str
     dtype: str
     group_size: int
     measured: int
-    expected: float | None = None  # None for messages outside of the closed form
-    holds: str = ""  # what this project's engine sends in these messages
+    expected: float | None = None  # bytes by the closed form; None if the closed form has no such messages
+    holds: str = ""  # what this project's engine sends in these messages, in words
 
     @property
     def difference(self) -> float | None:
-        """Measured bytes over expected bytes, minus 1; None if no bytes are expected."""
+        """Measured bytes over expected bytes, minus 1; None if the closed form has no such messages."""
         return None if not self.expected else self.measured / self.expected - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A scheme of data parallelism: its name, the terms of its closed form, and the messages outside of it."""
+    """A scheme of data parallelism, compared with the messages of one rank in one step."""
 
     name: str
-    terms: tuple[Term, ...]
-    rest: tuple[Term, ...]
-    source: str  # where the model's size is from
+    terms: tuple[Term, ...]  # the messages that the scheme's closed form has
+    rest: tuple[Term, ...]  # all other messages, such as norms and losses
+    source: str  # where the number of parameters is from
 
     @property
     def measured(self) -> int:
-        """Bytes of the messages in the closed form."""
+        """Measured bytes of all terms together."""
         return sum(term.measured for term in self.terms)
 
     @property
     def expected(self) -> float:
-        """Bytes of the closed form."""
+        """Bytes of all terms together by the closed form."""
         return sum(term.expected or 0 for term in self.terms)
 
 
@@ -87,10 +91,10 @@ NONE: Final = "no known scheme"
 class Model:
     """The size of the audited model."""
 
-    elements: int
-    source: str  # where the number is from
-    units: tuple[dict[str, Any], ...] = ()  # of FSDP2, as the witness describes them
-    hops: tuple[dict[str, Any], ...] = ()  # of this project's engine, likewise
+    elements: int  # of all parameters
+    source: str  # where the number of elements is from
+    units: tuple[dict[str, Any], ...] = ()  # FSDP2's units, as the witness describes them
+    hops: tuple[dict[str, Any], ...] = ()  # hops of this project's engine, as the witness describes them
 
 
 def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Model | None:
@@ -99,7 +103,7 @@ def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Mode
     Args:
         calls: The calls of all ranks, with what the witnesses noted about the model.
         elements: Number of parameters of the model that the user named; None if the user named none.
-        named: The name that the user gave.
+        named: The user's name for the model, such as ``train:build_model``, which becomes the model's ``source``.
     """
     events = [rank.model for rank in calls.ranks if rank.model is not None]
     units: list[dict[str, Any]] = max((event["fsdp"] for event in events), key=len, default=[])
@@ -116,7 +120,10 @@ def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Mode
 
 
 def recognise(calls: Calls, rank: Rank, step: int, model: Model) -> Scheme:
-    """Return the scheme of the calls that a rank made in a step; its name is :data:`NONE` if no closed form fits."""
+    """Return the scheme whose closed form fits the calls that a rank made in a step.
+
+    If no closed form fits within :data:`TOLERANCE`, the returned scheme's name is :data:`NONE`.
+    """
     if model.hops and (own := rank.model or {}).get("own"):
         return _of_hops(calls, rank, step, model, own["own"])
     sums: dict[tuple[str, str, str, int], Count] = defaultdict(lambda: Count(0, 0, 0))
@@ -144,10 +151,11 @@ def _term(place: Place, count: Count, expected: float | None = None) -> Term:
 
 
 def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]]:
-    """Return the name of the scheme that the messages look like, and the bytes of each of its terms.
+    """Return the name of the scheme that the messages look like, and the bytes of its closed form.
 
-    Without such a scheme the name is :data:`NONE`.  ``large`` has the messages, without those that are too small to
-    be weights or gradients.
+    ``large`` has the messages of a rank in a step that are large enough to be weights or gradients.  Messages and bytes
+    are given by (operation, phase, type, size of the group).  If the messages look like no scheme, the name is
+    :data:`NONE`.
     """
     if model.units:
         found = _of_units(large, model)
@@ -158,7 +166,11 @@ def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Pla
     elements = model.elements
 
     def whole(places: Sequence[Place], share: float = 1.0) -> dict[Place, float]:
-        """Return, for each place, ``share`` of the parameters' bytes times the number of micro-batches there."""
+        """Return, for each place, the bytes of ``share`` of the parameters times the number of micro-batches.
+
+        A place is (operation, phase, type, size of the group).  The number of micro-batches at a place is the measured
+        number of elements, divided by ``share`` of the number of parameters, rounded, and at least 1.
+        """
         return {
             place: share
             * elements
@@ -199,7 +211,11 @@ _OPERATIONS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 
 
 def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]] | None:
-    """Return the name and closed form of FSDP2 with these units; None if the messages have other groups or types."""
+    """Return the name of FSDP2's scheme, and the bytes of the closed form that follows from FSDP2's units.
+
+    Bytes are given by (operation, phase, type, size of the group).  Returns None if FSDP2 would send messages in a type
+    or to a group of a size that ``large`` does not have.
+    """
     once: dict[Place, float] = defaultdict(float)
     kept = all(not unit["gathered_again_in"] for unit in model.units)
     for unit in model.units:
@@ -223,8 +239,9 @@ def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place,
 
 
 def _of_hops(calls: Calls, rank: Rank, step: int, model: Model, hops: Sequence[dict[str, Any]]) -> Scheme:
-    """Return the scheme of this project's engine, from the hops of its units on this rank.
+    """Return the scheme that this project's engine follows, from the hops of the engine's units on a rank.
 
+    The scheme's name is :data:`NONE` if the measured bytes do not fit the hops, or if there are other large messages.
     Messages that ranks exchange in shared memory are not seen, and are left out of the closed form.
     """
     sums: dict[_Spot, Count] = defaultdict(lambda: Count(0, 0, 0))
@@ -277,7 +294,10 @@ _PHASE: Final = {"forward": "forward", "again": "forward", "backward": "backward
 
 
 def _micro_batches(sums: dict[_Spot, Count], hops: Sequence[dict[str, Any]]) -> int:
-    """Return the number of micro-batches for which our engine's step gathered weights in forward."""
+    """Return the number of micro-batches of our engine's step, computed from the bytes that the rank sent in forward.
+
+    Returns 1 if further micro-batches do not gather weights in forward again.
+    """
     first, again = (
         sum((len(hop["ranks"]) - 1) * hop["bytes"] for hop in hops if hop["turn"] == turn)
         for turn in ("forward", "again")
@@ -291,7 +311,7 @@ def _micro_batches(sums: dict[_Spot, Count], hops: Sequence[dict[str, Any]]) -> 
 
 
 def _name_of(hops: Sequence[dict[str, Any]]) -> str:
-    """Return the name of the scheme whose hops these are."""
+    """Return the name of the scheme that sends these hops, such as ``hierarchical ZeRO-3 with qwZ``."""
     by_pass = {turn: [hop for hop in hops if hop["turn"] == turn] for turn in _PHASE}
     gathers, reductions = by_pass["forward"] + by_pass["backward"], by_pass["reduction"]
     techniques = []
@@ -318,5 +338,8 @@ def _bits(dtype: str) -> int:
 
 
 def share_of(count: float, dtype: str, model: Model | None) -> float | None:
-    """Return ``count`` bytes of a type as a multiple of the model's parameters; None without a model."""
+    """Return the number of elements in ``count`` bytes of a type, divided by the number of the model's parameters.
+
+    Returns None if there is no model, or if ``count`` is NaN.
+    """
     return None if model is None or math.isnan(count) else count / item_bytes(dtype) / model.elements

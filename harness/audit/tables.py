@@ -55,7 +55,7 @@ _WHERE: Final = {"inside": "inside a node", "between": "between nodes", "across"
 
 @dataclass(frozen=True)
 class Report:
-    """The result of an audit for the reported steps: their calls, their scheme, and broken expectations."""
+    """The result of an audit for the reported steps."""
 
     calls: Calls
     steps: list[int]  # the reported steps
@@ -64,7 +64,7 @@ class Report:
     scheme: Scheme | None  # of the first step of the largest class; None without a model
     by: str  # what ends a step
     broken: list[str]  # a line for each expectation that does not hold
-    kept: int  # number of expectations
+    kept: int  # number of all expectations, which hold if ``broken`` is empty
 
     @property
     def shown(self) -> int:
@@ -81,14 +81,20 @@ def report_on(
     broken: Sequence[str] = (),
     kept: int = 0,
 ) -> Report:
-    """Return the report of the steps, of which there is at least one; for other arguments see :class:`Report`."""
+    """Return the report of ``steps``, which has at least one step.
+
+    The other arguments become the fields of the same name of :class:`Report`.
+    """
     classes = alike(calls, steps)
     scheme = None if model is None else recognise(calls, calls.ranks[0], classes[0][0], model)
     return Report(calls, list(steps), classes, model, scheme, by, list(broken), kept)
 
 
 def call_rows(report: Report, step: int | None = None) -> list[dict[str, Any]]:
-    """Return a row for each :class:`Line` of ``step``; without one, of the step that stands for all steps."""
+    """Return a row for each :class:`Line` of ``step``, by the keys of :data:`COLUMNS` and a few more.
+
+    Without ``step``, the rows are those of :attr:`Report.shown`, the step that stands for all reported steps.
+    """
     return [_row(report, line) for line in lines(report.calls, report.shown if step is None else step)]
 
 
@@ -128,7 +134,10 @@ def short(site: str) -> str:
 
 
 def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
-    """Return a row for each term of a scheme's closed form, for each message outside of it, and for all terms."""
+    """Return a row for each term of a scheme, then for each of its other messages, then for the sum of its terms.
+
+    Keys are those of :data:`SCHEME_COLUMNS`.
+    """
     rows = [
         {
             "phase": term.phase, "operation": term.operation, "dtype": term.dtype, "group_size": term.group_size,
@@ -147,13 +156,16 @@ def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
 
 
 def counter_rows(report: Report) -> list[dict[str, Any]]:
-    """Return what each node's interfaces counted in the reported steps, next to what the calls send between nodes.
+    """Return a row for each node and interface, with the bytes that the interface sent in the reported steps.
 
-    Each rank of a node reads the node's counters when its own step ends.  The first rank's reading lacks what other
+    ``expected`` are the bytes that the calls of these steps send to other nodes.  Not all reported steps may be
+    counted (:func:`_between_reads`).
+
+    Each rank of a node reads the node's counters when the rank's step ends.  The first rank's reading lacks what other
     ranks have yet to send in this step.  The last rank's reading includes what other ranks have already sent in the
-    next step.  The node's count at the end of the step lies between these two readings, so the bytes between two steps
-    are known as a range: ``counted`` is its middle, and ``uncertain`` half of its width.  After the program's end, the
-    last reading is exact.
+    next step.  The node's count at the end of the step lies between these two readings.  The bytes between the ends of
+    two steps are therefore known as a range: ``counted`` is the middle of this range, and ``uncertain`` half of its
+    width.  At the program's end, the last reading is exact.
     """
     calls, rows = report.calls, list[dict[str, Any]]()
     for node in sorted(set(calls.topology.nodes.values())):
@@ -187,12 +199,15 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def _ended(ranks: Sequence[Rank], step: int) -> bool:
-    """Return whether ``step`` was the last step of all ranks, and all read their counters again when they ended."""
+    """Return whether all ranks ended by themselves after ``step``, so that each read its counters again at its end."""
     return all(rank.ended in ("exit", "os._exit") and rank.steps == step for rank in ranks)
 
 
 def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
-    """Return the least and the greatest value of each counter of a node that its ranks read after a step."""
+    """Return, for each counter, (least value, greatest value) of what the ranks of one node read after a step.
+
+    If the program ended with this step, the greatest value is exact, and is returned for both.
+    """
     read: dict[str, list[int]] = {}
     for rank in ranks:
         for name, value in rank.counters[step].items():
@@ -202,10 +217,12 @@ def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
 
 
 def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, int] | None:
-    """Return two steps after which all ranks of a node read counters, with the reported steps between them.
+    """Return two steps (first, last) at whose ends a node's counters are compared.
 
-    The first step is one of the first ten such steps, and the second is one of the last ten.  They are chosen so that
-    the bytes of a step between them are known with the smallest error.  Returns None if there are no two such steps.
+    A step is a candidate if all ranks of the node read the counters after it, and if it is a reported step or the step
+    before them.  ``first`` is one of the first ten candidates, and ``last`` one of the last ten.  Of these pairs, the
+    pair is taken from which the bytes of one step are known with the smallest error.  Returns None if there are fewer
+    than two candidates.
     """
     common = set.intersection(*(set(rank.counters) for rank in ranks))
     read = sorted(step for step in common if steps[0] - 1 <= step <= steps[-1])
@@ -222,7 +239,7 @@ def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, in
 
 
 def as_csv(report: Report) -> str:
-    """Return the calls of all reported steps, a line of CSV for each step and row."""
+    """Return the calls of all reported steps as CSV, with a line for each step and each row of :func:`call_rows`."""
     out = io.StringIO()
     rows = [{"step": step, **row} for step in report.steps for row in call_rows(report, step)]
     names = list(rows[0]) if rows else ["step"]
@@ -234,7 +251,7 @@ def as_csv(report: Report) -> str:
 
 
 def sentences(report: Report) -> list[str]:
-    """Return sentences on what the report is about: its ranks, steps and model."""
+    """Return sentences on the ranks, steps and model that a report is about."""
     calls = report.calls
     nodes = calls.topology.count
     where = f"{len(calls.ranks)} of {calls.world} ranks on {nodes} node{'s' * (nodes != 1)}"
@@ -258,7 +275,7 @@ def sentences(report: Report) -> list[str]:
 
 
 def scheme_sentence(scheme: Scheme) -> str:
-    """Return the scheme in words."""
+    """Return a sentence that names the scheme, and says by how much the measured bytes differ from its closed form."""
     if scheme.name == NONE:
         return "No known scheme of data parallelism sends these messages:"
     difference = scheme.measured / scheme.expected - 1 if scheme.expected else 0.0

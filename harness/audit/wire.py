@@ -1,10 +1,18 @@
 """Says how many bytes a rank sends for a call, inside its node and to other nodes.
 
-The formulas are those of rings, which gloo and NCCL use for large messages: with P ranks, an all-gather or
-reduce-scatter of a whole message of S bytes sends S (P - 1) / P to the next rank, an all-reduce twice as much.  An
-all-to-all sends S / P to each other rank, a send its message.  For broadcast, reduce, gather and scatter the root is
-not known, so that each rank is counted with its mean share, S (P - 1) / P; for gather and scatter, S is one rank's
-piece.
+The formulas assume rings, which gloo and NCCL use for large messages.  With P ranks and a whole message of S bytes, a
+rank sends
+
+| operation | bytes |
+| --- | --- |
+| all-gather, reduce-scatter | S (P - 1) / P to the next rank of the group |
+| all-reduce | 2 S (P - 1) / P to the next rank of the group |
+| all-to-all | S / P to each other rank |
+| send | S to the receiving rank |
+| broadcast, reduce, gather, scatter | S (P - 1) / P to the next rank of the group: the mean over the ranks |
+
+The last row is a mean, since the audit does not know the root.  For gather and scatter, S is the piece of one rank.
+
 Source: gloo/allgather_ring.h, gloo/allreduce.cc; NCCL's documentation of algorithm bandwidth (nccl-tests,
 doc/PERFORMANCE.md).
 """
@@ -30,7 +38,10 @@ class Sent(NamedTuple):
 
 
 def sent(rank: int, key: Key, count: Count, group: Group, topology: Topology) -> Sent:
-    """Return the bytes that ``rank`` sends for these calls in ``group``."""
+    """Return the bytes that ``rank`` sends for calls with the fields ``key`` in ``group``.
+
+    ``count`` has the number of these calls, and the bytes of their whole messages.
+    """
     size, me = group.size, topology.nodes.get(rank, 0)
     if key.done_as == "recv" or size < 2:
         return Sent(0, 0)
@@ -47,7 +58,10 @@ def sent(rank: int, key: Key, count: Count, group: Group, topology: Topology) ->
 
 
 def between_by_node(calls: Calls, step: int, *, late: bool = False) -> dict[int, float]:
-    """Return the bytes that leave each node in a step; with ``late``, only after the step's counters were read."""
+    """Return, by node, the bytes that the node's ranks send to other nodes in a step.
+
+    With ``late``, only calls of the step are counted that were made after the interface counters of the step were read.
+    """
     leaving: dict[int, float] = defaultdict(float)
     for rank in calls.ranks:
         leaving[calls.topology.nodes[rank.number]] += 0

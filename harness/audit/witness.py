@@ -5,30 +5,34 @@ possibly by another Python than ours: it needs Python 3.8 or later and imports o
 torch only after the program has imported it.  No exception leaves this module, and the first exception is written into
 the file.
 
-There are two sources:
+Calls come from two sources:
 
-- the *recorder*: torch's flight recorder, which the backends NCCL and (from torch 2.13) gloo fill in C++.  It also
-  sees what C++ calls, such as DDP's reducer.  It is a ring buffer that is copied as a whole, about 10 us for each
-  entry.  It is read after each of the first ten steps; later, as often as reading takes at most one percent of the
-  process's processor time, and whenever it is about to overflow.  The
-  Python stacks are read until a step's sequence of operations, groups, sizes and types has come twice with the same
-  stacks; later steps with this sequence get its phases and call sites.  A reading in which any step has another
-  sequence is repeated with stacks;
-- the *wrapper*: methods of ``ProcessGroup`` that note a call before they make it.  It sees what Python calls, and is
-  used for send and recv over gloo, and for backends without a recorder.
+- the *recorder*: torch's flight recorder, which the backends NCCL and (from torch 2.13) gloo fill in C++.  The recorder
+  also has the calls that C++ code makes, such as DDP's reducer.  It is a ring buffer, and can only be copied as a
+  whole, which takes about 10 us for each entry.  The witness reads it after each of the first ten steps, and whenever
+  it is about to overflow.  After other steps the witness reads it only if reading has taken at most one percent of the
+  process's processor time so far.
+- the *wrapper*: methods of ``ProcessGroup`` that note a call before they make it.  The wrapper sees only calls from
+  Python.  It is used for send and recv over gloo, and for backends without a recorder.
 
-The file has one JSON object a line:
+Copying the recorder with Python stacks takes longer than without.  The witness therefore learns sequences: a step's
+operations, groups, sizes and types, in their order.  Once a sequence has come twice with the same stacks, later steps
+with this sequence are read without stacks, and get the phases and call sites that were learnt.  If a step in a reading
+has an unknown sequence, the whole reading is repeated with stacks.
 
-- ``process``: who this is; ``torch``: its version and recorders; ``rank``: this process's rank;
+The file has one JSON object a line, whose ``event`` is one of
+
+- ``process``: facts about this process; ``torch``: torch's version and recorders; ``rank``: this process's rank;
 - ``group``: name, ranks and backend of a process group;
 - ``model``: the number of parameters that optimizers hold, the units of FSDP2, and the hops of this project's engine;
 - ``rows``: calls of the steps ``first`` to ``last``, which all had the same calls; ``last`` is null for calls after
   the last whole step.  A row is a list in the order of :data:`FIELDS`;
-- ``counters``: bytes that interfaces have sent until the end of a step, without headers;
-- ``late``: the part of the step's rows that was called after the counters were read;
-- ``lost``: entries that were overwritten;
+- ``counters``: bytes that each interface has sent until the end of a step, without the headers of packets;
+- ``late``: rows of the calls of a step that were made after the step's counters were read;
+- ``lost``: entries of the recorder that were overwritten before they were read;
 - ``unmarked``: the function that ``--step-marker`` names does not exist, so that no call of it ends a step;
-- ``fault``: an exception of this file; ``end``: the process ended by itself.
+- ``fault``: an exception that was raised in this module;
+- ``end``: how the process ended; without this event, the process was killed.
 
 Sources: torch/csrc/distributed/c10d/FlightRecorderDetail.hpp (``dump``, ``record``), torch/optim/optimizer.py (global
 hooks), torch/distributed/distributed_c10d.py (``_world``), torch 2.13.
@@ -60,7 +64,7 @@ FIELDS = (
     "phase", "operation", "done_as", "dtype", "group", "peer", "site", "caller", "source", "calls", "elements",
     "bytes",
 )  # fmt: skip
-"""What a row holds; calls that agree in all but the last three are one row."""
+"""What a row holds.  Calls that agree in all fields but the last three are counted in one row."""
 # Entries of the recorder in an audited program.  More entries are copied again at the end of a program; fewer would
 # not hold the calls of a large step.
 RING = 5_000
@@ -109,7 +113,10 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  # the folder 
 
 
 def operation_of(name: str) -> str:
-    """Return the collective that a method, function or profiling entry names; if none, the name in lower case."""
+    """Return the collective in the name of a method, function or profiling entry.
+
+    For ``_allgather_base`` this is ``all_gather``.  A name without a known collective is returned in lower case.
+    """
     lower = name.lower()
     return next((operation for part, operation in _OPERATIONS if part in lower), lower)
 
@@ -120,15 +127,24 @@ def dtype_of(scalar: str) -> str:
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element of a type that torch names ``dtype``."""
+    """Return the bytes of one element of a type that torch names ``dtype``; 4 for an unknown type."""
     return _ITEM.get(dtype, 1 if dtype.startswith("float8") else 4)
 
 
 def describe(frames: Iterable[tuple[str, str, int]], thread: str = "") -> tuple[str, str, str, str]:
-    """Return (operation, phase, call site, caller) of a call from its Python stack, innermost frame first.
+    """Return (operation, phase, call site, caller) of a call, from the call's Python stack.
 
-    The call site is the innermost line outside of installed packages, the caller the innermost function that is not
-    torch.distributed's own interface.  Each is empty if there is none.
+    Args:
+        frames: (file, function, line) of each frame, the innermost frame first.
+        thread: Name of the thread, by which autograd's threads are known.
+
+    Returns:
+        - the collective by the name of torch.distributed's function, such as ``all_gather``;
+        - ``forward``, ``backward``, ``optimizer`` or ``other``;
+        - the innermost line of the user's program, outside of installed packages and the standard library;
+        - the innermost function that does not belong to torch.distributed's Python interface.
+
+        A text is empty if the stack has no such function or line.
     """
     operation = site = caller = first_phase = ""
     backward = thread.startswith("pt_autograd")
@@ -161,9 +177,9 @@ def _below_packages(path: str) -> str:
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of :class:`Witness` so that no exception leaves it.
+    """Wrap a method of :class:`Witness` so that no exception leaves it; the method then returns None.
 
-    The method does nothing if this thread is inside another such method already, or if the witness has stopped.
+    A wrapped method does nothing if this thread is already inside a wrapped method, or if the witness has stopped.
     """
 
     @functools.wraps(function)
@@ -184,9 +200,12 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Sequence:
-    """The calls of a step: what identifies each of them without its stack, and their rows.
+    """The calls of a step, in their order, which later steps are compared with.
 
-    ``rows`` is None once the same calls have come with other stacks; ``times`` is the number of steps with these calls.
+    Attributes:
+        identities: For each call, the fields that tell it from other calls without its Python stack.
+        rows: The row of each call.  None once the same calls have come with different stacks.
+        times: Number of steps that had these calls.
     """
 
     def __init__(self, identities: list[Any], rows: list[Any]) -> None:
@@ -194,17 +213,20 @@ class _Sequence:
         self.rows: list[Any] | None = rows
 
     def learn(self, rows: list[Any]) -> None:
-        """Take the rows of another step with these calls."""
+        """Count another step with these calls, and forget the remembered rows if this step had different ``rows``."""
         self.times += 1
         if self.rows != rows:
             self.rows = None
 
 
 class Witness:
-    """Records what one process sends, in a file in ``folder`` or, if this is None, in the list ``events``.
+    """Records the torch.distributed calls of one process, as the events that the module's docstring lists.
 
-    ``last_step`` is the last step to record, None for all; ``marker`` names the function that ends a step as
-    ``module:function``, and is empty if the optimizer ends it.
+    Args:
+        folder: Folder in which the witness writes its file.  If None, events are appended to the list ``events``.
+        last_step: The last step to record; None to record all steps.
+        marker: The function whose return ends a step, as ``module:function``.  If empty, the optimizer's ``step()``
+            ends a step.
     """
 
     def __init__(self, folder: str | None, last_step: int | None = None, marker: str = "") -> None:
@@ -222,7 +244,7 @@ class Witness:
         self._fresh()
 
     def _fresh(self) -> None:
-        """Set all state as in a process that has recorded nothing yet."""
+        """Set all attributes to their values in a process that has recorded nothing yet."""
         self.lock, self.inside = threading.Lock(), threading.local()
         self.pid, self.file, self.progress = os.getpid(), -1, -1
         self.began = time.time_ns()
@@ -249,7 +271,10 @@ class Witness:
     # Beginning and end ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Write who this process is, and wait for the program to import torch."""
+        """Write facts about this process, and arrange that :meth:`arm` runs as soon as the program has imported torch.
+
+        Also arrange that :meth:`end` runs when the process ends, and :meth:`forked` in each forked process.
+        """
         self.write(event="process", **_process())
         atexit.register(self.end, "exit")
         exits = os._exit
@@ -272,14 +297,17 @@ class Witness:
             sys.meta_path.insert(0, _AfterImport(wanted))
 
     def forked(self) -> None:
-        """Begin anew in a forked process; what its parent has not written stays the parent's."""
+        """Begin to record anew in a forked process, into another file.
+
+        Calls that the parent process has not written yet are dropped here, since the parent writes them.
+        """
         seen, world = self.seen, _world()
         self._fresh()
         self.seen, self.used, self.forked_here, self.events = seen, False, True, []
         self.inherited = None if world is None else world.default_pg
 
     def end(self, how: str) -> None:
-        """Write the calls that have not been written, and how the process ended."""
+        """Write the calls that have not been written yet, and ``how`` the process ended, such as ``exit``."""
         if os.getpid() == self.pid and not self.over:
             self.read(final=True)
             with contextlib.suppress(OSError):  # a full disk is not the program's concern
@@ -287,12 +315,18 @@ class Witness:
                     self.write(event="end", how=how, steps=self.steps, **self.seconds())
 
     def seconds(self) -> dict[str, float]:
-        """Return ``reading``, the processor seconds of reading after the first step, and ``lasted``, all since then."""
+        """Return two numbers of processor seconds since the end of the first step.
+
+        ``reading`` was spent in reading the recorder, and ``lasted`` is the time of the whole process.
+        """
         lasted = time.process_time() - self.first_step if self.first_step else 0.0
         return {"reading": round(self.spent, 4), "lasted": round(lasted, 4)}
 
     def stop(self, *, in_hook: bool = False) -> None:
-        """Remove all wrappers and hooks; with ``in_hook``, in an optimizer's hook, the hooks stay and do nothing."""
+        """Stop recording, and remove all wrappers and hooks.
+
+        With ``in_hook``, this method is called in an optimizer's hook.  The hooks then stay, and do nothing.
+        """
         self.over = True
         for undo in reversed(self.undo):
             undo()
@@ -301,14 +335,17 @@ class Witness:
                 hook.remove()
 
     def fault(self) -> None:
-        """Write the exception that is being handled, if it is the first one."""
+        """Write the event ``fault`` for the exception that is being handled, unless this event was written before."""
         if not self.faulty:
             self.faulty = True
             with contextlib.suppress(Exception):  # for example a full disk: there is nothing left to do
                 self.write(event="fault", text=traceback.format_exc(limit=4).strip().splitlines()[-3:])
 
     def write(self, **event: Any) -> None:
-        """Append an event to the file in one system call, which writes either the whole line or nothing."""
+        """Append an event to the file as one line, in one system call.
+
+        A process that is killed therefore leaves only whole lines.  A full disk may cut the last line.
+        """
         if self.folder is None:
             self.events.append(event)
             return
@@ -325,7 +362,7 @@ class Witness:
 
     @_guarded
     def arm(self, torch: Any) -> None:
-        """Set hooks and wrappers; ``torch`` has just been imported."""
+        """Set the optimizers' hooks and the wrappers of ``ProcessGroup``, after the program has imported ``torch``."""
         self.torch = torch
         self.write(event="torch", version=str(torch.__version__), recorders=sorted(self.recorders()))
         if not (hasattr(torch, "distributed") and torch.distributed.is_available()):
@@ -353,13 +390,13 @@ class Witness:
             self.replace(module, "destroy_process_group", destroy_process_group)
 
     def replace(self, holder: Any, name: str, value: Any) -> None:
-        """Set an attribute until :meth:`stop`."""
+        """Set the attribute ``name`` of ``holder`` to ``value``; :meth:`stop` restores the attribute."""
         before = vars(holder)[name]  # not getattr(), which unwraps the methods of pybind's classes
         setattr(holder, name, value)
         self.undo.append(lambda: setattr(holder, name, before))
 
     def noting(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """Return a method of ProcessGroup that notes each call, then makes it."""
+        """Wrap a method of ``ProcessGroup`` such that each call is noted as ``operation`` before it is made."""
         maybe_unseen = operation in _POINT_TO_POINT
 
         @functools.wraps(method)
@@ -381,7 +418,10 @@ class Witness:
 
     @_guarded
     def note(self, operation: str, group: Any, arguments: Any, options: Any) -> None:
-        """Count a call; note it if no recorder sees it."""
+        """Count a call from Python; if no recorder sees the call, also note its row.
+
+        Also find groups that are not known yet, and read the recorder if no step ends before it is full.
+        """
         self.since += 1
         self.in_step += 1
         if self.since > self.limit and not self.marks:  # a program whose steps are not recognised
@@ -414,7 +454,11 @@ class Witness:
 
     @_guarded
     def before_step(self, optimizer: Any, *_: Any) -> None:
-        """Let the first optimizer that begins to step mark the ends of steps; of nested ones this is the outermost."""
+        """Note the time at which ``optimizer`` begins to step, if ``optimizer`` is the optimizer that ends steps.
+
+        The optimizer that ends steps is the first optimizer whose ``step()`` is called; of nested optimizers, it is the
+        outermost.  After it has been deleted, the next optimizer that steps takes its place.
+        """
         if self.stepper is None or self.stepper() is None:
             self.stepper = weakref.ref(optimizer)
         if self.stepper() is optimizer:
@@ -422,7 +466,10 @@ class Witness:
 
     @_guarded
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """End a step, if this optimizer ends steps; count parameters of an optimizer that is new."""
+        """End a step if ``optimizer`` is the optimizer that ends steps.
+
+        If ``optimizer`` has stepped for the first time, also write the number of its parameters.
+        """
         if id(optimizer) not in self.optimizers and len(self.optimizers) < 1000:
             self.optimizers[id(optimizer)] = type(optimizer).__name__
             self.measure_model(optimizer)
@@ -431,7 +478,7 @@ class Witness:
 
     @_guarded
     def mark(self) -> None:
-        """End a step."""
+        """Count the current step as ended, and read the recorder if it is time to (see the module's docstring)."""
         self._mark()
 
     def _mark(self) -> None:
@@ -454,7 +501,10 @@ class Witness:
             self.stop(in_hook=True)
 
     def mark_calls(self, module: Any) -> None:
-        """Make each return of the function that the marker names end a step."""
+        """Wrap the marker's function in ``module``, such that a step ends each time it returns.
+
+        If the module has no such function, write the event ``unmarked``.
+        """
         *path, name = self.marker.partition(":")[2].split(".")
         try:
             holder = functools.reduce(getattr, path, module)
@@ -474,7 +524,7 @@ class Witness:
     # What there is ----------------------------------------------------------------------------------------------
 
     def recorders(self) -> dict[str, Callable[..., bytes]]:
-        """Return the functions that copy the flight recorders' entries, by the recorder's name."""
+        """Return by name (``generic``, ``nccl``) the functions of this torch that copy a flight recorder's entries."""
         c10d = getattr(self.torch._C, "_distributed_c10d", None)  # noqa: SLF001
         names = {"generic": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
         return {name: getattr(c10d, dump) for name, dump in names.items() if hasattr(c10d, dump)}
@@ -489,7 +539,7 @@ class Witness:
         return {part.rpartition(":")[2] for part in backend.split(",")} <= known
 
     def find_groups(self) -> None:
-        """Write an event for each new process group and, as soon as it is known, one for this process's rank."""
+        """Write an event for each new process group and, once the rank is known, an event for this process's rank."""
         world = _world()
         if world is None or (self.forked_here and world.default_pg in (None, self.inherited)):
             return
@@ -512,7 +562,11 @@ class Witness:
                 self.write(event="rank", rank=self.rank, world=default.size())
 
     def measure_model(self, optimizer: Any) -> None:
-        """Write the number of parameters in all optimizers that have stepped, and FSDP2's units or our hops."""
+        """Write the event ``model`` after ``optimizer`` has stepped for the first time.
+
+        The event has the number of elements of the parameters in all optimizers that have stepped, FSDP2's units, and
+        the hops of this project's engines.
+        """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self.held[id(parameter)] = (_elements(parameter), str(parameter.dtype).rpartition(".")[2])
@@ -531,7 +585,7 @@ class Witness:
 
     @_guarded
     def read(self, *, final: bool) -> None:
-        """Write the calls of all steps that have ended; if ``final``, also those after them."""
+        """Write the calls of all steps that have ended; if ``final``, also the calls after the last such step."""
         self._read(final=final)
 
     def _read(self, *, final: bool) -> None:
@@ -609,7 +663,7 @@ class Witness:
         return tail
 
     def recorded(self) -> list[Call]:
-        """Return the calls that the recorders have noted since they were last read."""
+        """Return the calls that the recorders have noted since the recorders were last read."""
         calls: list[Call] = []
         if self.closed and not self.since and not self.marks:
             return calls
@@ -630,9 +684,14 @@ class Witness:
     def unread(
         self, name: str, dump: Callable[..., bytes], *, stacks: bool
     ) -> tuple[list[dict[str, Any]], int]:
-        """Return a recorder's entries since it was last read, and the last entry's number; report lost entries.
+        """Return the entries that a recorder has added since the last reading, and the number of the last entry.
 
-        ``dump`` copies the recorder's entries; ``stacks`` is whether they get the call's Python stack.
+        If entries were overwritten before they were read, write the event ``lost``.
+
+        Args:
+            name: Name of the recorder.
+            dump: Function that copies the recorder's entries.
+            stacks: Whether the copied entries have the Python stacks of the calls.
         """
         entries = pickle.loads(dump(True, stacks, False)).get("entries") or []  # noqa: S301  # torch wrote it
         last = self.seen.get(name, -1)
@@ -655,7 +714,11 @@ class Witness:
         return new, last
 
     def recalled(self, name: str, entries: list[dict[str, Any]]) -> list[Any] | None:
-        """Return the rows of entries without stacks; None if a step's calls are not those of a known step."""
+        """Return the rows of ``entries``, which have no stacks, as learnt from earlier steps with the same calls.
+
+        Returns None if the rows are not known: if a step has calls that have not come twice with the same stacks, or if
+        there are calls after the last step.
+        """
         rows: list[Any] = []
         for step in self.by_mark(entries):
             identities = [_IDENTITY(entry) for entry in step]
@@ -666,7 +729,7 @@ class Witness:
         return rows if len(rows) == len(entries) else None  # there were calls after the last step
 
     def remember(self, name: str, entries: list[dict[str, Any]], rows: list[Any]) -> None:
-        """Remember the sequence of calls of each step, with its rows."""
+        """Remember the sequence of calls of each step in ``entries``, with the rows of these calls."""
         place, sequences = 0, self.known.setdefault(name, [])
         for step in self.by_mark(entries):
             identities, rows_of_step = [_IDENTITY(entry) for entry in step], rows[place : place + len(step)]
@@ -687,7 +750,10 @@ class Witness:
             yield entries[first:place]
 
     def row_of(self, entry: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Return an entry of a recorder as a row without its count; None if it carries no tensors."""
+        """Return a recorder's entry as a row: the :data:`FIELDS` without ``calls``.
+
+        Returns None if the call sends no elements and is no barrier.
+        """
         frames = tuple((f["filename"], f["name"], int(f["line"])) for f in entry.get("frames") or ())
         known = (frames, str(entry.get("thread_name") or ""))
         if known not in self.described:
@@ -717,9 +783,10 @@ class Witness:
         return (*key, elements, size)
 
     def counters(self) -> dict[str, int]:
-        """Return the bytes that each interface, InfiniBand port and this process's GPU has sent so far.
+        """Return by name the bytes sent so far by each interface, each InfiniBand port, and this process's GPU.
 
-        The bytes of interfaces are without headers, 66 bytes for each packet, to be compared with those of messages.
+        From the bytes of an interface, 66 bytes of headers are subtracted for each packet, so that they can be compared
+        with the bytes of messages.  A GPU's bytes are what it has sent through NVLinks.
         """
         sent = {}
         with open("/proc/self/net/dev", encoding="ascii") as file:  # noqa: PTH123  # also right in a namespace
@@ -741,7 +808,10 @@ class Witness:
         return sent
 
     def _nvlink(self) -> dict[str, int]:
-        """Return the bytes that this process's GPU has sent through NVLinks (NVML counts KiB)."""
+        """Return the bytes that this process's GPU has sent through NVLinks, by ``nvlink`` and the GPU's UUID.
+
+        Returns an empty dictionary if the process uses no GPU, or if NVML has no such counter.
+        """
         cuda = self.torch.cuda
         if not cuda.is_initialized():
             return {}
@@ -758,16 +828,21 @@ class Witness:
 
 
 class _AfterImport:
-    """Finds modules as the other finders do, and calls a function after each wanted module has been imported.
+    """A finder for ``sys.meta_path`` that calls a function after a wanted module has been imported.
 
-    A program may look for a module without importing it, as ``importlib.util.find_spec()`` does, and import it later.
+    ``wanted`` has these functions by the module's name.  The other finders find the modules.  The function is called
+    only after an import, since a program may also look for a module without importing it, as
+    ``importlib.util.find_spec()`` does.
     """
 
     def __init__(self, wanted: dict[str, Callable[[Any], None]]) -> None:
         self.wanted = wanted
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the spec that another finder returns, with a loader that also calls the function."""
+        """Return the spec that another finder has for a wanted module, with a loader that also calls the function.
+
+        Returns None for other modules, which Python's other finders then find.
+        """
         if name not in self.wanted:
             return None
         for finder in [*sys.meta_path]:
@@ -782,7 +857,10 @@ class _AfterImport:
         return None
 
     def imported(self, name: str, module: Any) -> None:
-        """Call the function for a module that has been imported; remove this finder after the last wanted module."""
+        """Call the function that ``wanted`` has for a module, which has just been imported.
+
+        After the last wanted module, also remove this finder from ``sys.meta_path``.
+        """
         after = self.wanted.pop(name, None)
         if not self.wanted and self in sys.meta_path:
             sys.meta_path.remove(self)
@@ -791,7 +869,10 @@ class _AfterImport:
 
 
 class _Loader:
-    """Loads a module with the module's own loader, restores this loader, and then calls a function."""
+    """Loads a module with the loader that another finder chose, and then calls ``after(module)``.
+
+    Before the module's code runs, the module's ``__loader__`` is set to the chosen loader.
+    """
 
     def __init__(self, loader: Any, after: Callable[[Any], None]) -> None:
         self.loader, self.after = loader, after
@@ -800,18 +881,22 @@ class _Loader:
         return getattr(self.loader, name)
 
     def create_module(self, spec: Any) -> Any:
-        """Let the module's own loader make it."""
+        """Let the chosen loader create the module object."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
-        """Let the module's own loader execute it, then call the function."""
+        """Let the chosen loader execute the module's code, and then call the function."""
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
         self.after(module)
 
 
 def _process() -> dict[str, Any]:
-    """Return facts that identify this process, among them its host, number, time of start and launcher's variables."""
+    """Return facts that identify this process.
+
+    Among them are the process's host, process id (``pid``), time of start in ns and command, and the environment
+    variables of the launcher that say which rank this is.
+    """
     environment = {
         name: os.environ[name]
         for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SLURM_NODEID")
@@ -838,7 +923,10 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _rows(calls: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
-    """Return sorted rows: calls that agree in all fields but elements and bytes are counted and added up in one row."""
+    """Count calls, which are rows without a number of calls, and return the sorted rows.
+
+    Calls that agree in all fields but elements and bytes become one row, with the sums of their elements and bytes.
+    """
     sums: dict[tuple[Any, ...], list[int]] = {}
     for call in calls:
         counts = sums.setdefault(call[:-2], [0, 0, 0])
@@ -856,9 +944,10 @@ def _product(sizes: Iterable[int]) -> int:
 
 
 def _elements(parameter: Any) -> int:
-    """Return the elements of a whole parameter, of which this process may hold a shard.
+    """Return the number of elements of a whole parameter, also if this process holds only a shard of it.
 
-    ``ds_numel`` is DeepSpeed's, ``_unpadded_unsharded_size`` FSDP1's; a DTensor's ``numel()`` is that of the whole.
+    DeepSpeed's parameters have ``ds_numel``, and FSDP1's have ``_unpadded_unsharded_size``.  A DTensor's ``numel()``
+    already counts the whole parameter.
     """
     if hasattr(parameter, "ds_numel"):
         return int(parameter.ds_numel)
@@ -870,12 +959,17 @@ def _elements(parameter: Any) -> int:
 def _other_engines(
     optimizers: Container[int], held: Iterable[int]
 ) -> tuple[str, dict[int, tuple[int, str]]] | None:
-    """Return the parameters of engines whose optimizers hold flat shards: DeepSpeed's and this project's.
+    """Return the model's parameters if DeepSpeed or this project's engine trains it.
 
-    ``optimizers`` are the ids of the optimizers that have stepped, ``held`` those of the parameters that they hold.
+    The optimizers of these engines hold flat shards, from which the parameters cannot be counted.
+
+    Args:
+        optimizers: Ids of the optimizers that have stepped.
+        held: Ids of the parameters that these optimizers hold.
 
     Returns:
-        The engine's name, and the (elements, type) of each parameter by a number; None if there is no such engine.
+        The engine's name, and a dictionary with the (elements, type) of each parameter; its keys are arbitrary numbers.
+        None if neither engine trains the model.
     """
     if engines := _own_engines(held):
         slots = [slot for engine in engines for unit in engine.units for slot in unit.geometry.slots]
@@ -900,11 +994,20 @@ def _own_engines(held: Iterable[int]) -> list[Any]:
 
 
 def _own_hops(engine: Any) -> list[dict[str, Any]]:
-    """Return what a step of this project's engine sends, by turn, group of ranks and codec, summed over its units.
+    """Return what a step of this project's engine sends, summed over the engine's units.
 
-    A turn is ``forward`` (the first after an optimizer step), ``again`` (each further forward pass before the next
-    optimizer step), ``backward`` or ``reduction``.  Bytes are those of the message to each other rank of the group.
-    ``each`` is whether every micro-batch takes this turn.
+    Each returned dictionary stands for the hops of one turn, group of ranks, codec, kind and source:
+
+    - ``turn``: ``forward`` (the first forward pass after an optimizer step), ``again`` (a further forward pass before
+      the next optimizer step), ``backward`` or ``reduction``;
+    - ``ranks``: the global ranks of the group;
+    - ``codec``: the codec as text, such as ``int8:2048``;
+    - ``kind``: the collective that the hop uses;
+    - ``source``: what is sent, such as ``weights``, or ``copy`` for hpZ's copy of the weights;
+    - ``between``: whether the messages go to other nodes;
+    - ``unseen``: whether ranks exchange these messages in shared memory, which an audit does not see;
+    - ``bytes``: bytes of the message to each other rank of the group; ``scales``: how many of these bytes are scales;
+    - ``each``: whether this turn happens in every micro-batch.
     """
     plan, schedule = sys.modules["impl.plan.hops"], sys.modules["impl.plan.prefetch_schedule"]
     mesh = engine.wire.mesh
@@ -947,10 +1050,11 @@ def _own_hops(engine: Any) -> list[dict[str, Any]]:
 
 
 def _fsdp_units(held: Container[int]) -> list[dict[str, Any]]:
-    """Return sizes, types and groups of FSDP2's units; empty if the program has none, or this torch hides them.
+    """Return the sizes, types and groups of each of FSDP2's units whose parameters an optimizer holds.
 
-    ``held`` are the ids of the parameters that optimizers hold; units without any of them, such as a teacher's, are
-    left out.
+    ``held`` has the ids of the parameters that optimizers hold.  Units without such a parameter, such as a frozen
+    teacher's, are left out.  Returns an empty list if the program has no unit of FSDP2, or if this version of torch
+    keeps its units in attributes with other names.
     """
     units = []
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})

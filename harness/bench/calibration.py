@@ -1,9 +1,9 @@
 """``zeropp calibrate``: measures this machine, so that the duration of steps can be predicted.
 
-A few short trials run over an unshaped link and over a slow one.  Then the factors of the cost model, a
+A few short trials run over a link without a limited rate and over a slow link.  Then the factors of the cost model, a
 :class:`~impl.plan.step_time.Machine`, are fitted to the processor seconds that ranks used, by non-negative least
-squares of relative errors.  The duration of steps is not fitted: how far predicted and measured durations differ
-becomes the machine's ``spread``.
+squares of relative errors.  The duration of steps is not fitted.  It is only predicted with the fitted factors, and the
+difference from the measured duration becomes the machine's ``spread``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ _TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the lin
 
 
 def trials() -> list[Trial]:
-    """Return the trials in order.  The last repeats the first, which shows how far the machine drifts."""
+    """Return the trials of a calibration, in the order in which they run.
+
+    The last trial repeats the first.  The difference between both shows how far the machine's speed drifts.
+    """
     fields = [
         {
             "sequence": 128, "steps": 16, "warmup": 2, "tokens_per_rank": tokens, "strategy": strategy,
@@ -132,18 +135,18 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Seconds of a step of one calibration trial; processor seconds are of one rank."""
+    """Seconds of a step of one calibration trial.  Processor seconds are those that one rank used."""
 
     step: Step  # the work of the step
     computing: float  # processor seconds of forward and backward without communication
     stepping: float  # processor seconds of the optimizer without communication
     in_steps: float  # processor seconds of the whole step
-    wall: float  # median duration of a step
+    wall: float  # seconds from beginning to end of a step, on the slowest rank
     achieved: float | None  # share of the requested rate that the link achieved; None without a rate
 
     @classmethod
     def from_record(cls, trial: Trial, record: Record) -> Measured:
-        """Return the medians of a trial's seconds over all ranks and timed steps of its record."""
+        """Return the medians of a trial's seconds, over all ranks and timed steps of the trial's record."""
         step = step_of_trial(trial, units_of(trial, record), record.parameters)
         # All trials run our own engine on two nodes.
         assert step is not None and record.link is not None  # noqa: S101, PT018
@@ -161,10 +164,10 @@ class Measured:
 
 
 def fit_all(machine: Machine, measured: Sequence[Measured]) -> Machine:
-    """Return ``machine`` with its costs fitted to the trials, and with the alternatives that fit them equally well.
+    """Return ``machine`` with costs fitted to the trials, and with alternative costs that fit the trials equally well.
 
-    Each alternative is fitted without one of the trials, or without one of the costs.  It is kept if its error of all
-    trials is at most :data:`~impl.plan.step_time.EQUAL_FITS` larger than the best fit's.
+    Each alternative is fitted without one of the trials, or without one of the costs.  It is kept if its error
+    (:func:`_error`) over all trials exceeds the best fit's error by at most :data:`~impl.plan.step_time.EQUAL_FITS`.
     """
     best = fit(machine, measured)
     others = [fit(machine, [one for one in measured if one is not left_out]) for left_out in measured]
@@ -182,21 +185,30 @@ def fit_all(machine: Machine, measured: Sequence[Measured]) -> Machine:
 
 
 def _error(machine: Machine, measured: Sequence[Measured]) -> float:
-    """Return the root mean square of the logarithmic errors of predicted durations."""
+    """Return the root mean square, over the trials, of ``log(measured / predicted)`` of the duration of a step."""
     errors = [math.log(trial.wall / step_of(machine, trial.step).seconds) for trial in measured]
     return float(np.sqrt(np.mean(np.square(errors))))
 
 
 def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") -> Machine:
-    """Return ``machine`` with its costs fitted to the trials.
+    """Return ``machine`` with its costs fitted to the processor seconds of the trials.
 
-    The first fit explains computing as a sum of ``launch``, ``fixed`` and ``per_token`` costs.  The second fit
-    explains what a rank does besides computing, the optimizer and encoding, as costs of ``unit``, ``element``,
-    ``message`` and ``sent``.  Before the second fit, the seconds of each trial are divided by the factor
-    by which the trial's computing was slower than the first fit expects.  Trials over the slow link are left out of the
-    second fit, since waking threads that wait for messages costs processor time too.  Finally ``spread`` is the larger
-    of the machine's drift and the root mean square of the logarithmic errors of predicted durations.  The cost that
-    ``without`` names, if any, is not fitted and 0.
+    There are two fits:
+
+    - The first fit explains the seconds of forward and backward without communication by the costs ``launch``,
+      ``fixed`` and ``per_token``.
+    - The second fit explains the rest of a step by the costs ``unit``, ``element``, ``message`` and ``sent``.  For the
+      rest, the seconds of forward, backward and the optimizer are subtracted from the whole step.  The difference is
+      divided by the factor by which the trial computed slower than the first fit predicts, and then the predicted
+      seconds of encoding are subtracted.  Trials over the slow link are left out, since waking threads that wait for
+      messages costs processor time too.
+
+    ``spread`` becomes the larger of the machine's drift and the error of predicted durations (:func:`_error`).
+
+    Args:
+        machine: The machine, with everything that is not fitted here.
+        measured: The seconds of the trials.
+        without: Name of a cost that is not fitted and stays 0; empty to fit all costs.
     """
     achieved = [trial.achieved for trial in measured if trial.achieved is not None]
     blank = replace(machine, latency=0.0, processors=0, codecs={})  # has no communication costs yet
@@ -212,7 +224,7 @@ def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") ->
     unshaped = [trial for trial in measured if trial.achieved is None]
 
     def busy(**costs: Any) -> list[float]:
-        """Return the processor seconds of a rank that these costs alone cause in a step of each unshaped trial."""
+        """Return, for each trial over the fast link, a step's processor seconds on a machine with only these costs."""
         steps = (replace(trial.step, parameters=0.0, rate=math.inf) for trial in unshaped)
         return [step_of(replace(blank, **costs), step).seconds for step in steps]
 
@@ -238,9 +250,10 @@ def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") ->
 def _fit_factors(
     terms: Mapping[str, Sequence[float]], seconds: Sequence[float], over: Sequence[float]
 ) -> dict[str, Any]:
-    """Return a non-negative factor for each of ``terms``, by name.
+    """Return, by name, a factor of at least 0 for each of ``terms``, by non-negative least squares.
 
-    The sum of all terms times their factors is as near to ``seconds`` as possible; errors count relative to ``over``.
+    Each list has a number for each trial.  The factors are chosen such that the sum of the terms times their factors is
+    as near as possible to ``seconds``.  Before errors are squared, each is divided by the trial's number in ``over``.
     """
     weights = 1 / np.maximum(np.array(over), 1e-9)
     matrix = np.array([*terms.values()]).T * weights[:, None]
@@ -250,9 +263,11 @@ def _fit_factors(
 
 
 def _probe(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
-    """Return the median seconds of a tiny all-gather between nodes and, on rank 0, each codec's seconds per element.
+    """Time ``messages`` all-gathers of 64 bytes between nodes and, on rank 0, the codecs; runs on every rank.
 
-    ``messages`` is the number of all-gathers.  Runs on every rank.
+    Returns:
+        The median seconds of an all-gather, and the costs of each codec by its text form, in seconds an element.  On
+        ranks other than 0 there are no codecs.
     """
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh)

@@ -1,8 +1,8 @@
 """``zeropp bench codecs``: times every operation of every codec and backend, against a copy of the same elements.
 
-In each round, ``calls`` copies are timed and then ``calls`` calls of the operation, all into existing buffers.  A
-GPU is timed with CUDA events, and its cache is flushed before each call.  The reference backend is slow, so it is
-timed on an eighth of the elements, but at least 2 M.
+A round times a number of copies of the elements and then the same number of calls of the operation, all into existing
+buffers.  A GPU is timed with CUDA events, and its cache is flushed before each call.  The reference backend is slow.
+It is therefore timed on an eighth of the elements, but on at least 2^21 elements.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _QUEUE_CYCLES: Final = 1_000_000  # GPU cycles, about half a millisecond, in whi
 class Work(NamedTuple):
     """One operation of a codec or of another library's quantiser, to be timed."""
 
-    # Operation, codec, backend; ``other`` describes another library's arithmetic.
+    # Texts for ``operation``, ``codec`` and ``backend``.  ``other`` is another library's arithmetic, or None for ours.
     names: dict[str, str | None]
     x: Tensor  # (S,) the elements; the operation is compared with a copy of them
     moved_bytes: int  # bytes that one call reads and writes
@@ -62,7 +62,7 @@ class Work(NamedTuple):
 
 
 def why_missing(name: str) -> str | None:
-    """Return why a backend is not available on this machine; None if it is."""
+    """Return why a backend is not available on this machine; None if it is available."""
     if name in other_libraries.QUANTISERS:
         return other_libraries.why_missing(name)
     ablated = name in kernel_ablation.ABLATED
@@ -84,14 +84,16 @@ def measure(
     mebibytes: int | None,
     seconds: float,
 ) -> list[Sample]:
-    """Time all operations and return a sample for each; runs in a process that does nothing else.
+    """Time every operation of every codec and backend, and return a sample for each.
+
+    This must run in a process that does nothing else.
 
     Args:
-        rank: Reports progress.
+        rank: This process's rank, through which progress is reported.
         codecs: Text forms of codecs.
         backends: Names of :data:`BACKENDS`.
         kinds: Types of elements.
-        mebibytes: Size of the elements; None for the default of the device.
+        mebibytes: Size of all elements together, in MiB; None for the device's default in :data:`MEBIBYTES`.
         seconds: About how long to time each operation.
     """
     clocks: dict[str, _Clock] = {}
@@ -120,10 +122,10 @@ def _wall_seconds(run: Callable[[], object], calls: int) -> float:
 
 
 def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> float:
-    """Return the seconds of a call of ``run`` on a GPU, as the mean of ``calls`` calls, from CUDA events.
+    """Return the seconds of a call of ``run`` on a GPU, from CUDA events, as the mean of ``calls`` calls.
 
-    Reading ``flush`` before each call flushes the cache.  The GPU is kept waiting until the host has queued all
-    calls, so that the times do not include launches.
+    Before each call, the tensor ``flush`` is read, which flushes the GPU's cache.  The GPU first sleeps until the host
+    has queued all calls, so that the times do not include the launches.
     """
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     torch.cuda._sleep(_QUEUE_CYCLES * calls)  # type: ignore[no-untyped-call]  # noqa: SLF001
@@ -139,7 +141,11 @@ def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> flo
 
 
 def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
-    """Warm an operation up, then time it in rounds for ``seconds``; the sample has the seconds of a single call."""
+    """Warm an operation up, then time it in rounds for about ``seconds``, and return a sample.
+
+    For each round, the sample has the mean seconds of one call and, as reference, of one copy of the operation's
+    elements.
+    """
     x = work.x
     copy = partial(torch.empty_like(x).copy_, x)
     clock(copy, 1)  # touches the pages of the target
@@ -161,7 +167,10 @@ def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
 
 
 def works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator[Work]:
-    """Yield all operations to time on the elements ``x`` (S,), by the backends that work on the device of ``x``."""
+    """Yield the operations to time on the elements ``x`` (S,).
+
+    ``codecs`` and ``backends`` are names.  Backends that do not work on the device of ``x`` are skipped.
+    """
     kernels = [name for name in backends if name in (x.device.type, "reference")]
     kernels += [name for name in backends if name in kernel_ablation.ABLATED and x.is_cuda]
     for codec, name in product(map(parse, codecs), kernels):
@@ -178,7 +187,7 @@ def works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator
 
 
 def _codec_works(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
-    """Yield the operations of one codec on one backend; they share the buffers of its frames."""
+    """Yield the operations of one codec on one backend.  All of them write into the same frames and elements."""
     ablated = kernel_ablation.ABLATED.get(backend)
     operations = ops.operations_of(backend) if ablated is None else ablated(on_device)
     numel, out = x.numel(), torch.empty_like(x)

@@ -1,7 +1,7 @@
 """``zeropp bench collectives``: times our collectives against gloo's on one fp32 tensor, and counts bytes sent.
 
-In each round all collectives run once, in rotating order.  They write into existing tensors, except that our
-reductions allocate the reduced shard.  An all-gather ends when the whole tensor is decoded.
+In each round all collectives run once, in an order that rotates from round to round.  They write into existing tensors.
+Only our reductions allocate the reduced shard.  The time of our all-gather includes decoding the whole tensor.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ it once."""
 
 
 def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
-    """Time all collectives on one tensor of ``mebibytes`` MiB, for about ``seconds``; runs on every rank.
+    """Time our collectives and gloo's on one fp32 tensor of ``mebibytes`` MiB, for about ``seconds`` in all.
 
-    Returns a sample of each collective, with the seconds and bytes of this rank.
+    All ranks must call this function.  It returns a sample for each of our collectives, with this rank's seconds and
+    bytes; the sample's reference is gloo's collective.
     """
     mesh = Mesh.create(rank.topology)
     wires = [Wire(mesh, transport=transport) for transport in TRANSPORTS]
@@ -78,9 +79,9 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
 
 
 def _sent(wire: Wire, run: Callable[[], object]) -> dict[str, int]:
-    """Return the bytes that this rank sends in one call, between and inside nodes.
+    """Return the bytes that this rank sends in one call: ``inter`` to other nodes, and ``intra`` inside its node.
 
-    The second call is counted, since the first allocates shared memory.
+    Two calls are made, and the second call is counted, since the first call also allocates shared memory.
     """
     run()
     wire.ledger.booked.clear()
@@ -91,7 +92,15 @@ def _sent(wire: Wire, run: Callable[[], object]) -> dict[str, int]:
 def _candidates(
     mesh: Mesh, wires: list[Wire], whole: Tensor, part: Tensor, out: Tensor
 ) -> Iterator[Candidate]:
-    """Yield our collectives in all combinations of algorithm, codec and transport that exist."""
+    """Yield our collectives, one for each combination of codec, transport and algorithm that exists.
+
+    Args:
+        mesh: The ranks.
+        wires: A wire for each transport.
+        whole: (world * S,) elements to reduce.
+        part: (S,) this rank's shard, to gather.
+        out: (world * S,) where gathered elements are written.
+    """
     topology, rows = mesh.topology, out.view(mesh.topology.world, -1)
     for codec, wire in product(CODECS, wires):
         names = {"codec": codec, "transport": wire.transport}
@@ -104,9 +113,9 @@ def _candidates(
 
 
 def _carries(transport: Transport, algorithm: Gather | Reduce, topology: Topology) -> bool:
-    """Return whether an algorithm has messages that a transport can carry.
+    """Return whether ``transport`` carries at least one hop of an algorithm.
 
-    Shared memory carries only hops inside a node, and no rings.
+    The transport ``backend`` carries every hop.  Shared memory carries only hops inside a node, and no rings.
     """
     if transport == "backend":
         return True

@@ -147,10 +147,10 @@ def overlap(
     ] = 90.0,
     results: Results = Path("results"),
 ) -> Path:
-    """Measure how much communication hides behind computation, and one hop of a reduction behind the other.
+    """Measure how much communication overlaps with computation, and how much both hops of a reduction overlap.
 
-    Steps over a slow link are timed against the same steps without communication, and reductions in several
-    chunks against reductions in one chunk.
+    Training steps over a slow link are timed against the same steps without communication.  Reductions in several
+    chunks are timed against reductions in one chunk.
     """
     run = _Run("overlap", results)
 
@@ -170,7 +170,7 @@ def overlap(
 
 
 class _Run:
-    """One run of a command: its folder and its record."""
+    """One run of a benchmark command, which writes one record into the folder ``bench-SUBJECT`` of the results."""
 
     def __init__(self, subject: Subject, results: Path) -> None:
         self._folder = results / f"bench-{subject}"
@@ -186,12 +186,16 @@ class _Run:
         if pools := [bench.pool for bench in records if bench.pool != pool]:
             raise Refusal(
                 f"{self._folder}: holds {counted(len(pools), 'record')} of another machine or version of the code "
-                f"(hash {pools[0]}, here {pool}), and such records cannot be compared; move the folder aside, or "
-                "name another folder with --results"
+                f"(hash {pools[0]}), which cannot be compared with records of this run (hash {pool}); move the folder "
+                "aside, or name another folder with --results"
             )
 
     def at(self, place: Place, target: Callable[[Rank], Sequence[Sample]]) -> list[Sample]:
-        """Run ``target`` on all ranks of a place; return samples merged over ranks, with the place in their names."""
+        """Run ``target`` on all ranks of a topology, with a link of the given rate, and return the merged samples.
+
+        A merged sample has the slowest rank's seconds of each round, and the sum of all ranks' bytes.  Its ``names``
+        have the topology and the rate.
+        """
         topology, mbit = place
         names = {"nodes": topology[0], "ranks_per_node": topology[1], "rate_mbit": mbit}
         samples = merge_ranks(self.on_ranks(target, topology, mbit))
@@ -205,10 +209,10 @@ class _Run:
         *,
         threads: int = 1,
     ) -> list[Result]:
-        """Run ``target`` in fresh processes, one for each rank, and show their progress.
+        """Run ``target`` in fresh processes, one for each rank, and return its results in rank order.
 
-        The rate ``mbit`` is always enforced by the kernel, between network namespaces.  Pacing would not do: it limits
-        only messages of our wire, and gloo's collectives do not use our wire.
+        The kernel enforces the rate ``mbit`` (Mbit/s; None for no limit) between network namespaces.  A paced link
+        would not do: it delays only messages of our wire, and gloo's collectives do not use our wire.
 
         Raises:
             LaunchError: if a process fails.
@@ -235,9 +239,9 @@ class _Run:
         """Write the benchmark's record and return its path.
 
         Args:
-            samples: What was measured.
+            samples: The measured seconds and bytes.
             setting: The options of the command.
-            missing: By backend or library, why it was not measured.
+            missing: By name of a backend or library that was not measured, the reason.
         """
         import torch
 

@@ -1,9 +1,9 @@
 """Variants of the CUDA kernels without one optimisation, as backends of ``zeropp bench codecs``.
 
-All backends write the same bits as ``cuda``, so that a difference in speed is what the optimisation brings.  Each of
-``cuda-general``, ``cuda-shared-memory`` and ``cuda-two-reads`` lacks an optimisation that the backend before it still
-has.  ``cuda-general`` is compared with ``cuda``, and ``cuda-two-reads`` differs from ``cuda-shared-memory`` only in
-encoding.  ``cuda-narrow`` also lacks the main path, in which the kernels do not check bounds.
+All backends write the same bits as ``cuda``, so that a difference in speed is due to the optimisation.  :data:`ABLATED`
+lists the backends.  ``cuda``, ``cuda-general``, ``cuda-shared-memory`` and ``cuda-two-reads`` form a chain, in which
+each backend lacks one more optimisation than the backend before it.  The last two backends of this chain differ only in
+encoding.  All other backends are compared with ``cuda``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _IDLE_BYTES: Final = 100 << 10
 
 
 def narrowly(run: Runner, launch: Launch, device: torch.device) -> None:
-    """Run a launch as if no row were aligned to 16 bytes, so that each element is loaded and stored by itself."""
+    """Run a launch as if no row were aligned to 16 bytes, so that each element is loaded and stored by itself.
+
+    The kernels then also check bounds in their main path.
+    """
     for place in ("values", "frames", "output", "error"):
         launch.arguments[place]["vectors"] = 0
     launch.arguments["exact"] = 0
@@ -32,7 +35,7 @@ def narrowly(run: Runner, launch: Launch, device: torch.device) -> None:
 
 
 def _without(*parts: Part) -> Callable[[Runner], Kernels]:
-    """Return a function that makes kernels without the optimisations ``parts``."""
+    """Return a function that takes a runner and returns kernels without the optimisations ``parts``."""
     return lambda run: Kernels(run, without=parts)
 
 

@@ -24,7 +24,10 @@ quantise and dequantise the tensor."""
 
 
 def why_missing(name: str) -> str | None:
-    """Return why a library is missing, and how to install it; None if it can be used."""
+    """Return why a library cannot be used here and, if it is not installed, how to install it.
+
+    Returns None if the library can be used.
+    """
     if name == "deepspeed" and not torch.cuda.is_available():
         return "deepspeed: its quantisers need a CUDA device"
     if name == "torch.compile" and not any(map(shutil.which, ("g++", "clang++"))):
@@ -35,13 +38,19 @@ def why_missing(name: str) -> str | None:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the libraries in ``names``, for the record; our own backends are left out."""
+    """Return, for the record, the versions of the libraries in ``names`` by name of the package.
+
+    Backends of this project in ``names`` are left out.
+    """
     packages = (name.partition(".")[0] for name in names if name in QUANTISERS)
     return {name: importlib.metadata.version(name) for name in packages}
 
 
 def codings(name: str, x: Tensor) -> Iterator[Coding]:
-    """Yield the quantisers of library ``name`` for elements ``x`` (S,)."""
+    """Yield the quantisers of library ``name`` for the elements ``x`` (S,).
+
+    A library that cannot quantise the type of ``x``, or on its device, yields nothing.
+    """
     # A library with its own copy of OpenMP reads this variable when it is loaded.  Changing the environment harms
     # nobody, since this process runs only the benchmark.
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())

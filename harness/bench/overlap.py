@@ -1,12 +1,13 @@
-"""``zeropp bench overlap``: measures how much communication overlaps with computation, and one hop with the other.
+"""``zeropp bench overlap``: measures how much communication overlaps computation, and how much two hops overlap.
 
-Two experiments:
+There are two experiments:
 
-- Steps of a policy alternate with *compute alone*, steps of the same model that send nothing.  The rate of the link
-  is chosen from the seconds of compute alone, such that communication could just hide behind computation.
-- A gradient is reduced in two hops, in one chunk and in several, and the messages of each hop are timed alone.  The
-  hop inside nodes uses gloo, since through shared memory it would take almost no time and there would be nothing to
-  hide.
+- Training steps under a policy alternate with *compute alone*, steps of the same model that send nothing.  The rate of
+  the link is chosen from the seconds of compute alone, such that all communication could overlap with computation:
+  forward and backward each compute at least :data:`ROOM` times as long as they send.
+- A gradient is reduced in two hops, once in one chunk and once in several chunks.  The messages of each hop are also
+  timed alone.  The hop inside nodes uses gloo.  Through shared memory it would take almost no time, so that there would
+  be nothing to overlap.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from impl.policy.topology import Axis, Topology
 from impl.quantized_collectives import quantized_reduce_scatter
 from impl.zero import Zero, shard
 
-TOPOLOGY_OF_STEP: Final = (2, 1)  # nodes, ranks of each, for steps
-TOPOLOGY_OF_HOPS: Final = (2, 2)  # likewise, for hops
+TOPOLOGY_OF_STEP: Final = (2, 1)  # nodes, and ranks of each node, for the experiment with steps
+TOPOLOGY_OF_HOPS: Final = (2, 2)  # nodes, and ranks of each node, for the experiment with hops
 MODEL: Final = "gpt-small"
 SEQUENCE: Final = 128
 POLICIES: Final = ("zero3", "zeropp")
@@ -57,7 +58,10 @@ forward and in backward."""
 
 
 def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
-    """Time the unsharded model without communication, and predict each policy's bytes; runs on every rank."""
+    """Time steps of the unsharded model without communication, and predict the bytes that each policy sends.
+
+    All ranks must call this function.  It returns this rank's times of each round, and the bytes by policy.
+    """
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(layers), name, mesh)) for name in POLICIES}
     (rounds,) = interleaved(rank, [_trainer(rank, sequences, _model(layers))], "compute alone", PROBES)
@@ -65,7 +69,10 @@ def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
 
 
 def rates_for_steps(ranks: Sequence[Alone]) -> dict[str, float]:
-    """Return the Mbit/s of the link for each policy, from the results of :func:`compute_alone` on all ranks."""
+    """Return, by policy, the rate in Mbit/s of the link over which the policy's steps are timed.
+
+    ``ranks`` has the results of :func:`compute_alone` on all ranks.
+    """
     turns = list(zip(*(rounds for rounds, _ in ranks), strict=True))  # by round, then by rank
     slowest = [[max(seconds[part] for seconds in turn) for turn in turns] for part in (0, 1)]
     computed = [*map(statistics.median, slowest)]  # forward, backward
@@ -73,7 +80,7 @@ def rates_for_steps(ranks: Sequence[Alone]) -> dict[str, float]:
 
 
 def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
-    """Return the Mbit/s at which computing takes at least :data:`ROOM` times as long as sending, in both passes.
+    """Return the lowest rate, in Mbit/s, at which each pass computes at least :data:`ROOM` times as long as it sends.
 
     Args:
         sent: Bytes that a rank sends between nodes in forward and in backward.
@@ -84,9 +91,10 @@ def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
 
 
 def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float) -> list[Sample]:
-    """Time a policy's steps and compute alone, in turns, for about ``seconds``; runs on every rank.
+    """Time steps of a policy and steps of compute alone, in turns, for about ``seconds`` in all.
 
-    Returns one sample, whose reference is compute alone.
+    All ranks must call this function.  It returns one sample of this rank: the seconds of the policy's steps, with the
+    steps of compute alone as reference.
     """
     model = _model(layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -109,9 +117,9 @@ def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float
 
 
 def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
-    """Return this rank's seconds of the first hop alone, by round; it needs no link between nodes.
+    """Return this rank's seconds of the first hop alone, for each round.
 
-    Runs on every rank.
+    All ranks must call this function.  The first hop stays inside nodes, and needs no link between nodes.
     """
     hop, _ = _hops(Wire(Mesh.create(rank.topology), transport="backend"), mebibytes)
     (rounds,) = interleaved(rank, [timed(hop)], "first hop", PROBES)
@@ -119,9 +127,9 @@ def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
 
 
 def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
-    """Return the Mbit/s at which the second hop takes :data:`HOPS_APART` times as long as the first.
+    """Return the rate, in Mbit/s, at which the second hop takes :data:`HOPS_APART` times as long as the first hop.
 
-    ``ranks`` are the results of :func:`first_hop` on all ranks.
+    ``ranks`` has the results of :func:`first_hop` on all ranks.
     """
     slowest = statistics.median(map(max, zip(*ranks, strict=True)))
     topology = Topology(*TOPOLOGY_OF_HOPS)
@@ -131,9 +139,10 @@ def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
 
 
 def hops(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
-    """Time both hops alone, and reductions in one chunk and in several, in turns; runs on every rank.
+    """Time four things in turns: each hop alone, the reduction in one chunk, and the reduction in several chunks.
 
-    Returns one sample of reductions in several chunks.  Its reference are reductions in one chunk, its parts the hops.
+    All ranks must call this function.  It returns one sample of this rank: the seconds of the reduction in several
+    chunks, with the reduction in one chunk as reference, and the seconds of both hops as ``parts``.
     """
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh, transport="backend")
@@ -155,7 +164,7 @@ def hops(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
 
 
 def _model(layers: int) -> nn.Module:
-    """Build the model, with the same weights on every rank."""
+    """Return a new model with this number of layers, whose weights are the same on every rank."""
     torch.manual_seed(0)
     return build(Model(name=MODEL, arguments={"layers": layers}), SEQUENCE)
 
@@ -165,7 +174,7 @@ def _sharded(model: nn.Module, policy: str, mesh: Mesh) -> Zero:
 
 
 def _sent(zero: Zero) -> list[int]:
-    """Predict the bytes that this rank sends to other nodes in forward and in backward of a step."""
+    """Return the predicted bytes that this rank sends to other nodes in a step: [in forward, in backward]."""
     mesh, units = zero.wire.mesh, [unit.geometry for unit in zero.units]
     traffic = predict(zero.policy, mesh.topology, units, mesh.rank, passes(zero.policy)).sent
     return [
@@ -175,7 +184,10 @@ def _sent(zero: Zero) -> list[int]:
 
 
 def _trainer(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = None) -> Callable[[], Times]:
-    """Return a function that runs one training step on random bytes, sharded by ``zero`` or without sharding."""
+    """Return a function that trains the model for one step on random bytes, and returns the step's times.
+
+    ``zero`` is the engine that shards the model.  If None, the model is not sharded, and nothing is sent.
+    """
     generator = torch.Generator().manual_seed(rank.rank)
     text = torch.randint(256, (sequences, SEQUENCE + 1), generator=generator)
     tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
@@ -198,15 +210,15 @@ def _trainer(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = N
 
 
 def _rows(topology: Topology, mebibytes: int) -> tuple[int, int]:
-    """Return the bytes of a message to each other rank of the group, in the first hop and in the second."""
+    """Return the bytes of one rank's message to each other rank of the group: (in the first hop, in the second hop)."""
     frame = parse(CODEC).frame_bytes((mebibytes << 18) // topology.world)
     return topology.nodes * frame, frame
 
 
 def _hops(wire: Wire, mebibytes: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return two functions, which post the messages of the first and of the second hop and wait for them.
+    """Return two functions, one for each hop, which post the hop's messages and wait for them.
 
-    Nothing is encoded.
+    The messages have the size of encoded gradients, but nothing is encoded.
     """
     topology = wire.mesh.topology
 

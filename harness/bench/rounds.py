@@ -25,19 +25,21 @@ def interleaved(
     *,
     seconds: float = 0.0,
 ) -> list[list[T]]:
-    """Run each candidate once in every round, in rotating order; all ranks must call this.
+    """Run each candidate once in every round, in an order that rotates from round to round.
 
-    A barrier precedes each run.  The first round warms up; its results are dropped.
+    All ranks must call this function.  A barrier precedes each run.  The first round warms up, and its results are
+    dropped.
 
     Args:
-        rank: Reports progress.
+        rank: This rank, through which progress is reported.
         candidates: Functions to run.
-        stage: What the progress line says.
-        rounds: Fewest and most rounds.  The time of the first round after the warm-up decides how many fit ``seconds``.
-        seconds: About how long all rounds may take.
+        stage: Words for the progress line.
+        rounds: (fewest rounds, most rounds).  Between these limits, there are as many rounds as fit into ``seconds``
+            if all of them take as long as the first round after the warm-up on rank 0.
+        seconds: About how long all rounds together may take.
 
     Returns:
-        The values that each candidate returned, by candidate and round.
+        For each candidate, the list of the values that it returned, one for each round.
     """
     results: list[list[T]] = [[] for _ in candidates]
     (fewest, most), begin, index = rounds, 0.0, 0
@@ -60,5 +62,5 @@ def interleaved(
 
 
 def timed(run: Callable[[], object]) -> Callable[[], float]:
-    """Return a candidate that calls ``run`` and returns the seconds that the call took on this rank."""
+    """Return a function that calls ``run``, and returns the seconds that this call took on this rank."""
     return partial(timeit, run, setup=COLLECTING, number=1)

@@ -1,12 +1,17 @@
 """``zeropp trace``: records training steps of every rank with torch.profiler.
 
-The ranks run the trial's warm-up steps, then one step without tracing, whose duration shows what tracing costs, and
-then :data:`PROFILED` steps under torch.profiler, whose traces ``zeropp whatif`` and Perfetto read.  With this project's
-engine, each encoding, each decoding, each message and each wait has a name in it, which begins with ``zeropp::`` and
-has the unit and the hop.
+The ranks run these steps:
 
-With this project's engine one further step, between the untraced step and the profiled steps, is drawn on the suite's
-page: each activity of a rank, such as computing, encoding or waiting, has its own lane in a file in Chrome's format.
+1. the trial's warm-up steps, at least one;
+2. one step without tracing, whose duration shows what tracing costs;
+3. with this project's engine, one step that is drawn on the suite's page: each activity of a rank, such as computing,
+   encoding or waiting, has its own lane in a file in Chrome's format;
+4. one step that warms torch.profiler up, and :data:`PROFILED` steps under torch.profiler.  ``zeropp whatif`` and
+   Perfetto read the traces of these steps.
+
+With this project's engine, torch.profiler's trace has a named range for each encoding, decoding, message and wait.  The
+names begin with ``zeropp::``.  The names of messages and waits contain the unit and the hop.
+
 Only trials on the CPU of one machine are traced, since their ranks share a clock.
 """
 
@@ -51,11 +56,11 @@ _PART: Final = "part of the step"  # lane of forward, backward and optimizer, wh
 
 
 class RankTrace(NamedTuple):
-    """The traced steps of one rank."""
+    """The traced steps of one rank.  Durations are in seconds."""
 
-    spans: list[Span]  # of the step that is drawn; empty for peers
-    seconds: float  # duration of the step that is drawn or, for peers, of a profiled step
-    before: float  # duration of the step before the traced steps
+    spans: list[Span]  # activities in the step that is drawn; empty if no step is drawn
+    seconds: float  # duration of the step that is drawn; if no step is drawn, of the last profiled step
+    before: float  # duration of the step without tracing
     profile: Path  # the file that torch.profiler wrote
 
 
@@ -82,26 +87,27 @@ def refusal(trial: Trial) -> str | None:
 
 
 def has_lanes(trial: Trial) -> bool:
-    """Return whether a step of the trial can be drawn: whether this project's engine sends all its messages."""
+    """Return whether a step of the trial can be drawn, since this project's engine sends all of its messages."""
     return trial.resolved_policy() is not None and trial.host is None
 
 
 def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
-    """Run a trial's ranks until steps are traced, and write ``traces/<id>/rank-<rank>.json.gz``.
+    """Run the traced steps of a trial on all ranks, and write the traces of all ranks into files.
 
-    With this project's engine also write the step that is drawn, ``traces/trace-<id>.json``.
+    torch.profiler's traces become ``traces/<id>/rank-<rank>.json.gz``.  If a step can be drawn (:func:`has_lanes`), it
+    becomes ``traces/trace-<id>.json``.
 
     Args:
-        trial: The trial; its validation and its measurements of errors are left out.
+        trial: The trial.  Its validation and its measurements of errors are left out.
         folder: The suite's results folder.
 
     Returns:
-        The path of the file ``trace-<id>.json`` (which peers do not have), and the steps of each rank.
+        The path of ``trace-<id>.json``, which does not exist if no step can be drawn, and the trace of each rank.
 
     Raises:
-        Refusal: if the trial cannot be traced.
-        LinkError: if the link between nodes cannot be opened.
-        LaunchError: if a rank fails.
+        Refusal: If the trial cannot be traced.
+        LinkError: If the link between nodes cannot be opened.
+        LaunchError: If a rank fails.
     """
     if (why := refusal(trial)) is not None:
         raise Refusal(f"trial {trial.id}: {why}")
@@ -121,7 +127,11 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
 
 
 def trace_step(rank: Rank, tracing: Tracing) -> RankTrace:
-    """Run warm-up steps (at least one), an untraced step and the traced steps; return what this rank noted of them."""
+    """Run a trial's steps on this rank, and return this rank's trace.
+
+    The steps are warm-up steps (at least one), a step without tracing, with our engine a step that is drawn, and the
+    steps under torch.profiler.
+    """
     trial = tracing.assignment.trial
     run, timeline, warmup = TrialRun(rank, tracing.assignment), Timeline(), max(1, trial.warmup)
     for index in range(warmup):
@@ -146,7 +156,10 @@ def trace_step(rank: Rank, tracing: Tracing) -> RankTrace:
 
 
 def _profiled(run: TrialRun, first: int, path: Path) -> float:
-    """Run steps under torch.profiler, write its file, and return the seconds of the last step."""
+    """Run steps under torch.profiler, write the trace to ``path``, and return the seconds of the last step.
+
+    ``first`` is the number of the first step, which warms torch.profiler up and is not in the trace.
+    """
     seconds, plan = 0.0, schedule(wait=0, warmup=1, active=PROFILED, repeat=1)
     # gloo's collectives have sizes in a trace only with record_shapes.
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, schedule=plan) as profiler:
@@ -179,7 +192,7 @@ class _NamedExchange:
 
 @contextlib.contextmanager
 def _named(wire: Wire) -> Iterator[None]:
-    """Name messages, waits and the codecs' operations in torch.profiler's trace, while the body of ``with`` runs."""
+    """Give messages, waits and codecs' operations names in torch.profiler's trace, while the body of ``with`` runs."""
     operations = {name: getattr(ops, name) for name in _OPERATIONS}
     opened = {name: getattr(wire, name) for name in _EXCHANGES}
 
@@ -209,7 +222,7 @@ def _named(wire: Wire) -> Iterator[None]:
 def _noting_operations(timeline: Timeline) -> Iterator[None]:
     """Add each call of a codec's operation to the timeline, while the body of ``with`` runs.
 
-    The engine looks these functions up in :mod:`impl.ops` at each call, so they are replaced there.
+    The engine looks the operations up in :mod:`impl.ops` at each call, so this function replaces them there.
     """
     operations = {name: getattr(ops, name) for name in _OPERATIONS}
 
@@ -229,7 +242,11 @@ def _noting_operations(timeline: Timeline) -> Iterator[None]:
 
 
 def computing(spans: Sequence[Span]) -> list[Span]:
-    """Return spans of computing: the parts of a step, without the times of waiting, encoding and decoding."""
+    """Return the spans of a step in which the rank computes.
+
+    These are the spans of forward, backward and the optimizer, without the times in which the rank waits, encodes or
+    decodes.
+    """
     busy = sorted((span.begin, span.end) for span in spans if span.lane in (WAITING, CODING))
     computed = []
     for part in (span for span in spans if span.lane == _PART):
@@ -242,7 +259,7 @@ def computing(spans: Sequence[Span]) -> list[Span]:
 
 
 def summary(ranks: Sequence[RankTrace]) -> str:
-    """Return one line on what a trace shows: the step's duration, and how much communication was hidden."""
+    """Return one line on a trace: the step's duration, and the share of communication that overlapped other work."""
     seconds, before = max(rank.seconds for rank in ranks), max(rank.before for rank in ranks)
     kind = "traced" if ranks[0].spans else "last profiled"
     more = f"{seconds / before - 1:+.0%} against the untraced one before"
@@ -259,9 +276,10 @@ def summary(ranks: Sequence[RankTrace]) -> str:
 
 
 def chrome(trial: Trial, ranks: Sequence[RankTrace], pool: str) -> dict[str, Any]:
-    """Return the JSON object of the trace event format: a process for each rank, threads for its lanes.
+    """Return the drawn step of all ranks as a JSON object in Chrome's trace event format.
 
-    ``pool`` is the hash of this machine and of the code.
+    Each rank is a process, and each of the rank's lanes is one or more threads of this process.  ``pool`` is the hash
+    of this machine and of the code.
     """
     topology = trial.topology()
     start = min(span.begin for rank in ranks for span in rank.spans)
@@ -292,7 +310,7 @@ def _name_event(kind: str, process: int, thread: int, name: str) -> dict[str, An
 
 
 def _rows(spans: list[Span]) -> list[list[Span]]:
-    """Distribute spans over as few rows as possible, such that the spans of a row do not overlap."""
+    """Distribute spans over as few rows as possible, such that spans in the same row do not overlap."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: span.begin):
         free = next((row for row in rows if row[-1].end <= span.begin), None)

@@ -40,7 +40,10 @@ def gather_objects(value: T) -> list[T]:
 
 
 def gather(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors of all ranks, in rank order; all have the shape of ``tensor``, and callers only read them."""
+    """Return the tensors of all ranks, in rank order.
+
+    All ranks must pass tensors of one shape.  Callers must not write into the returned tensors.
+    """
     if (thread := current()) is not None:
         return thread.share(tensor.clone())
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -49,14 +52,20 @@ def gather(tensor: Tensor) -> list[Tensor]:
 
 
 def mean_of_group(tensor: Tensor, ranks: int) -> Tensor:
-    """Return the mean of ``tensor`` over this rank's group; a group is ``ranks`` consecutive ranks."""
+    """Return the mean of ``tensor`` over this rank's group, elementwise.
+
+    A group is ``ranks`` consecutive ranks: with ``ranks`` 2, ranks 0 and 1 are a group, and ranks 2 and 3 are a group.
+    """
     thread = current()
     number = (dist.get_rank() if thread is None else thread.rank) // ranks
     return torch.stack(gather(tensor)[number * ranks : (number + 1) * ranks]).sum(0) / ranks
 
 
 def swap(rows: Tensor) -> Tensor:
-    """Send each rank its row of ``rows`` (world, ...); returns the rows (world, ...) that this rank receives."""
+    """Send row i of ``rows`` (world, ...) to rank i, and return the rows (world, ...) that this rank receives.
+
+    Row i of the returned tensor comes from rank i.
+    """
     if (thread := current()) is not None:
         return torch.stack([sent[thread.rank] for sent in thread.share(rows)])
     received = torch.empty_like(rows)
@@ -65,7 +74,7 @@ def swap(rows: Tensor) -> Tensor:
 
 
 def add(tensor: Tensor) -> None:
-    """Replace ``tensor`` by the sum over all ranks."""
+    """Replace each element of ``tensor``, in place, by the sum of this element over all ranks."""
     if current() is None:
         dist.all_reduce(tensor)
     else:
@@ -73,7 +82,7 @@ def add(tensor: Tensor) -> None:
 
 
 def take_largest(tensor: Tensor) -> None:
-    """Replace each element of ``tensor`` by the largest value of this element on any rank."""
+    """Replace each element of ``tensor``, in place, by the largest value of this element on any rank."""
     if current() is None:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
     else:

@@ -38,7 +38,7 @@ _ANSWER: Final = timedelta(seconds=60)  # limit for one operation of the store
 
 
 class ChannelError(Exception):
-    """The store or a node does not answer any more."""
+    """Raised when the store or a node does not answer any more, or when the store has values of another run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Place:
 
     node: int
     nodes: int
-    host: str
-    port: int  # of the store; 0 lets the process that serves the store choose a port
+    host: str  # address of the store
+    port: int  # port of the store; 0 lets the process that serves the store choose a port
     serves: bool  # whether this process serves the store
     job: str = ""  # name of the run, which differs between runs that share a store
     # Whether the launcher started this process in addition to the node's supervisor; it only waits for the run's end.
@@ -56,11 +56,14 @@ class Place:
 
     @property
     def follows(self) -> bool:
-        """Whether another process leads, and decides what is run."""
+        """Whether another process leads the run, and decides what the ranks do."""
         return self.waits or self.node != 0
 
     def for_ranks(self, work: int) -> Place:
-        """Return the place at which the ranks of all nodes meet for piece of work number ``work``."""
+        """Return the place at which the ranks of all nodes meet for the command with number ``work``.
+
+        It has the same store, with keys of its own.
+        """
         return replace(self, job=f"{self.job}/ranks/{work}")
 
 
@@ -95,10 +98,12 @@ class Channel:
             file.unlink(missing_ok=True)
 
     def begin(self, nonces: list[str]) -> None:
-        """From now on seal messages for one session, which is defined by the nonces that its supervisors drew.
+        """Start a session: from now on, seal messages with a secret that depends on the token and on ``nonces``.
+
+        Messages of earlier runs with the same token can then not be opened any more.
 
         Args:
-            nonces: Each node's nonce, in order of nodes.
+            nonces: The random text that each node's supervisor has drawn, in order of nodes.
         """
         self._sealed = run_token.of_session(self.token, nonces)
 
@@ -136,8 +141,8 @@ class Channel:
     def _shared_token(self) -> str:
         """Return the run's token.
 
-        The leading process takes the token from its environment, or makes one, and announces the token's digest in the
-        store.  Other processes look for the token with that digest.
+        The leading process takes the token from its environment or, if there is none, makes a new token.  It announces
+        the token's digest in the store.  All other processes look for the token with this digest.
         """
         try:
             if self.place.follows:
@@ -148,7 +153,10 @@ class Channel:
                 self._files.append(run_token.write(token))
             self._store.set("token", run_token.digest_of(token))
         except RuntimeError as error:
-            raise Refusal(f"node {self.place.node}: node 0 does not begin the run: {_line(error)}") from error
+            raise Refusal(
+                f"node {self.place.node}: node 0 does not begin the run: {_line(error)}; start the same command on all "
+                "nodes"
+            ) from error
         return token
 
     def wait(self, key: str, *, node: int = 0, meanwhile: Callable[[], None] = lambda: None) -> Any:
@@ -156,8 +164,8 @@ class Channel:
 
         Args:
             key: The key.
-            node: The node that will post it.
-            meanwhile: Called now and then while waiting.
+            node: Number of the node that will post the value.
+            meanwhile: Called every :data:`POLL_SECONDS` seconds while waiting.
 
         Raises:
             ChannelError: If the node is lost, or the store is gone.
@@ -170,7 +178,11 @@ class Channel:
         return value
 
     def lost(self, node: int) -> bool:
-        """Return whether a node is lost: its heartbeat has not been heard for a while."""
+        """Return whether a node has sent no new heartbeat for :data:`_LOST_SECONDS` seconds.
+
+        A node that has not sent any heartbeat yet is lost only after :data:`_START_SECONDS` seconds.  The node of this
+        process is never lost.
+        """
         count, now = self._read(f"beat/{node}", self._meeting) or 0, time.monotonic()
         if node not in self._seen or count > self._seen[node][0]:
             self._seen[node] = (count, now)

@@ -33,7 +33,10 @@ def end_at_once() -> None:
 
 
 def take_over() -> None:
-    """From now on let Ctrl-C raise a ``KeyboardInterrupt``, so that callers can clean up."""
+    """From now on let Ctrl-C raise a ``KeyboardInterrupt``, so that callers can clean up.
+
+    This undoes :func:`end_at_once`.  A process that ignores Ctrl-C still ignores it.
+    """
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -50,13 +50,18 @@ _ADVICE: Final = (
 
 
 def message_bytes(cluster: Cluster) -> int:
-    """Return the size of a calibration message in bytes; 0 for one node.
+    """Return the size in bytes of the messages with which the rate of a cluster's link is measured.
 
-    With a rate, the message is as long as the link sends in 0.2 s, or in 50 times the latency if that is longer, and
-    has at least 20 bursts of the queue.  On a shaped link it is longer: as long as the link sends in 0.5 s, or 64 MiB
-    if that is shorter; a message of 0.2 s sometimes arrives up to 0.6 % late there.  Without a rate, the message has
-    64 MiB, or 8 MiB with link ``none``.  With NCCL, all ranks of a node send at once (:func:`exchange`); with a rate,
-    the message is divided among them.
+    Returns 0 for a cluster of one node.  Without a rate, the size is 64 MiB, or 8 MiB with link ``none``.  With a rate,
+    the size is the largest of
+
+    - the bytes that the link sends in 0.2 s;
+    - the bytes that the link sends in 50 times the latency;
+    - 20 bursts of the queue;
+    - only for a ``shaped`` link: the bytes that the link sends in 0.5 s, but at most 64 MiB.  (There, a message of
+      0.2 s sometimes arrives up to 0.6 % late.)
+
+    With NCCL, all ranks of a node send at once (:func:`exchange`), and the size with a rate is divided by their number.
     """
     if cluster.nodes == 1:
         return 0
@@ -71,13 +76,13 @@ def message_bytes(cluster: Cluster) -> int:
 
 
 def slowest_rates(by_rank: Sequence[Sequence[float]], per_node: int) -> list[float]:
-    """Return the rate of the slowest node in each repetition, in Mbit/s.
+    """Return, for each repetition, the rate of the slowest node in Mbit/s.
 
-    The ranks of a node send at the same time, and the node has finished when its slowest rank has.  The node's rate is
-    therefore the slowest rank's rate times the number of ranks that sent.
+    The ranks of a node send at the same time, and the node has finished when its slowest rank has finished.  The node's
+    rate is therefore the slowest rank's rate times the number of ranks that sent.
 
     Args:
-        by_rank: Each rank's rates, in rank order; ranks that only waited have none.
+        by_rank: For each rank, a rate in Mbit/s for each repetition; an empty list for ranks that only waited.
         per_node: Number of ranks of a node.
     """
     nodes = [filter(None, by_rank[first : first + per_node]) for first in range(0, len(by_rank), per_node)]
@@ -89,13 +94,13 @@ def slowest_rates(by_rank: Sequence[Sequence[float]], per_node: int) -> list[flo
 class Link:
     """An open link between nodes; a context manager that closes it."""
 
-    cluster: Cluster  # the cluster whose nodes it joins
+    cluster: Cluster  # the cluster whose nodes the link joins
     kind: str  # namespaces, paced, none, real or shaped
-    why: str  # the reason for that kind
+    why: str  # the reason for this kind
     ports: tuple[Port, ...]  # one per node
     details: dict[str, Any] = field(default_factory=dict)  # burst, queue, MTU and the like, for records
     close: Callable[[], object] = lambda: None
-    # One rate per repetition; the sweep fills them in.
+    # The calibrated rates in Mbit/s, one for each repetition.  They are empty until the sweep sets them.
     calibrated_mbit: list[float] = field(default_factory=list)
 
     # The rate in Mbit/s to which our engine delays its messages; None unless the link is paced.
@@ -107,7 +112,11 @@ class Link:
         self.message_bytes = message_bytes(self.cluster)
 
     def record(self, probed_mbit: list[float]) -> LinkRecord:
-        """Return the link in the form of a trial's record; its requested rate is the rate of the slowest node."""
+        """Return the link as a part of a trial's record.
+
+        The record's requested rate is that of the slowest node.  ``probed_mbit`` has the rates, in Mbit/s, that were
+        measured after the trial.
+        """
         from harness.records.trial_record import LinkRecord
 
         rate = None if self.cluster.nodes == 1 else self.cluster.rate
@@ -128,7 +137,11 @@ class Link:
         self.close()
 
     def check(self) -> None:
-        """Raise a LinkError if a shaped link missed or exceeded its rate in the calibration."""
+        """Raise a LinkError if the calibrated rate of a ``shaped`` link is far from the rate that was set.
+
+        The median of the calibrated rates must lie between 0.9 and 1.05 of the set rate (:data:`REACHED`).  Links of
+        other kinds are not checked.
+        """
         rate = self.cluster.rate
         if self.kind != "shaped" or rate is None or not self.calibrated_mbit:
             return
@@ -140,10 +153,10 @@ class Link:
 
 
 def open_link(cluster: Cluster, run_id: str) -> Link:
-    """Open the link of a cluster.
+    """Open the link between a cluster's nodes, and return it.
 
-    For a ``real`` or ``shaped`` link, the caller fills in the ports.  The interfaces of a ``shaped`` link are limited
-    later, by the hosts' supervisors.
+    The ports of a ``real`` or ``shaped`` link are not known here, and the caller sets them.  The interfaces of a
+    ``shaped`` link are limited later, by the hosts' supervisors.
 
     Args:
         cluster: The cluster.
@@ -188,7 +201,7 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
 
 
 def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
-    """Have a keeper (:mod:`harness.shaping.keeper`) make network namespaces, and return the link between them."""
+    """Return the link between new network namespaces, which a keeper process makes (:mod:`harness.shaping.keeper`)."""
     rate, latency, inner, nodes = cluster.rate, cluster.latency or 0.0, cluster.inner_rate, cluster.nodes
     rates = [rate] * (nodes - 1) + [None if rate is None else rate * cluster.slow]
     queue = {} if rate is None else tbf_details(rate) | {"untimed": "open"}
@@ -222,7 +235,9 @@ def tbf_details(rate_mbit: float) -> dict[str, Any]:
 
 
 def measure_link(rank: Rank, message: tuple[int, int, str, str]) -> list[float]:
-    """Return the link's rates in Mbit/s, as :func:`exchange` measures them; a supervisor may run this on its ranks.
+    """Measure the link's rate on this rank with :func:`exchange`, and return the rates in Mbit/s.
+
+    This function has the form of a supervisor's work (:mod:`harness.cluster.node_supervisors`).
 
     Args:
         rank: This rank.
@@ -243,23 +258,26 @@ def exchange(
     grouped: bool,
     together: bool = False,
 ) -> list[float]:
-    """Measure the link's rate with messages from each node to the next, around a ring.
+    """Measure the link's rate with messages from each node to the next node, around a ring.
 
-    The first ranks of the nodes exchange messages.  With ``together``, all ranks do, each with the rank of the same
-    local index, because a single GPU may reach only one of its node's network adapters.  Every rank of the default
-    group must call this function.
+    Normally the first rank of each node sends a message to the first rank of the next node, and all other ranks wait.
+    With ``together``, each rank sends a message to the rank of the next node that has the same local number, because a
+    single GPU may reach only one of its node's network adapters.  Every rank of the default group must call this
+    function.
 
     Args:
         rank: This rank.
         message_bytes: Size of a message.
-        repetitions: Number of timed messages; a shorter one, before them, opens the connections.
+        repetitions: Number of timed messages.  Before them, a shorter message opens the connections.
         device: torch's device on which messages lie.
         grouped: Whether to send and receive in one call.  NCCL needs this: if all ranks first waited for a receive,
-            none of them would send.  A collective of all ranks then makes NCCL's communicator before the first message.
-        together: Whether all ranks of a node exchange messages at once.
+            none of them would send.  If true, an all-reduce of all ranks makes NCCL's communicator before the first
+            message.
+        together: Whether all ranks of a node send messages at once.
 
     Returns:
-        The rate of messages into this rank in Mbit/s, one value per repetition; empty for ranks that only wait.
+        For each repetition, the bits of a message over the time in which this rank sent and received, in Mbit/s.  Empty
+        for ranks that only wait.
     """
     import torch
     import torch.distributed as dist

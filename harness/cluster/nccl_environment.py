@@ -9,12 +9,17 @@ from harness.errors import LinkError
 
 
 def nccl_variables(port: Port) -> dict[str, str]:
-    """Return variables that make NCCL send through a node's network namespace, shaped interface or adapters.
+    """Return environment variables that make NCCL send through a node's network namespace, interface or adapters.
 
-    NCCL tells hosts apart by their names (NCCL user guide, Environment Variables).  Without these variables it would
-    take namespaces of one machine for one host, and use peer access and shared memory between them, which no queue
-    limits.  Between hosts with a shaped interface, it could use InfiniBand, a plugin's network or NVLink instead; and
-    where the requested adapters do not work, it would fall back to sockets.  ``NCCL_NET`` makes it fail instead.
+    There are three cases in which NCCL, without such variables, would send in another way:
+
+    - Network namespaces of one machine: NCCL tells hosts apart by their names (NCCL user guide, Environment Variables),
+      and would use peer access and shared memory between namespaces, which no queue limits.
+    - Hosts with a shaped interface: NCCL could use InfiniBand, a plugin's network or NVLink.
+    - Requested adapters that do not work: NCCL would use sockets.
+
+    In the last two cases, ``NCCL_NET`` makes NCCL fail instead.  If none of the three cases applies, this function
+    returns an empty dictionary.
     """
     if port.hcas:
         adapters = {"NCCL_IB_HCA": f"={port.hcas}", "NCCL_IB_DISABLE": "0"}
@@ -41,7 +46,10 @@ def flight_recorder(traces: str) -> dict[str, str]:
 
 
 def nccl_in_words(ports: Sequence[Port]) -> str:
-    """Return NCCL's variables on every node as text for records; once if all nodes have the same."""
+    """Return NCCL's environment variables on every node as text for records.
+
+    If all nodes have the same variables, the text names them once.
+    """
     texts = [", ".join(f"{name}={value}" for name, value in nccl_variables(port).items()) for port in ports]
     if len(set(texts)) == 1:
         return texts[0]
@@ -52,7 +60,7 @@ def choose_hcas(requested: int | tuple[str, ...], present: Sequence[str], node: 
     """Return the InfiniBand or RoCE adapters that a node's NCCL may use, separated by commas.
 
     Args:
-        requested: How many adapters, or their names.
+        requested: The number of adapters, or the names of the adapters.
         present: The node's adapters with an active port.
         node: Number of the node, for the message.
 

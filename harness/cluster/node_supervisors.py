@@ -4,8 +4,8 @@ The leading supervisor posts numbered commands on the control channel (:mod:`har
 command names a *work*, a function that all supervisors know, with its argument as JSON.  Every node that takes part
 starts its ranks, runs the work on them, and posts an answer: the results as JSON, or a failure.
 
-A supervisor outlives its ranks.  When a rank fails on any node, the ranks of all nodes are ended, and the next piece of
-work starts with fresh ones.
+A supervisor outlives its ranks.  When a rank fails on any node, the ranks of all nodes are ended.  The next command
+starts new ranks.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Nodes:
 
     channel: Channel
     nodes: list[Node]
-    # Facts about each node's interface before it was shaped for the latest work; empty if it was not shaped.
+    # For each node, facts about its interface from before it was shaped for the latest work; {} if it was not shaped.
     shaped: list[dict[str, Any]] = field(default_factory=list)
-    status: int = 1  # exit status of the other supervisors
-    together: bool = True  # whether the nodes have met
+    status: int = 1  # exit status with which the other supervisors will end
+    together: bool = True  # whether all nodes have met
     _commands: int = 0
 
     def on_one_host(self, count: int) -> tuple[int, int] | None:
-        """Return two of the first ``count`` nodes that share a host; None if their hosts are distinct."""
+        """Return the numbers of two of the first ``count`` nodes that share a host; None if no two nodes do."""
         first: dict[str, int] = {}
         for number, node in enumerate(self.nodes[:count]):
             if (other := first.setdefault(node.identity, number)) != number:
@@ -94,16 +94,16 @@ class Nodes:
                     )
 
     def run(self, work: Work, argument: Any, launch: Launch, on_progress: Report) -> list[Any]:
-        """Run work on the ranks of the first nodes.
+        """Run ``work`` on the ranks of the first ``launch.topology.nodes`` nodes, and return the results of all ranks.
 
         Args:
             work: The function.
-            argument: Its argument, the same on all ranks.
+            argument: The function's argument, the same on all ranks.
             launch: How ranks are started, and on how many nodes.
             on_progress: Called with the progress of rank 0.
 
         Returns:
-            The results, by rank.
+            The results in rank order.
 
         Raises:
             LaunchError: If ranks of any node fail; the message describes the failure that most likely came first.  The
@@ -139,7 +139,7 @@ class Nodes:
         raise _cause({0: answer} | self._stop(number, others), launch.log)
 
     def end(self) -> None:
-        """Tell the other supervisors to end, and wait until each has read this command."""
+        """Tell the other supervisors to end, and wait up to 5 s until each of them has read this command."""
         with contextlib.suppress(ChannelError):
             if not self.together:
                 self.channel.post("session", {"status": self.status})
@@ -149,7 +149,7 @@ class Nodes:
             self._answers(number, range(1, len(self.nodes)), _BYE_SECONDS)
 
     def _command(self, **command: Any) -> int:
-        """Post a command to the other nodes; returns its number."""
+        """Post a command to the other nodes, and return the command's number."""
         self._commands += 1
         self.channel.post(f"command/{self._commands}", command)
         return self._commands
@@ -157,10 +157,11 @@ class Nodes:
     def _answers(
         self, number: int, nodes: Sequence[int], seconds: float, *, cause: bool = False
     ) -> dict[int, Answer]:
-        """Wait for the answers of ``nodes`` to command ``number``; a lost node counts as a failure.
+        """Wait for the answers of ``nodes`` to command ``number``, and return the answers so far by node.
 
-        Returns when all have answered, at the latest after ``seconds``.  With ``cause``, returns as soon as one node
-        reports a failure that is not the effect of another failure.
+        Waiting ends when all nodes have answered, and at the latest after ``seconds``.  With ``cause``, it also ends as
+        soon as a node reports a failure that is not the effect of another failure.  For a lost node, the answer is a
+        failure of kind ``lost``.
         """
         deadline, answers = time.monotonic() + seconds, dict[int, Answer]()
         while True:
@@ -176,22 +177,22 @@ class Nodes:
             time.sleep(POLL_SECONDS)
 
     def _stop(self, number: int, others: Sequence[int]) -> dict[int, Answer]:
-        """End the work on the other nodes; returns their answers, which they post once their ranks have ended."""
+        """Make the other nodes end their ranks, and return the nodes' answers, which follow the end of the ranks."""
         self.channel.post(f"stop/{number}", True)
         return self._answers(number, others, _CLEAR_SECONDS)
 
 
 def _types(work: Work) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
-    """Return adapters for the types of a work's argument and result."""
+    """Return pydantic's adapters for the type of a work's argument and for the type of its result."""
     _, argument, result = get_type_hints(work).values()
     return TypeAdapter(argument), TypeAdapter(result)
 
 
 @contextlib.contextmanager
 def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iterator[Nodes]:
-    """Lead the supervisors of all nodes during the ``with`` block, which gets them as :class:`Nodes`.
+    """Wait until the supervisors of all nodes have met, and yield the nodes, which this process then leads.
 
-    Afterwards the other supervisors end, with the exit status ``Nodes.status``.
+    At the end of the ``with`` block, the other supervisors end with the exit status ``Nodes.status``.
 
     Args:
         place: This process's place, on node 0.
@@ -225,7 +226,7 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit: Admit) -> int:
-    """Be the supervisor of a node other than 0 until the leading one ends.
+    """Run commands of the leading supervisor on the ranks of this node, which is not node 0, until the run ends.
 
     Args:
         place: This process's place.
@@ -262,7 +263,10 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit
 
 
 def _meet(channel: Channel) -> int | None:
-    """Wait until all nodes have met, and return None; if they failed to meet, return the exit status to end with."""
+    """Wait until all nodes have met, and begin the session on this node.
+
+    Returns None.  If the nodes have failed to meet, returns the exit status with which this supervisor must end.
+    """
     session, place = channel.wait("session"), channel.place
     if "status" in session:
         return int(session["status"])
@@ -275,7 +279,10 @@ def _meet(channel: Channel) -> int | None:
 
 
 def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any], admit: Admit) -> Answer:
-    """Run a command's work on this node's ranks; returns the answer, which after a failure has the ranks' log."""
+    """Run the work that command ``number`` names on this node's ranks, and return the answer (:data:`Answer`).
+
+    The work is stopped if the leading supervisor stops this command, or if the leading supervisor is lost.
+    """
     place, (argument_type, result_type) = channel.place, _types(work)
 
     def stop_reason() -> str | None:
@@ -300,7 +307,10 @@ def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any], ad
 
 
 def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_reason: StopReason) -> Answer:
-    """Run work on this node's ranks, and return the answer; limit the node's interface meanwhile if it is shaped."""
+    """Run work on this node's ranks, and return the answer.
+
+    If the node's port has a shaped rate, the node's interface is limited to this rate while the ranks run.
+    """
     port = launch.ports[launch.node or 0]
     others = [other.address for other in launch.ports if other is not port]
     shaped: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
@@ -316,7 +326,10 @@ def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_re
 
 
 def _cause(answers: Mapping[int, Answer], log: Path) -> LaunchError:
-    """Return an error with the most likely cause of a failure; appends the other nodes' logs to ``log`` of node 0."""
+    """Return the error that most likely caused a command's failure, from the answers of all nodes.
+
+    Also append the logs of the other nodes to ``log``, the log of node 0.
+    """
     failures = {node: answer for node, answer in answers.items() if "kind" in answer}
     with contextlib.suppress(OSError):
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -17,19 +17,18 @@ class Port:
     """A node's end of the link."""
 
     interface: str | None  # network interface for gloo and for byte counters; None lets gloo choose
-    address: str  # of the interface
-    holder: int | None = None  # process inside the node's network namespace; None for the host's own
-    shaped_mbit: float | None = (
-        None  # rate to which the host limits the interface; NCCL must then use this interface
-    )
-    hcas: str = (
-        ""  # InfiniBand or RoCE adapters that NCCL may use, separated by commas; if empty, NCCL chooses
-    )
+    address: str  # address of the interface
+    # Id of a process in the node's network namespace; None for the host's namespace.
+    holder: int | None = None
+    # Rate to which the host limits the interface, in Mbit/s.  NCCL must then use this interface.  None for no limit.
+    shaped_mbit: float | None = None
+    # InfiniBand or RoCE adapters that NCCL may use, separated by commas; if empty, NCCL chooses.
+    hcas: str = ""
     control: str = ""  # Unix-domain socket of the keeper that can lift the link's rate (`lift_rate`), if any
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address on the way to ``host``, without sending anything.
+    """Return the address from which this machine would send to ``host``.  Nothing is sent.
 
     Raises:
         Refusal: If there is no route to the host.
@@ -46,10 +45,12 @@ def address_towards(host: str) -> str:
 
 
 def port_towards(host: str) -> Port:
-    """Return the port of this host on the interface that leads to ``host``, or that ``GLOO_SOCKET_IFNAME`` names.
+    """Return the port on the interface of this machine that leads to ``host``.
+
+    If the environment variable ``GLOO_SOCKET_IFNAME`` names an interface, that interface is taken instead.
 
     Raises:
-        Refusal: If there is no such interface.
+        Refusal: If there is no such interface, or no route to the host.
     """
     interfaces, chosen = psutil.net_if_addrs(), os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen is not None:
@@ -70,7 +71,10 @@ def port_towards(host: str) -> Port:
 
 
 def host_identity() -> str:
-    """Return a text that is equal for two supervisors only if they share a host and a network namespace."""
+    """Return a text that is equal for two supervisors if and only if they share a host and a network namespace.
+
+    On a system without ``/proc``, this is the host's name.
+    """
     boot, space = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     try:
         return f"{boot.read_text(encoding='ascii').strip()} {space.readlink()}"

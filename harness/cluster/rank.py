@@ -50,16 +50,17 @@ Report = Callable[[Progress], None]
 class Rank:
     """One rank of a running process group."""
 
-    rank: int  # its number, node * ranks_per_node + local
+    rank: int  # number of the rank: node * ranks_per_node + local
     topology: Topology
-    port: Port  # its node's end of the link
-    pacer: Pacer | None  # its node's rate limiter; None unless the link is paced
+    port: Port  # port of the rank's node
+    pacer: Pacer | None  # the rate limiter of the rank's node; None unless the link is paced
     report: Report  # sends progress to the parent process
     threads: int  # number of torch's threads
-    # Reports an error that a thread other than the main one has found, and ends the rank.  If it is None, the
-    # wire prints the error and ends the process.
+    # Reports an error that was found outside of the main thread, and ends the rank.  If it is None, the wire prints
+    # the error and ends the process.
     fail: Callable[[BaseException], object] | None = None
-    mesh: Mesh | None = None  # its mesh, if it is a thread of a process that all ranks share
+    # The rank's mesh if all ranks are threads of one process; None if each rank is a process.
+    mesh: Mesh | None = None
 
     @property
     def node(self) -> int:
@@ -73,14 +74,18 @@ class Rank:
 
     @property
     def first_of_node(self) -> bool:
-        """Whether this is the first rank of its node; the first rank measures what concerns the whole node."""
+        """Whether this is the first rank of its node.
+
+        The first rank takes the measurements of the whole node, such as the counters of the node's interface.
+        """
         return self.local == 0
 
     @contextlib.contextmanager
     def open_link(self) -> Iterator[None]:
-        """Lift the link's rate during the body; all ranks must call this method.
+        """Lift the link's rate while the body of ``with`` runs, so that messages in it are not slowed down.
 
-        The rate of real hosts' interfaces (link ``shaped``) is not lifted.
+        All ranks must call this method.  The rate of a ``shaped`` link, whose hosts limit their interfaces, is not
+        lifted.
         """
         if self.pacer is None and not self.port.control:
             yield
@@ -100,7 +105,11 @@ class Rank:
 
 
 def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
-    """Make a rank's GPU torch's current device, and return its name; raises a Refusal if there are too few GPUs."""
+    """Make a rank's GPU torch's current device, and return the device's name, such as ``cuda:1``.
+
+    Raises:
+        Refusal: If the machine has too few GPUs.
+    """
     import torch
 
     gpus, index = torch.cuda.device_count(), rank.rank if launcher == "local" else rank.local
@@ -117,7 +126,11 @@ def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
 
 @contextlib.contextmanager
 def lift_rate(control: str) -> Iterator[None]:
-    """Have the keeper lift the link's rate during the body; it restores the rate also if this process dies."""
+    """Lift the link's rate while the body of ``with`` runs.
+
+    The keeper process at the socket ``control`` lifts the rate.  It restores the rate afterwards, even if this process
+    dies in the body.
+    """
     with socket.socket(socket.AF_UNIX) as keeper:
         keeper.settimeout(ANSWER_SECONDS)
         _request(keeper, lambda: keeper.connect(control), netns_shaper.OPEN)
@@ -126,7 +139,11 @@ def lift_rate(control: str) -> Iterator[None]:
 
 
 def _request(keeper: socket.socket, send: Callable[[], None], expected: bytes) -> None:
-    """Send a request, and wait until the keeper confirms it; raises a LinkError if it does not."""
+    """Send a request to the keeper with ``send()``, and wait for its answer.
+
+    Raises:
+        LinkError: If the keeper does not answer, or if the answer is not ``expected``.
+    """
     try:
         send()
         answer = keeper.recv(len(expected), socket.MSG_WAITALL)

@@ -90,7 +90,7 @@ _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connecti
 
 
 class LaunchError(Exception):
-    """A rank failed, or ranks timed out.
+    """Raised when a rank failed, or when ranks timed out.
 
     Attributes:
         kind: Kind of the failure.
@@ -110,7 +110,7 @@ class Launch:
 
     topology: Topology
     ports: tuple[Port, ...]
-    paced_mbit: float | None  # rate of the pacer; None without one
+    paced_mbit: float | None  # rate of the pacer in Mbit/s; None without a pacer
     threads: int  # number of torch's threads in each rank
     timeout_seconds: float  # for the whole run of the ranks
     log: Path  # file for the ranks' output after a failure
@@ -122,7 +122,10 @@ class Launch:
 
     @property
     def ranks(self) -> range:
-        """Numbers of the rank processes that this process starts; 0 alone if ranks are threads."""
+        """Numbers of the rank processes that this process starts.
+
+        If ranks are threads, there is one process for all of them, with number 0.
+        """
         if self.threads_on is not None:
             return range(1)
         if self.node is None:
@@ -148,11 +151,14 @@ class _Watched:
     error: LaunchError | None = None
 
     def fileno(self) -> int:
-        """Return its pipe's file descriptor, for :func:`multiprocessing.connection.wait`."""
+        """Return the file descriptor of the pipe, for :func:`multiprocessing.connection.wait`."""
         return self.pipe.fileno()
 
     def receive(self, on_progress: Report) -> None:
-        """Receive one message, or notice the end of the process."""
+        """Receive one message of the rank: its progress, result or error.
+
+        If the process has ended without a last message, set ``error`` to the way in which it ended.
+        """
         try:
             message = self.pipe.recv()
         except (EOFError, OSError):
@@ -182,17 +188,16 @@ def run_ranks(
     on_progress: Report = lambda _: None,
     stop_reason: StopReason | None = None,
 ) -> list[Result]:
-    """Run ``target(rank, argument)`` in one fresh process per rank.
+    """Run ``target(rank, argument)`` in one fresh process per rank, and return the results in rank order.
+
+    If ``launch.threads_on`` is set, all ranks are threads of one fresh process.
 
     Args:
-        target: A module-level function; the default process group is initialised when it is called.
-        argument: Its argument, the same on all ranks.
+        target: A module-level function.  The default process group is initialised when it is called.
+        argument: The function's argument, the same on all ranks.
         launch: How ranks are started.
         on_progress: Called in this process with the progress of rank 0.
-        stop_reason: Called now and then; once it returns a reason, the ranks are ended.
-
-    Returns:
-        The results, by rank.
+        stop_reason: Called several times a second.  Once it returns a reason, the ranks are ended.
 
     Raises:
         LaunchError: If a rank fails, the time is over, or ``stop_reason`` returns a reason; the message describes the
@@ -248,9 +253,10 @@ def run_in_place(
 
 
 def end_if_in_group(status: int) -> None:
-    """End this process at once if a failure left it in its process group.
+    """End this process at once with ``status``, if torch's default process group still exists in it.
 
-    The interpreter's normal end would wait for ranks that may never answer, or abort.
+    It still exists only after a failure.  The interpreter's normal end could then abort, or wait for ranks that never
+    answer.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -260,7 +266,7 @@ def end_if_in_group(status: int) -> None:
 
 
 def start_server() -> None:
-    """Start the fork server before the first trial; does nothing if it is running."""
+    """Start the fork server, from which rank processes are forked; do nothing if it is running."""
     socket_folder.give_to_multiprocessing()
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     # SIGINT is blocked while the server is started, and the server inherits that.  Otherwise it would print a traceback
@@ -276,7 +282,7 @@ def start_server() -> None:
 
 
 def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, scratch: Path) -> None:
-    """Start the ranks of this launch, and add each to ``ranks`` as soon as it runs."""
+    """Start the rank processes of this launch, and append each to ``ranks`` as soon as it runs."""
     start_server()
     context = multiprocessing.get_context("forkserver")
     for rank in launch.ranks:
@@ -302,7 +308,11 @@ def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, sc
 def _watch(
     ranks: list[_Watched], timeout_seconds: float, on_progress: Report, stop_reason: StopReason | None
 ) -> LaunchError | None:
-    """Receive messages until all ranks have ended or one has failed; returns the most likely first failure, or None."""
+    """Receive the messages of all ranks until they have ended, one has failed, or the time is over.
+
+    Returns None if all ranks have sent a result.  Otherwise returns the failure that most likely came first; for this,
+    it waits a short time for the errors of other ranks.
+    """
     deadline = time.monotonic() + timeout_seconds
     while all(watched.error is None for watched in ranks):
         if not (running := [watched for watched in ranks if not watched.ended]):
@@ -357,7 +367,7 @@ def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
 
 
 def _out_of_memory_kills() -> int:
-    """Return the number of out-of-memory kills so far, of the machine and of this process's cgroup together."""
+    """Return the number of out-of-memory kills so far: the machine's plus the number in this process's cgroup."""
     count = 0
     for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
         with contextlib.suppress(OSError):
@@ -409,13 +419,19 @@ def _rank_main(  # noqa: PLR0917  # a new process needs all of them
 
 
 def _traces(launch: Launch) -> str:
-    """Return the path of the files with NCCL's latest calls, without the rank's number; make their folder."""
+    """Return the path of the files with NCCL's latest calls, without the rank's number that ends each file's name.
+
+    Also make the folder of these files.
+    """
     launch.log.parent.mkdir(parents=True, exist_ok=True)
     return f"{launch.log}.nccl"
 
 
 def _write_nccl_trace(launch: Launch, number: int) -> None:
-    """Write NCCL's latest calls of this rank, as torch does at NCCL's own time-out, which comes later."""
+    """Write NCCL's latest calls of this rank into a file.
+
+    torch would write the same file when NCCL times out, but that is later than our time-out.
+    """
     from torch._C import _distributed_c10d as c10d
 
     if launch.backend == BACKENDS["nccl"] and (dump := getattr(c10d, "_dump_nccl_trace", None)) is not None:
@@ -423,7 +439,7 @@ def _write_nccl_trace(launch: Launch, number: int) -> None:
 
 
 def _limit_nccl(launch: Launch) -> None:
-    """Give NCCL in the default group the time-out that it has in the groups of a trial's wire."""
+    """Set NCCL's time-out in the default process group to the time-out of NCCL in the groups of a trial's wire."""
     if launch.backend != BACKENDS["nccl"]:
         return
     from impl.comm.mesh import limit_nccl
@@ -433,7 +449,7 @@ def _limit_nccl(launch: Launch) -> None:
 
 
 def _end_with_sweep() -> None:
-    """Make this process end as soon as its parent, the fork server, or the sweep ends; a thread watches the sweep."""
+    """Make this rank process end as soon as the fork server, which is its parent, or the sweep's process ends."""
     netns_shaper.die_with_parent(os.getppid())
     if (sweep := multiprocessing.parent_process()) is not None:
         ends = sweep.sentinel
@@ -508,7 +524,7 @@ def _registered(backend: str) -> str:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Return the kind of failure that an error means."""
+    """Return the kind of failure for an error that ended a rank, such as ``memory`` for torch's OutOfMemoryError."""
     if isinstance(error, LaunchError):
         return error.kind
     if isinstance(error, LinkError):

@@ -22,19 +22,25 @@ _END_SECONDS = 5.0
 
 
 def place_of(hosts: Sequence[str]) -> Place:
-    """Return this machine's place as the first of ``hosts``; raises a Refusal if the second one cannot be reached."""
+    """Return this machine's place in a run on ``hosts``, of which this machine is the first.
+
+    Raises:
+        Refusal: If the second host cannot be reached.
+    """
     address = "127.0.0.1" if len(hosts) == 1 else address_towards(_resolved(hosts[1]))
     return Place(0, len(hosts), address, 0, serves=True, job=secrets.token_hex(8))
 
 
 @contextlib.contextmanager
 def supervisors(hosts: Sequence[str], place: Place, token: str) -> Iterator[Callable[[], None]]:
-    """Start the supervisors of all hosts but the first, in the same folder and with the same Python as here.
+    """Start a supervisor on each host but the first, through ssh, in the same folder and with the same Python as here.
 
-    The supervisors get the run's token through standard input, because other users can read command lines.
+    The supervisors get the run's token through standard input, because other users can read command lines.  At the end
+    of the ``with`` block, the ssh processes are ended.
 
     Yields:
-        A function that raises a Refusal if a supervisor has ended; the message has the last line of its output.
+        A function that raises a Refusal if a supervisor has ended.  The message has the last line of the supervisor's
+        output.
     """
     common = {
         "TORCHELASTIC_RUN_ID": "hosts", "TORCHELASTIC_RESTART_COUNT": place.job, "LOCAL_RANK": "0",
@@ -82,7 +88,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _resolved(host: str) -> str:
-    """Return the host name or address that ssh's configuration gives for ``host``; without an entry, its own name."""
+    """Return the host name or address that ssh's configuration gives for ``host``.
+
+    If ssh gives none, this is ``host`` without the user's name: ``b`` for ``me@b``.
+    """
     done = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, check=False)
     names = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
     return names[0] if names else host.rpartition("@")[2]

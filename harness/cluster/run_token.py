@@ -38,7 +38,10 @@ class Seal:
         self._cipher, self._mac = (hmac.digest(secret, use, "sha256") for use in (b"cipher", b"mac"))
 
     def close(self, key: str, value: Any) -> str:
-        """Return ``value`` sealed for ``key``, as hexadecimal text; :meth:`open` refuses it for any other key."""
+        """Return ``value``, encrypted and authenticated for ``key``, as hexadecimal text.
+
+        :meth:`open` raises an error if it is called with this text and another key.
+        """
         nonce = secrets.token_bytes(_NONCE_BYTES)
         hidden = nonce + self._masked(nonce, json.dumps(value).encode())
         return (hidden + self._tag(key, hidden)).hex()
@@ -66,12 +69,18 @@ class Seal:
 
 
 def of_session(token: str, nonces: list[str]) -> Seal:
-    """Return a session's seal, made from its supervisors' nonces; it cannot open messages of earlier sessions."""
+    """Return the seal of one session, made from the run's token and from the nonces of the session's supervisors.
+
+    It cannot open messages of sessions with other nonces.
+    """
     return Seal(hmac.digest(token.encode(), json.dumps(nonces).encode(), "sha256"))
 
 
 def digest_of(token: str) -> str:
-    """Return a digest, which may be public, by which processes that have a token recognise the token."""
+    """Return a digest of a token.
+
+    Processes compare digests to find out whether they have the same token.  A digest may be public.
+    """
     return hashlib.sha256(f"zeropp token {token}".encode()).hexdigest()
 
 
@@ -81,7 +90,11 @@ def new() -> str:
 
 
 def from_environment() -> str | None:
-    """Return the token in this process's environment, None without one; raises a Refusal if it is too short."""
+    """Return the token in the environment variable ``ZEROPP_TOKEN``; None if the variable is not set.
+
+    Raises:
+        Refusal: If the token is too short.
+    """
     token = os.environ.get(VARIABLE)
     if token is not None and len(token) < _FEWEST:
         raise Refusal(
@@ -92,15 +105,20 @@ def from_environment() -> str | None:
 
 
 def set_in_environment() -> None:
-    """Set a new token for the processes that this one starts, unless the environment has one."""
+    """Set a new token in the environment of this process and of the processes that it starts.
+
+    A token that is already in the environment is kept.
+    """
     os.environ.setdefault(VARIABLE, new())
 
 
 def write(token: str) -> Path:
-    """Write a token for the other processes of this user on this host; returns the file, which must be removed.
+    """Write a token into a file that other processes of the same user on this host can find, and return its path.
+
+    The caller must remove the file.
 
     Raises:
-        Refusal: If the folder of such files belongs to another user, or others may read it.
+        Refusal: If the folder of such files belongs to another user, or if others may read it.
     """
     path = _path(digest_of(token))
     path.unlink(missing_ok=True)
@@ -111,10 +129,10 @@ def write(token: str) -> Path:
 
 
 def find(digest: str, *, node: int) -> str:
-    """Return the token with this digest, from the environment or from the first process's file.
+    """Return the token with this digest, from the environment or from the file that :func:`write` wrote.
 
     Raises:
-        Refusal: If this process, on node ``node``, has no such token.
+        Refusal: If there is no token with this digest.  The message names ``node``, the node of this process.
     """
     token = from_environment()
     if token is None:
@@ -130,7 +148,11 @@ def find(digest: str, *, node: int) -> str:
 
 
 def _path(digest: str) -> Path:
-    """Return the file of the token with this digest, in a folder that only this user can enter."""
+    """Return the path of the file of the token with this digest, in a folder that only this user can enter.
+
+    Raises:
+        Refusal: If the folder belongs to another user, or if others may enter it.
+    """
     folder = Path(tempfile.gettempdir(), f"zeropp-tokens-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

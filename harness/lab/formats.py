@@ -1,12 +1,13 @@
 """``zeropp bench formats``: ranks codecs by their errors on a snapshot of weights and gradients, without training.
 
-Weights and changes of weights are encoded and decoded once.  Gradients pass through a two-hop reduction: each rank's
-gradient is encoded, decoded and summed in fp32 inside its node; the sums are encoded again, decoded, summed over
-nodes, and divided by the number of ranks.  The error is that of the resulting mean against the exact mean.
+Weights and changes of weights are encoded and decoded once.  Gradients pass through a reduction in two hops.  In the
+first hop, each rank's gradient is encoded and decoded, and summed in fp32 over the ranks of the node.  In the second
+hop, these sums are encoded and decoded, summed over the nodes, and divided by the number of ranks.  The error of a
+codec is the difference between this mean and the exact mean.
 
 Files that :mod:`harness.lab.snapshot` has not written may be read too.  Each tensor then counts as the weights of a
-unit, unless its name begins with ``changes/`` or ``gradients/``.  Gradients have a row for each rank, and without
-metadata all ranks count as ranks of one node.
+unit, unless its name begins with ``changes/`` or ``gradients/``.  Gradients have a row for each rank.  If the file has
+no metadata, all ranks count as ranks of one node.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _RESAMPLED: Final = 2000  # bootstrap samples of seeds
 _FEWEST: Final = 5  # least number of codecs with losses for a rank correlation
 Sizes = tuple[int, int]  # nodes, and ranks per node
 Sent = tuple[Tensor, int, float]
-"""The decoded elements, the bytes of one rank's frames, and the seconds that encoding and decoding took."""
+"""(decoded elements, bytes of one rank's frames, seconds that encoding and decoding took)."""
 
 
 class Unit(NamedTuple):
@@ -54,10 +55,11 @@ class Unit(NamedTuple):
 
 
 def units_of(path: Path) -> tuple[list[Unit], Sizes]:
-    """Read a file's units, and the nodes and ranks that its gradients come from.
+    """Return the units of a snapshot, and the number of nodes and of ranks per node that its gradients come from.
 
     Raises:
-        Refusal: if the file cannot be read, or has no tensor of floating-point numbers.
+        Refusal: If the file cannot be read or has no tensor of floating-point numbers, or if ``nodes`` or
+            ``ranks_per_node`` in its metadata is not a whole number above 0.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -86,7 +88,10 @@ def units_of(path: Path) -> tuple[list[Unit], Sizes]:
             for name, default in (("nodes", 1), ("ranks_per_node", ranks))
         )
     except ValueError:
-        raise Refusal(f"{path}: nodes and ranks_per_node in its metadata: expected numbers above 0") from None
+        raise Refusal(
+            f"{path}: nodes or ranks_per_node in the file's metadata is not a whole number above 0; write the file "
+            "again with zeropp snapshot"
+        ) from None
     return units, (nodes, ranks_per_node)
 
 
@@ -97,7 +102,7 @@ def _positive(number: str | int) -> int:
 
 
 def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.DataFrame:
-    """Encode and decode all units with all codecs.
+    """Encode and decode all units with all codecs, and return the errors and seconds.
 
     Args:
         units: The units, of all kinds and steps.
@@ -107,12 +112,13 @@ def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.Dat
     Returns:
         A row for each codec, unit and step, with these columns:
 
-        - ``kind``, ``codec`` and ``unit``;
+        - ``kind`` of the values, ``codec`` as text, and name of the ``unit`` without its step;
         - ``exact``, ``decoded`` and ``error``: the sums of squares of the exact values, of the decoded values, and of
           their differences;
         - ``product``: the sum of the products of exact and decoded values;
-        - ``elements``, and ``bytes`` of one rank's frames;
-        - ``seconds`` that encoding and decoding took.
+        - ``elements``: the number of elements of the unit, without padding;
+        - ``bytes``: bytes of the frames that one rank sends, for gradients in the last hop;
+        - ``seconds``: how long encoding and decoding took, for all ranks and hops together.
     """
     torch.set_num_threads(1)  # ranks have one thread too, and small rows are slower with several
     return pd.DataFrame(
@@ -124,14 +130,14 @@ def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.Dat
 
 
 def rank_codecs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Add up the rows of :func:`measure` over all units of a kind, and sort codecs by error.
+    """Return a row for each kind of values and codec, sorted by kind and then by error, the least error first.
 
-    These columns are added:
+    Each row has the sums of the columns of :func:`measure` over all units and steps, and these columns:
 
     - ``bits``: bits of an element on the wire;
     - ``vnmse``: ``error / exact``;
-    - ``bias``: the projection of decoded values on exact values, minus 1;
-    - ``cosine`` of decoded and exact values;
+    - ``bias``: ``product / exact - 1``, which is 0 for an unbiased codec and negative if decoded values are too small;
+    - ``cosine``: cosine of the angle between decoded and exact values;
     - ``gb_per_second``: GB of fp32 elements that are encoded and decoded in a second.
     """
     sums = rows.groupby(["kind", "codec"], sort=False, as_index=False).sum(numeric_only=True)
@@ -144,9 +150,10 @@ def rank_codecs(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _measure_unit(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[str, Any]:
-    """Return the row of :func:`measure` for one codec and unit; ``number`` gives each unit its own random bits.
+    """Return the row of :func:`measure` for one codec and unit.
 
-    ``sizes`` are the nodes, and the ranks of each, over which a gradient is reduced.
+    ``sizes`` has the number of nodes and of ranks per node over which a gradient is reduced.  ``number`` is a different
+    number for each unit, from which a stochastic codec's random bits are made.
     """
     elements, exact = unit.x.shape[-1], unit.x.double()
     if unit.x.dim() > 1:
@@ -170,13 +177,16 @@ def _measure_unit(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[s
 
 
 def _cut(codec: Codec, values: Tensor, parts: int) -> Tensor:
-    """Cut values (..., P) into parts (..., parts, S), padded with zeros to whole blocks."""
+    """Pad values (..., P) with zeros, and return them as (..., parts, S); S is a multiple of the codec's block."""
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % (common_grain(codec) * parts)))
     return padded.view(*values.shape[:-1], parts, -1)
 
 
 def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
-    """Encode and decode ``x`` (..., parts, S); for stochastic codecs ``number`` and ``hop`` decide the random bits."""
+    """Encode and decode ``x`` (..., parts, S), and return the decoded elements, bytes and seconds.
+
+    A stochastic codec's random bits depend on ``number`` and ``hop``.
+    """
     frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8)
     out, noise = torch.empty_like(x), None
     if codec.stochastic:
@@ -191,10 +201,13 @@ def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
 
 
 def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
-    """Reduce gradients (ranks, P) in two hops; with one node, in one hop.  ``number`` is as in :func:`_send`.
+    """Reduce gradients (ranks, P) in two hops or, with one node, in one hop.
+
+    A stochastic codec's random bits depend on ``number`` and the hop.
 
     Returns:
-        The mean (parts, S), the bytes of one rank's frames in the last hop, and the seconds of all coding.
+        The mean (parts, S), the bytes of one rank's frames in the last hop, and the seconds of encoding and decoding in
+        both hops.
     """
     nodes, ranks = sizes if math.prod(sizes) == len(gradients) else (1, len(gradients))
     rows = _cut(codec, gradients.view(nodes, ranks, -1), nodes * ranks)  # (nodes, ranks, parts, S)
@@ -206,10 +219,10 @@ def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
 
 
 def lossless_bits(units: Sequence[Unit], kind: str) -> float:
-    """Return the bits of a bf16 element whose exponent is compressed without loss by an ideal coder.
+    """Return the mean bits of a bf16 element of one kind of values, if an ideal coder compresses the exponents.
 
-    That is 8 bits for sign and mantissa, plus the entropy of the exponents in ``units`` (the approach of ZipCCL,
-    arXiv 2604.27844).  Zeros are left out, since they may be padding.
+    An element takes 8 bits for sign and mantissa, plus the entropy of the exponents of these values (the approach of
+    ZipCCL, arXiv 2604.27844).  Zeros are left out, since they may be padding.
     """
     values = torch.cat([unit.x[unit.x != 0] for unit in units if unit.kind == kind]).to(torch.bfloat16)
     exponents = (values.view(torch.int16).to(torch.int32) >> 7) & 0xFF
@@ -219,10 +232,10 @@ def lossless_bits(units: Sequence[Unit], kind: str) -> float:
 
 
 def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
-    """Yield lines for each kind of values, on codecs that take at most ``bits`` an element.
+    """Yield lines of text on the best codecs that take at most ``bits`` an element on average.
 
-    The first line compares the choice of :func:`choose_codecs` with the best single codec; a line for each unit
-    follows.
+    For each kind of values, the first line compares the error of the choice of :func:`choose_codecs` with the error of
+    the best single codec.  The next lines name the codec that was chosen for each unit.
     """
     for kind, group in rows.groupby("kind"):
         (chosen, cost), codecs = choose_codecs(group, bits), rank_codecs(group)
@@ -235,17 +248,19 @@ def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
 
 
 def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost]:
-    """Choose the codec of each unit such that the total error is least and elements take at most ``bits`` on average.
+    """Choose a codec for each unit, such that all units together have a small error and stay within a budget of bytes.
+
+    The choice is that of :func:`impl.plan.bit_budget.choose`.
 
     Args:
         rows: Rows of :func:`measure` for one kind of values.
-        bits: The budget, in bits of an element.
+        bits: The budget: bits that an element may take on average over all units.
 
     Returns:
-        The chosen codec by unit, and their total cost.
+        The chosen codec by unit, and the bytes and squared errors of all units together.
 
     Raises:
-        Refusal: if even the smallest codecs take more.
+        Refusal: If even the codecs with the fewest bytes take more than the budget.
     """
     costs: dict[str, dict[str, Cost]] = {}
     sums = rows.groupby(["unit", "codec"], sort=False)[["bytes", "error"]].sum()
@@ -262,22 +277,27 @@ def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost
 class Agreement(NamedTuple):
     """The rank correlation between the errors of codecs and the losses of trials with these codecs."""
 
-    correlation: float  # Spearman's
-    low: float  # lower end of the 95 % confidence interval, from resampled seeds
-    high: float  # upper end
-    codecs: int
-    seeds: int
+    correlation: float  # Spearman's rank correlation
+    low: float  # lower end of the 95 % confidence interval of the correlation, from resampled seeds
+    high: float  # upper end of this interval
+    codecs: int  # number of codecs that were compared
+    seeds: int  # number of seeds that all of these codecs have
 
 
 def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
-    """Compare the errors of gradients with the losses of a suite's records, which are in a folder or an archive.
+    """Return the rank correlation, over codecs, between the errors of gradients and the validation losses of a suite.
 
-    Only records whose gradients have one codec for both hops are used.  Records with the same strategy, link rate and
-    other policy changes form a set, and the set with the most codecs is compared.  The interval comes from 2000
-    bootstrap samples of the seeds.
+    Only records whose gradients have the same codec in both hops are used.  Records form a set if they have the same
+    strategy, the same link rate and the same changes of the policy, except for this codec.  Only the set with the most
+    codecs is used.  The interval comes from 2000 bootstrap samples of the seeds.
+
+    Args:
+        codecs: Rows of :func:`rank_codecs`.
+        results: The folder or archive of the suite's records.
 
     Raises:
-        Refusal: if every set has fewer than five of the measured codecs.
+        Refusal: If every set has fewer than five of the measured codecs, or if no seed has losses for all codecs of the
+            set.
     """
     from scipy import stats
 
@@ -306,10 +326,11 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
 
 
 def _losses(records: Sequence[Record]) -> Iterator[tuple[str, str, int, float]]:
-    """Yield the set, the gradients' codec, the seed and the last validation loss of each record that has one.
+    """Yield (set, codec of the gradients, seed, last validation loss) for each record with a validation loss.
 
-    The set is a text that is equal for records with the same strategy, link rate and other policy changes.  Records
-    of controls, and records with different codecs for the two hops of gradients, are left out.
+    The set is a text that is equal for records with the same strategy, the same link rate and the same changes of the
+    policy, except for the gradients' codec.  Records of failed trials, records of controls, and records whose gradients
+    have different codecs in the two hops are left out.
     """
     for record in records:
         if record.failure is not None or not record.validations:

@@ -1,8 +1,8 @@
 """``zeropp snapshot``: saves the weights, their changes and each rank's gradients at chosen steps of a trial.
 
 One process trains the trial's model on the batches of all ranks, in fp32, as strategy ``single`` does, and sends
-nothing.  The snapshot thus holds exactly what a policy of the trial would have to send.  It is one safetensors file
-with tensors named ``KIND/UNIT@STEP``, where KIND is one of
+nothing.  The snapshot therefore has the exact values that the ranks would have to send under any policy.  It is one
+safetensors file with tensors named ``KIND/UNIT@STEP``, where KIND is one of
 
 - ``weights``: (P,) fp32 before the step, laid out as the engine lays out the unit;
 - ``changes``: (P,) fp32, the weights after the step minus the weights before;
@@ -31,17 +31,17 @@ from impl.zero import plan_units
 
 
 def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str], None]) -> None:
-    """Train until the last chosen step, and write a snapshot.
+    """Train a trial's model until the last of the chosen steps, and write a snapshot of these steps.
 
     Args:
-        trial: The trial; its policy is ignored.
+        trial: The trial.  Its policy is ignored.
         steps: The steps to save, counted from 0 at the first warm-up step.
         path: The file to write.
-        report: Called with a line for each saved step.
+        report: Called with a line of text after each saved step.
 
     Raises:
-        Refusal: if a step is beyond the trial's last, or the trial does not train or trains with DeepSpeed; and if the
-            file cannot be written.
+        Refusal: If the trial has fewer steps, does not train, or trains with DeepSpeed, or if the file cannot be
+            written.
     """
     count = trial.warmup + trial.steps
     if max(steps) >= count:
@@ -50,7 +50,7 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
         )
     if trial.workload != "train":
         raise Refusal(
-            f"workload = {trial.workload!r}: zeropp snapshot needs a trial of workload 'train'; name one"
+            f"workload = {trial.workload!r}: zeropp snapshot needs workload = 'train'; name a trial with this workload"
         )
     if family_of(trial.strategy) == DEEPSPEED:
         raise Refusal(
@@ -100,14 +100,21 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
 
 
 def _flatten(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return one padded (P,) fp32 tensor for each unit, from values by parameter name; None becomes zeros."""
+    """Return a padded (P,) fp32 tensor for each unit, by the unit's name.
+
+    ``values`` has a tensor for each parameter by the parameter's name.  If it is None, the parameter's elements become
+    zeros.
+    """
     return {unit.name: packed(unit, values).flatten() for unit in units}
 
 
 def _gradients(
     model: nn.Module, units: Sequence[UnitGeometry], data: RankBatches, step: int, world: int
 ) -> dict[str, Tensor]:
-    """Return the gradients of one step, (ranks, P) for each unit, summed over each rank's micro-batches."""
+    """Return, by unit, the gradients (ranks, P) of one step.
+
+    The row of a rank is the sum of the gradients of this rank's micro-batches.
+    """
     sums = {unit.name: torch.zeros(world, unit.padded) for unit in units}
     for micro in data.step(step):
         for rank, batch in enumerate(micro):

@@ -1,4 +1,4 @@
-"""``zeropp check``: tests the laws that codecs declare, on rows that are likely to break them."""
+"""``zeropp check``: tests the laws that codecs and users' methods declare, on inputs that are likely to break them."""
 
 from typing import Final
 

@@ -67,9 +67,9 @@ _largest_and_ties = st.sampled_from(_TIES).flatmap(
 def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
     """Draw a row (S,) fp32 of at most ``most`` elements.
 
-    A few numbers (ties, equal and alternating numbers, denormals, zeros, extremes) are repeated until the row is, in
-    most cases, about as long as one block or two.  Some rows get a different scale in each block.  In some rows one
-    element is replaced with another number, NaN or infinity.
+    A few numbers (ties, equal and alternating numbers, denormals, zeros, extremes) are drawn, and repeated until the
+    row is long enough.  Most rows are about as long as one block or two blocks.  In some rows, each block gets a
+    different scale.  In some rows, one element is replaced with another number, NaN or infinity.
     """
     few = draw(st.one_of(st.lists(_numbers, min_size=1, max_size=24), _largest_and_ties))
     size = 16 if block == "shard" else block
@@ -93,12 +93,12 @@ def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
 def cases(
     block: Block, kinds: tuple[Dtype, ...] = get_args(Dtype), most: int = LONGEST
 ) -> st.SearchStrategy[Case]:
-    """Return a Hypothesis strategy that draws cases, with rows of at most ``most`` elements.
+    """Return a Hypothesis strategy that draws cases.
 
     Args:
         block: The codec's block.
-        kinds: Element types that the codec supports.
-        most: The most elements of a row.
+        kinds: Element types that the codec supports, from which the types of rows and of decoded elements are drawn.
+        most: Number of elements of the longest row.
     """
     types = st.sampled_from(kinds)
     x = st.builds(lambda row, kind: row.to(DTYPES[kind]), rows(block, most), types)
@@ -106,25 +106,28 @@ def cases(
 
 
 class Outcome(NamedTuple):
-    """The result of trying a claim: the number of rows, and how the smallest row that breaks the claim does so."""
+    """The result of trying a claim on rows."""
 
     cases: int  # number of rows that the claim was tried on
-    violation: Violation | None  # on the smallest row found that breaks the claim; None if it holds
+    violation: Violation | None  # on the smallest row found that breaks the claim; None if the claim holds
 
 
 def long_row(block: Block, numel: int) -> Tensor:
-    """Return a row (S,) fp32 of normally distributed numbers, whose blocks have seven different scales."""
+    """Return a row (S,) fp32 of ``numel`` normally distributed numbers, whose blocks have seven scales in turn.
+
+    The scales are the powers of two from 1/8 to 8.
+    """
     size = 64 if block == "shard" else min(block, numel)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     return x * (torch.arange(numel) // size % 7 - 3.0).exp2()
 
 
 def fixed_cases(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[Case]:
-    """Return the cases that are always tried, before drawn ones.
+    """Return the cases on which a claim is always tried, before cases are drawn.
 
-    These are simple rows, all ties of each format, and blocks on three scales.  For our own codecs the rounding edges
-    between levels are added if the claim is ``BITS`` or the subject is the reference.  If ``elements`` is above
-    :data:`LONGEST`, the last cases are rows of that length.
+    These are simple rows, all ties of several number formats, and a row whose blocks have three scales.  For our own
+    codecs, rows at the rounding edges between levels are added if the claim is ``BITS`` or the subject is the
+    reference.  If ``elements`` is above :data:`LONGEST`, rows of ``elements`` elements are added at the end.
     """
     ties = [torch.stack([torch.full_like(tie, top), tie], dim=1).flatten() for top, tie in _TIES]
     size = 16 if subject.promises.block == "shard" else min(subject.promises.block, LONGEST // 3)
@@ -145,15 +148,15 @@ def fixed_cases(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> lis
 
 
 def falsify(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
-    """Try a claim on :func:`fixed_cases`, then on drawn rows.
+    """Try a claim on :func:`fixed_cases` and then on drawn rows, until a row breaks the claim.
 
     Args:
         subject: The implementation to check.
         claim: The property to check.
-        examples: Number of drawn rows.  ``UNBIASED``, which encodes thousands of rows for each, gets no fixed cases
-            and a tenth as many drawn ones.
+        examples: Number of drawn rows.  ``UNBIASED`` encodes each row thousands of times.  It is therefore tried on a
+            tenth as many drawn rows, and on no fixed cases.
         seed: Decides which rows are drawn.
-        elements: Elements of a row, at most.
+        elements: Number of elements of the longest row.
     """
     costly, tried, broken = claim is Law.UNBIASED, 0, list[Case]()
 
@@ -191,10 +194,13 @@ def violation_of(subject: Subject, claim: Claim, case: Case) -> Violation | None
 
 
 def smallest(subject: Subject, claim: Claim, case: Case) -> Violation:
-    """Return a violation on a row as small as possible, found by delta debugging (Zeller and Hildebrandt 2002).
+    """Make the row of ``case`` as small as possible, and return the violation on the smallest row found.
 
-    Ever smaller ranges of elements are left out as long as the rest still breaks the claim, in at most about
-    :data:`MOST_TRIED` attempts.  If the beginning of a row is left out, the rest keeps its random bits.
+    ``case`` breaks the claim.  As in delta debugging (Zeller and Hildebrandt 2002), ever smaller ranges of elements are
+    removed as long as the remaining row still breaks the claim, in at most about :data:`MOST_TRIED` attempts.  If the
+    beginning of a row is removed, the remaining elements keep their random bits.
+
+    If ``case`` no longer breaks the claim, the returned violation says that the codec is not deterministic.
     """
     last, tried = violation_of(subject, claim, case), 0
     grain = OCTET if subject.promises.stochastic else 1

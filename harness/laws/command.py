@@ -1,8 +1,8 @@
 """``zeropp check``: tests the laws that codecs (``codecs``) and a user's own methods (``method``) declare.
 
-The exit status is 0 if all laws hold, 1 if one does not, and 2 if something cannot be tried.  ``zeropp run`` calls
-:func:`check_laws` for the user codecs and methods of a suite.  torch and Hypothesis are imported only when a check
-runs.
+The exit status is 0 if all laws hold, 1 if a law is broken, and 2 if a codec, method or backend cannot be tried.
+``zeropp run`` calls :func:`check_laws` for the user codecs and methods of a suite.  torch and Hypothesis are imported
+only when a check runs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def codecs(
         int, typer.Option(min=1, max=2**31 - 1, help="Elements of the longest row that each law is tried on.")
     ] = ELEMENTS,
 ) -> None:
-    """Try every law that a codec declares on adversarial rows, and print the smallest row that breaks one."""
+    """Try every law that a codec declares on adversarial rows, and print the smallest row that breaks a law."""
     from harness.laws.adversarial_rows import falsify
 
     subjects, left_out = _subjects(codec or [], backend or [])
@@ -119,7 +119,7 @@ def method(
     ] = 0,
 ) -> None:
     """Try every law that a reduction or gather of your own declares, on ranks that are threads, and print the smallest
-    case that breaks one.
+    case that breaks a law.
     """
     from harness.laws.method_laws import claims_of, falsify
 
@@ -151,7 +151,13 @@ def method(
 
 
 def _method(name: str, arguments: Sequence[str]) -> OwnMethod:
-    """Return the method that the command line names; raises a Refusal if it cannot be imported."""
+    """Return the method that the command line names, with its arguments.
+
+    Each argument is a text ``NAME=VALUE``.  The value is read as JSON or, if it is no JSON, as a text.
+
+    Raises:
+        Refusal: If the method cannot be imported, or an argument has another form.
+    """
     values: dict[str, Any] = {}
     for text in arguments:
         key, equals, value = text.partition("=")
@@ -170,10 +176,13 @@ def _method(name: str, arguments: Sequence[str]) -> OwnMethod:
 
 
 def check_laws(trials: Sequence[Trial]) -> list[str]:
-    """Check the laws of a suite's user codecs and methods before its first trial, and return their names.
+    """Check the laws of the user codecs and methods that a suite's trials use, before the first trial runs.
+
+    Returns:
+        The names of the checked codecs and methods; an empty list if the trials use none.
 
     Raises:
-        Refusal: if a law is broken, or a codec or method cannot be tried.
+        Refusal: If a law is broken, or if a codec or method cannot be tried.
     """
     return [*_check_codecs(trials), *_check_methods(trials)]
 
@@ -239,7 +248,10 @@ def _table(outcomes: Mapping[Subject, Mapping[Claim, Outcome]]) -> Table:
 
 
 def violation_lines(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
-    """Describe a violation in lines: the broken claim, by how much it is broken, the row, and its frame."""
+    """Return lines of text that describe a violation.
+
+    The lines have the broken claim, the element or byte that breaks it, the row and, if one was written, the frame.
+    """
     from harness.laws.laws import title
 
     x = violation.x
@@ -261,7 +273,16 @@ def _more(count: int) -> str:
 
 
 def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subject], list[str]]:
-    """Return the subjects to check, and a line for each backend that this machine lacks."""
+    """Return the subjects to check, and a line of text for each backend that this machine lacks.
+
+    Args:
+        texts: Codecs that the user named; if empty, :data:`harness.laws.subject.REPRESENTATIVE`.
+        backends: Backends that the user named; if empty, all backends.
+
+    Raises:
+        Refusal: If this machine lacks a backend that the user named, or if a backend is named but all codecs are user
+            codecs, which have no backends.
+    """
     from harness.laws import subject
     from harness.laws.laws import Subject
 

@@ -1,7 +1,7 @@
 """The laws of a user's own gather of weights, tried on ranks that are threads.
 
-Every class has the duties of :class:`GatherDuty`, and may promise laws of :class:`GatherLaw` as well.  Each duty and
-law is tried by real gathers: forward and backward, of weights that change from step to step.
+Every class that gathers has the duties of :class:`GatherDuty`, and may promise laws of :class:`GatherLaw` as well.
+Each duty and law is tried by real gathers, for forward and for backward, of weights that change from step to step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class GatherDuty(enum.Enum):
 
 
 class GatherLaw(enum.Enum):
-    """What a law of :class:`~impl.policy.own_method.MethodLaw` means for a gather; names are the same."""
+    """The laws that a gather may promise, with the names of :class:`~impl.policy.own_method.MethodLaw`.
+
+    The values say what each law means for a gather.
+    """
 
     SAME_ON_ALL_RANKS = "every rank finds the same weights, bit by bit"
     ZERO = "a new object gathers weights of zeros as zeros"
@@ -59,7 +62,10 @@ Calls = Sequence[tuple[int, GatherInfo]]  # the step whose weights are gathered,
 
 
 def training(steps: int) -> Calls:
-    """Return the gathers of ``steps`` training steps: in each step one for forward and one for backward."""
+    """Return (step, :class:`GatherInfo`) for each gather of ``steps`` training steps.
+
+    Each step has one gather for forward and one gather for backward.
+    """
     calls = list[tuple[int, GatherInfo]]()
     for step in range(steps):
         calls.append((step, GatherInfo("forward", "stepped" if step else "loaded", step)))
@@ -68,7 +74,10 @@ def training(steps: int) -> Calls:
 
 
 def _repeated(times: int) -> Calls:
-    """Return gathers of the same weights; before each gather the method is told that the weights have changed."""
+    """Return (0, :class:`GatherInfo`) for each of ``times`` gathers, all for forward and of the weights of step 0.
+
+    Each GatherInfo says that the weights have changed: ``loaded`` for the first gather, ``stepped`` for all others.
+    """
     return [(0, GatherInfo("forward", "stepped" if number else "loaded", number)) for number in range(times)]
 
 
@@ -81,9 +90,10 @@ def _gather(gather: OwnGather, case: Case, geometry: UnitGeometry, call: tuple[i
 
 
 def _wholes(own: OwnMethod, case: Case, calls: Calls, *, resumed: int | None = None) -> list[list[Tensor]]:
-    """Return by rank the weights (P,) of all calls.
+    """Make the gathers ``calls`` on all ranks, and return for each rank the gathered weights (P,) of each call.
 
-    Before call number ``resumed`` a new object takes the place of the old one, and loads its state.
+    With ``resumed``, a new object of the method takes the old object's place before call number ``resumed``, counted
+    from 0, and loads the old object's state.
     """
     geometry, dtype = case.geometry(), DTYPES[case.compute]
 
@@ -135,7 +145,10 @@ def _repeat(own: OwnMethod, case: Case) -> None:
 
 
 def _apart(own: OwnMethod, case: Case) -> None:
-    """Check that gathering two units at once, in the engine's order of calls, gives the weights of gathering one."""
+    """Check that a unit's gathered weights stay the same if a second unit is gathered at the same time.
+
+    The calls of both units alternate, as in the engine.
+    """
     geometry, other, dtype = case.geometry(), case.geometry("another"), DTYPES[case.compute]
 
     def body(_: Mesh, wire: Wire) -> list[Tensor]:
@@ -233,10 +246,11 @@ def _settles(own: OwnMethod, case: Case) -> None:
 
 
 def _near(own: OwnMethod, case: Case, calls: Calls, bounds: Sequence[float]) -> None:
-    """Check that gathered weights are near the exact weights; ``bounds`` has the allowed error of each of ``calls``.
+    """Check that the weights that each of ``calls`` gathers are near the exact weights.
 
-    The allowed error is relative to the largest magnitude in the shard, with what the cast to the compute type adds;
-    with a bound of 0 the weights must be equal, after this cast.
+    ``bounds`` has a number for each call.  If it is 0, the gathered weights must equal the exact weights after these
+    are cast to the compute type.  Otherwise, each element's error may be at most this number plus the relative
+    precision of the compute type, times the largest magnitude in the element's shard.
     """
     geometry, dtype = case.geometry(), DTYPES[case.compute]
     for rank, wholes in enumerate(_wholes(own, case, calls)):
@@ -296,7 +310,10 @@ TRIALS: Final[dict[GatherDuty | GatherLaw, Callable[[OwnMethod, Case], None]]] =
 
 
 def claims_of(own: OwnMethod) -> list[GatherDuty | GatherLaw]:
-    """Return the duties and promised laws of a method that gathers."""
+    """Return the duties of a gather, and the laws that this method promises.
+
+    The duty ``BYTES`` is left out if the method has no ``bytes()``.
+    """
     counts, promised = callable(getattr(own.definition, "bytes", None)), {law.name for law in own.laws}
     duties = [duty for duty in GatherDuty if duty is not GatherDuty.BYTES or counts]
     return [*duties, *(law for law in GatherLaw if law.name in promised)]

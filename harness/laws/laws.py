@@ -1,7 +1,8 @@
 """The laws of codecs as functions: each checks one property of one implementation on one row.
 
 A function raises a :class:`Violation` if the property does not hold.  The tests and ``zeropp check codecs`` run the
-same functions.  Laws (:class:`impl.codecs.codec.Law`) are declared by a codec; duties (:class:`Duty`) bind every codec.
+same functions.  A codec must keep the laws (:class:`impl.codecs.codec.Law`) that it declares.  Every codec must keep
+the duties (:class:`Duty`).  A *claim* is a law or a duty.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """The row on which one claim is checked, and what else the check needs."""
+    """The row on which a claim is checked, and the other inputs of the check."""
 
     x: Tensor  # (S,) fp32, bf16 or fp16, on the CPU: the row
     out: Dtype = "fp32"  # type to decode to
@@ -95,7 +96,10 @@ class Case:
 
 
 class Violation(AssertionError):  # noqa: N818  # it is a finding, not an error of this program
-    """Raised when a claim does not hold on row ``x``; ``frame`` (F,) uint8 is its frame, if one was written."""
+    """Raised when a claim does not hold on row ``x``.
+
+    ``frame`` (F,) uint8 is the encoded row; None if the row was not encoded.
+    """
 
     def __init__(self, message: str, x: Tensor, frame: Tensor | None = None) -> None:
         super().__init__(message)
@@ -103,7 +107,7 @@ class Violation(AssertionError):  # noqa: N818  # it is a finding, not an error 
 
 
 def attempt(subject: Subject, claim: Claim, case: Case) -> None:
-    """Check one claim on one row; raise a Violation if it does not hold."""
+    """Check one claim on one row; raise a :class:`Violation` if the claim does not hold."""
     _TRIALS[claim](subject, case)
 
 
@@ -132,7 +136,7 @@ def blocks_of(x: Tensor, block: Block) -> Tensor:
 
 
 def _by_element(by_block: Tensor, block: Block, numel: int) -> Tensor:
-    """Repeat each block's value, (blocks,), for all elements of this block; returns (S,)."""
+    """Return (S,) elements, each with the value of its block in ``by_block`` (blocks,); S is ``numel``."""
     return by_block.repeat_interleave(numel if block == "shard" else min(block, numel))[:numel]
 
 
@@ -145,7 +149,10 @@ class _Trip:
     decoded: Tensor
 
     def refuse(self, broken: Tensor, message: Callable[[int], str]) -> None:
-        """Raise a Violation with ``message`` for the first element, if any, for which ``broken`` (S,) is true."""
+        """Raise a Violation with the text ``message(i)`` for the first element i for which ``broken`` (S,) is true.
+
+        Do nothing if there is no such element.
+        """
         if bool(broken.any()):
             raise Violation(message(int(broken.int().argmax())), self.x, self.frame)
 
@@ -163,7 +170,7 @@ class _Trip:
 
 
 def _round_trip(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") -> _Trip:
-    """Encode ``x`` (..., S) and decode it as ``out``, in buffers that hold garbage before."""
+    """Encode ``x`` (..., S) and decode it to type ``out``, in buffers that are filled with garbage beforehand."""
     size = subject.frame_bytes(x.shape[-1])
     frames = torch.full((*x.shape[:-1], size), 0xA5, dtype=torch.uint8, device=subject.device)
     decoded = torch.full(x.shape, math.nan, dtype=DTYPES[out], device=subject.device)
@@ -173,7 +180,11 @@ def _round_trip(subject: Subject, x: Tensor, noise: Noise, out: Dtype = "fp32") 
 
 
 def _bound(subject: Subject, case: Case) -> None:
-    """Check the error bound on finite blocks, with values that the types can represent."""
+    """Check that each decoded element differs from the row's element by at most the declared error bound.
+
+    Elements whose bound is infinite are not checked, such as all elements of a block with a NaN.  Elements that are too
+    large for one of the types are clamped first.
+    """
     x = _representable(subject, case)
     trip, allowed = _round_trip(subject, x, case.noise, case.out), _bounds(subject, x, case.out)
     error = (trip.decoded.double() - x.double()).abs()
@@ -184,12 +195,12 @@ def _bound(subject: Subject, case: Case) -> None:
 
 
 def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
-    """Return the error bound that a codec declares for each element of ``x`` when it decodes ``x`` as ``out``.
+    """Return the error bounds (S,) fp64 that a codec declares for the elements of ``x``, decoded to type ``out``.
 
-    The bounds are (S,) fp64, equal in a block, and infinite where a block is not finite.
+    All elements of a block have the same bound.  It is infinite if the block has an element that is not finite.
 
     Raises:
-        Violation: if a bound is NaN, or is infinite although no magnitude in the block exceeds ``_MODERATE``.
+        Violation: If a bound is NaN, or is infinite although no magnitude in the block exceeds ``_MODERATE``.
     """
     rotated = (x if subject.codec is None else reference.rotated(subject.codec, x)).double()
     lows, highs = blocks_of(rotated, subject.promises.block).aminmax(dim=1)
@@ -207,7 +218,7 @@ def _bounds(subject: Subject, x: Tensor, out: Dtype) -> Tensor:
 
 
 def _zero(subject: Subject, case: Case) -> None:
-    """Check that blocks of zeros, of either sign, decode to zeros, whatever the neighbouring blocks hold."""
+    """Check that blocks of zeros of either sign decode to zeros, next to blocks with other elements."""
     x = case.x.clone()
     blocks = len(blocks_of(x, subject.promises.block))
     zeros = _by_element(torch.arange(blocks) % 2 == 0, subject.promises.block, x.numel())
@@ -217,7 +228,10 @@ def _zero(subject: Subject, case: Case) -> None:
 
 
 def _idempotent(subject: Subject, case: Case) -> None:
-    """Check that decoded elements do not change in a second round trip, up to the last bit of scales."""
+    """Check that decoded elements change by at most 2^-22 of their magnitude if they are encoded and decoded again.
+
+    So much may come from the last bit of a scale.
+    """
     trip = _round_trip(subject, case.x, case.noise)
     once, twice = trip.decoded, _round_trip(subject, trip.decoded, case.noise).decoded
     close = _same(once, twice) | ((once - twice).abs() <= once.abs() * 2.0**-22)
@@ -236,9 +250,10 @@ def _sign(subject: Subject, case: Case) -> None:
 
 
 def _power_of_two(subject: Subject, case: Case) -> None:
-    """Check that a row scaled by a power of two decodes to the scaled elements.
+    """Check that 2^k times a row decodes to 2^k times the elements that the row decodes to; k is the case's ``power``.
 
-    Magnitudes are from 2^-30 to 1, so that all numbers stay normal in fp32; for a cast to fp16, from 2^-6 to 1.
+    The row's magnitudes are first brought to 2^-30 to 1, so that all numbers stay normal in fp32.  For a cast to fp16,
+    they are brought to 2^-6 to 1.
     """
     exponents = _FP16_EXPONENTS if subject.codec == Raw("fp16") else _EXPONENTS
     power = max(-exponents, min(exponents, case.power))
@@ -255,7 +270,10 @@ def _power_of_two(subject: Subject, case: Case) -> None:
 
 
 def _nonfinite(subject: Subject, case: Case) -> None:
-    """Check that a NaN or an infinity is kept or turns its whole block into NaN, and that finite blocks get no NaN."""
+    """Check that a NaN or an infinity decodes to itself, or that its whole block decodes to NaN.
+
+    Also check that no finite element decodes to NaN, except in a block that decodes to NaN as a whole for this reason.
+    """
     trip = _round_trip(subject, case.x, case.noise, case.out)
     x, decoded = case.x.float(), trip.decoded.float()
     finite, lost = (
@@ -268,13 +286,17 @@ def _nonfinite(subject: Subject, case: Case) -> None:
 
 
 def _unbiased(subject: Subject, case: Case) -> None:
-    """Check that the mean of ``DRAWS`` encodings with independent random bits is the element itself.
+    """Check that the mean of N = ``DRAWS`` decoded elements, each with its own random bits, is the row's element.
 
-    The first ``DRAWN`` elements of the row are checked.  The allowed difference follows from the empirical Bernstein
-    bound (Maurer and Pontil 2009, theorem 4, two-sided): the mean of N values within ``b`` of the element, with
-    sample variance V, is within ``sqrt(2 V L / N) + 14 b L / (3 (N - 1))`` of its expectation, where
-    ``L = ln(4 S / FALSE_ALARM)``.  To this are added ``2^-12 b``, since an element gets only 16 random bits and a
-    rotation rounds, and ``2^-22`` of the block's largest magnitude.  A bias of 0.1 steps is found.
+    The first S elements of the row are checked, at most ``DRAWN``.  With b the declared error bound and V the sample
+    variance of the decoded elements, the mean may differ by the sum of three terms:
+
+    - ``sqrt(2 V L / N) + 14 b L / (3 (N - 1))`` with ``L = ln(4 S / FALSE_ALARM)``, the empirical Bernstein bound
+      (Maurer and Pontil 2009, theorem 4, two-sided);
+    - ``2^-12 b``, since an element gets only 16 random bits, and a rotation rounds;
+    - ``2^-22`` of the block's largest magnitude.
+
+    This check is fine enough to find a bias of 0.1 quantisation steps.
     """
     x = _representable(subject, case)[:DRAWN]
     numel = x.numel()
@@ -299,9 +321,11 @@ def _unbiased(subject: Subject, case: Case) -> None:
 
 
 def _frame(subject: Subject, case: Case) -> None:
-    """Check that nothing but the frame and the elements is written, and that decoding depends on the frame alone.
+    """Check that a codec writes all of its output and nothing else, and that decoding depends on the frame alone.
 
-    Two round trips run in buffers with different garbage in them and guards around them.
+    Two round trips run in buffers that are filled with different garbage, and that have guards at both ends.  The
+    output must not depend on the garbage, and the guards and the input must not change.  Finally the first frame is
+    decoded once more, after another row was encoded, and must give the same elements.
     """
     x, numel = case.x, case.x.numel()
     size, trips = subject.frame_bytes(numel), []
@@ -341,7 +365,7 @@ def _refuse_beyond(buffer: Tensor, held: float, name: str, trip: _Trip) -> None:
 
 
 def _bits(subject: Subject, case: Case) -> None:
-    """Check that frames and decoded elements equal the reference's bit by bit; any two NaN count as equal."""
+    """Check that frames and decoded elements equal the reference's bit by bit; two decoded NaN count as equal."""
     codec = subject.codec
     assert codec is not None  # noqa: S101  # only subjects with a codec have this claim
     numel = case.x.numel()
@@ -361,7 +385,7 @@ def _bits(subject: Subject, case: Case) -> None:
 
 
 def _local(subject: Subject, case: Case) -> None:
-    """Check that changing the first, a middle or the last block changes no decoded element of other blocks.
+    """Check that a change of the first, a middle or the last block changes no decoded element of other blocks.
 
     If the codec declares ``NONFINITE``, a block is also changed to NaN.
     """
@@ -384,7 +408,11 @@ def _local(subject: Subject, case: Case) -> None:
 
 
 def _sources(subject: Subject, case: Case) -> Tensor:
-    """Return the frames (sources, F) of variants of the row: itself, reversed, negative, shifted, and smaller."""
+    """Return the frames (5, F) of five variants of the row.
+
+    These are the row itself, the reversed row, -0.5 times the row, the row shifted by one element, and 0.125 times the
+    row.
+    """
     x = case.x
     rows = [x, x.flip(0), (x.float() * -0.5).to(x.dtype), x.roll(1), (x.float() * 0.125).to(x.dtype)]
     return torch.stack([_round_trip(subject, row, case.noise).frame for row in rows]).to(subject.device)
@@ -400,7 +428,10 @@ def _summed(subject: Subject, frames: Tensor, numel: int) -> Tensor:
 
 
 def _sum(subject: Subject, case: Case) -> None:
-    """Check that decode_sum equals adding decoded frames one by one, for several numbers of frames."""
+    """Check that decode_sum gives the sum of the decoded frames, added one by one, bit for bit.
+
+    This is checked for 1, 2 and 5 frames (:data:`SOURCES`).
+    """
     assert subject.decode_sum is not None  # noqa: S101  # only subjects with this function have the claim
     numel = case.x.numel()
     frames = _sources(subject, case)
@@ -419,7 +450,10 @@ def _sum(subject: Subject, case: Case) -> None:
 
 
 def _fused(subject: Subject, case: Case) -> None:
-    """Check that decode_sum_encode equals adding and then encoding, for several numbers of frames."""
+    """Check that decode_sum_encode writes the same bytes as decoding, adding and encoding in separate calls.
+
+    This is checked for 1, 2 and 5 frames (:data:`SOURCES`).
+    """
     assert subject.decode_sum_encode is not None  # noqa: S101  # only subjects with this function have the claim
     numel, frames = case.x.numel(), _sources(subject, case)
     for sources in SOURCES:
@@ -453,7 +487,10 @@ _TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {
 
 
 def _representable(subject: Subject, case: Case) -> Tensor:
-    """Return the row, clamped to values that its own type, the codec's and the output's can all represent."""
+    """Return the case's row, clamped to magnitudes that all types in a round trip can represent.
+
+    These types are the row's type, the type to decode to and, for a cast, the type of the frame.
+    """
     types = {case.out, NAMES[case.x.dtype]}
     types |= {subject.codec.dtype} if isinstance(subject.codec, Raw) else set()
     limit = min(LARGEST[kind] for kind in types)
@@ -463,7 +500,7 @@ def _representable(subject: Subject, case: Case) -> Tensor:
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:
-    """Return where two tensors are equal or both NaN; zeros of either sign are equal."""
+    """Return, for each element, whether two tensors are equal or both NaN.  Zeros of either sign are equal."""
     return (a == b) | (a.isnan() & b.isnan())
 
 

@@ -27,14 +27,15 @@ Shared = Literal["all", "node", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Ranks, a unit and gradients, or weights, on which a claim is tried."""
+    """The ranks, the unit and the unit's gradients or weights on which a claim is tried."""
 
     topology: Topology
-    shapes: tuple[tuple[int, ...], ...]  # of the unit's parameters
-    shared: Shared  # the ranks that share one copy: all, those of a node, or none, so that every rank has the whole
+    shapes: tuple[tuple[int, ...], ...]  # shape of each of the unit's parameters
+    # The ranks that share one copy of the unit: all ranks, or the ranks of a node.  With "none", each rank has a copy.
+    shared: Shared
     grain: int  # parameters and shards start on multiples of so many elements
-    gradients: Gradients
-    seed: int
+    gradients: Gradients  # kind of numbers that gradients or weights are made of
+    seed: int  # decides the numbers
     advances: int  # calls of advance() in a reduction or gather
     compute: Dtype = "fp32"  # type of gathered weights
 
@@ -50,14 +51,14 @@ class Case:
         )
 
     def geometry(self, name: str = "unit") -> UnitGeometry:
-        """Return the layout of the unit."""
+        """Return the layout of the unit, which gets the name ``name``."""
         specs = [ParameterSpec(f"{name}.{i}", shape) for i, shape in enumerate(self.shapes)]
         group = {"all": 0, "node": self.topology.ranks_per_node, "none": 1}[self.shared]
         world = self.topology.world
         return lay_out(name, specs, grain=self.grain, world=world, max_padding=math.inf, group=group)
 
     def gradient(self, geometry: UnitGeometry, step: int, rank: int) -> Tensor:
-        """Return the gradient (P,) of one rank in one step, with zeros in padding."""
+        """Return the gradient (P,) fp32 of one rank in one step; elements that are padding are 0."""
         whole = torch.zeros(geometry.padded)
         source = 0 if self.gradients == "equal" else rank
         draw = torch.Generator().manual_seed(hash((self.seed, step, source, len(geometry.name))) % 2**31)
@@ -75,7 +76,7 @@ class Case:
         return torch.stack([self.gradient(geometry, step, rank) for rank in world]).double().mean(0)
 
     def weights(self, geometry: UnitGeometry, step: int) -> Tensor:
-        """Return the weights (P,) fp32 of the unit in one step, with zeros in padding."""
+        """Return the weights (P,) fp32 of the unit in one step; elements that are padding are 0."""
         return self.gradient(geometry, step, 0)
 
 
@@ -84,7 +85,10 @@ _shapes = st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple)
 
 
 def cases(computes: Sequence[Dtype] = ("fp32",)) -> st.SearchStrategy[Case]:
-    """Return a Hypothesis strategy that draws cases; ``computes`` are the types in which weights may be gathered."""
+    """Return a Hypothesis strategy that draws cases.
+
+    ``computes`` are the types from which the type of gathered weights is drawn.
+    """
     return st.builds(
         Case,
         topology=_topologies,
@@ -99,11 +103,11 @@ def cases(computes: Sequence[Dtype] = ("fp32",)) -> st.SearchStrategy[Case]:
 
 
 class Violation(Exception):  # noqa: N818  # what it is; raised where a claim does not hold
-    """A claim does not hold; the message says where and by how much."""
+    """Raised when a claim does not hold; the message says where and by how much."""
 
 
 def on_ranks(case: Case, body: Callable[[Mesh, Wire], Any]) -> list[Any]:
-    """Return what ``body(mesh, wire)`` returns on each rank."""
+    """Run ``body(mesh, wire)`` on each rank, as threads, and return the results in rank order."""
 
     def rank_main(mesh: Mesh) -> Any:
         wire = Wire(mesh)
@@ -119,10 +123,13 @@ def on_ranks(case: Case, body: Callable[[Mesh, Wire], Any]) -> list[Any]:
 def check_same(
     found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]], what: str, noun: str = "mean"
 ) -> None:
-    """Raise a Violation for the first result in which ``found`` and ``expected`` differ.
+    """Raise a Violation if ``found`` and ``expected`` differ; the message names the first element that differs.
 
-    Both hold, for each rank, the results of all steps.  In the message, ``noun`` names a result, and ``what`` says how
-    the results of ``found`` were made.
+    Args:
+        found: For each rank, the tensors of all steps.
+        expected: For each rank, the tensors of all steps.
+        what: Words for the message that say how ``found`` was computed, such as ``after later reductions``.
+        noun: Word for the message that names a tensor.
     """
     for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         for step, (result, other) in enumerate(zip(mine, theirs, strict=True)):
@@ -141,9 +148,9 @@ def check_booked(ranks: Sequence[Row], purpose: str, what: str) -> None:
     """Raise a Violation if a rank's ledger differs from what the method's ``bytes()`` declares.
 
     Args:
-        ranks: For each rank, what its ledger has and what was declared.
+        ranks: For each rank, (bytes and messages in the rank's ledger, bytes and messages that were declared).
         purpose: Only messages of this purpose are compared.
-        what: The calls in which the messages were sent, for the message.
+        what: Words for the error that name the calls in which the messages were sent.
     """
     for rank, (sent, declared) in enumerate(ranks):
         for key in sent.keys() | declared.keys():

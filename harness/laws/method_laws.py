@@ -1,8 +1,9 @@
 """The laws of a user's own reduction, tried on ranks that are threads, with topologies and gradients drawn at random.
 
-Every method has the duties of :class:`MethodDuty`, and may promise laws of :class:`~impl.policy.own_method.MethodLaw`
-as well.  Each duty and law is tried by real reductions: real units, the engine's own wire, and its ledger.  The claims
-of a gather of weights are tried by :mod:`harness.laws.gather_laws`.
+Every method that reduces has the duties of :class:`MethodDuty`, and may promise laws of
+:class:`~impl.policy.own_method.MethodLaw` as well.  A *claim* is a duty or a promised law.  Each claim is tried by real
+reductions, with the engine's units, wire and ledger.  The claims of a method that gathers weights are tried by
+:mod:`harness.laws.gather_laws`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _ROUNDING: Final = (
 
 
 class MethodDuty(enum.Enum):
-    """A property that every method must have."""
+    """A property that every method that reduces must have."""
 
     MEAN = "finish() returns finite elements (S,) fp32, whatever the topology, the shapes and the gradients"
     ADVANCE = "the mean does not depend on how often advance() is called"
@@ -55,16 +56,19 @@ Claim = MethodDuty | MethodLaw | GatherDuty | GatherLaw
 
 
 class Outcome(NamedTuple):
-    """The result of trying a claim: the number of cases, the smallest case that breaks the claim, and how it does."""
+    """The result of trying a claim."""
 
-    cases: int
-    case: Case | None
-    violation: str = ""
-    hung: bool = False  # whether a rank did not come back; further cases would each take as long
+    cases: int  # number of cases on which the claim was tried
+    case: Case | None  # the smallest case found that breaks the claim; None if the claim holds
+    violation: str = ""  # what is wrong in this case
+    hung: bool = False  # whether a rank did not return from the method, which ended the search
 
 
 def claims_of(own: OwnMethod) -> list[Claim]:
-    """Return the duties and promised laws of a method."""
+    """Return the duties of a method that reduces or gathers, and the laws that it promises.
+
+    The duty ``BYTES`` is left out if the method has no ``bytes()``.
+    """
     if role_of(own.definition) == "gather":
         return [*gather_laws.claims_of(own)]
     counts = callable(getattr(own.definition, "bytes", None))
@@ -79,11 +83,11 @@ def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcom
     Args:
         own: The method.
         claim: The property to try.
-        examples: Number of drawn cases; ``UNBIASED`` gets a tenth.
+        examples: Number of drawn cases.  ``UNBIASED`` is tried on a tenth as many cases.
         seed: Decides which cases are drawn.
 
-    A case on which a rank does not come back ends the search, because each such case takes
-    :data:`harness.laws.method_cases.SECONDS`.
+    If a rank does not return from the method within :data:`harness.laws.method_cases.SECONDS`, the search ends, since
+    each further case would take as long.
     """
     tried, broken, hung = 0, list[tuple[Case, str]](), list[Case]()
 
@@ -113,10 +117,12 @@ def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcom
 
 
 def violation_of(own: OwnMethod, claim: Claim, case: Case) -> str | None:
-    """Try a claim on one case; returns what is wrong, or None if the claim holds.
+    """Try a claim on one case, and return what is wrong.
+
+    Returns None if the claim holds.
 
     Raises:
-        TurnError: if a rank does not come back from the method.
+        TurnError: If a rank does not return from the method in time.
     """
     try:
         if isinstance(claim, MethodDuty | MethodLaw):
@@ -145,10 +151,15 @@ def _reduce(reduction: OwnReduction, gradient: Tensor, advances: int) -> Tensor:
 def _means(
     own: OwnMethod, case: Case, steps: int, *, advances: int | None = None, resumed: int | None = None
 ) -> list[list[Tensor]]:
-    """Return by rank the means (S,) of ``steps`` steps.
+    """Reduce the gradients of ``steps`` steps on all ranks, and return for each rank the mean (S,) of each step.
 
-    Before step ``resumed`` a new object takes the place of the old one, and loads its state.  ``advances`` replaces
-    the case's number of calls of ``advance()`` in each reduction.
+    Args:
+        own: The method.
+        case: The ranks, the unit and the gradients.
+        steps: Number of steps.
+        advances: Number of calls of ``advance()`` in each reduction; None for the case's number.
+        resumed: Before this step, counted from 0, a new object of the method takes the old object's place, and loads
+            the old object's state.  None to keep the object.
     """
     geometry = case.geometry()
 
@@ -191,7 +202,10 @@ def _resume(own: OwnMethod, case: Case) -> None:
 
 
 def _apart(own: OwnMethod, case: Case) -> None:
-    """Check that reducing two units at once, in the engine's order of calls, gives the means of reducing one."""
+    """Check that a unit's means stay the same if a second unit is reduced at the same time.
+
+    The calls of both units alternate, as in the engine.
+    """
     geometry, other = case.geometry(), case.geometry("another")
 
     def body(mesh: Mesh, wire: Wire) -> list[Tensor]:
@@ -264,7 +278,11 @@ def _bytes(own: OwnMethod, case: Case) -> None:
 
 
 def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
-    """Check that all ranks find the same mean, whether each of them keeps the whole mean or a shard of it."""
+    """Check that all ranks find the same mean, bit by bit.
+
+    The gradients are reduced twice.  In one reduction, each rank keeps the whole mean.  In the other reduction, each
+    rank keeps the shard that it has in ``case``.  Both means must be equal on all ranks.
+    """
     geometry, every = case.geometry(), _means(own, replace(case, shared="none"), 2)
     for rank, means in enumerate(_means(own, case, 2)):
         start, _ = geometry.bounds(rank)
@@ -307,10 +325,11 @@ def _bound(own: OwnMethod, case: Case) -> None:
 
 
 def _within(own: OwnMethod, case: Case, bound_of: Callable[[MethodUnit], float], *, per_piece: bool) -> None:
-    """Check that the first mean is as near to the exact mean as ``bound_of`` allows.
+    """Check that the elements of a new object's first mean are near the elements of the exact mean.
 
-    The allowed error is relative to the mean over ranks of the largest magnitude in the piece of P / ranks elements,
-    or in the unit.
+    An element's error may be at most ``bound_of(unit)`` times a magnitude, apart from rounding in fp32.  The magnitude
+    is the largest one in a rank's gradient of the unit, as the mean over the ranks.  With ``per_piece``, it is the
+    largest one in a part of this gradient: the P / ranks elements around the element that one rank reduces.
     """
     geometry = case.geometry()
     exact, world = case.mean(geometry, 0), case.topology.world

@@ -1,4 +1,4 @@
-"""Makes rows at a codec's rounding edges: the tie between each two adjacent levels, and the floats next to it.
+"""Makes rows at a codec's rounding edges: the tie between each two adjacent levels, and the floats next to the tie.
 
 Such rows find kernels that multiply by a reciprocal where the specification divides.  If the scale is a power of
 two, multiplying and dividing give the same codes.  Most rows therefore have other scales, at which some codes differ.
@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 
 def levels(codec: Blocked) -> Tensor:
-    """Return all quotients ``x / scale`` that have a code, in ascending order, zero included: (levels,) fp64."""
+    """Return (levels,) fp64: all quotients ``x / scale`` that have a code, zero included, in ascending order."""
     if not isinstance(codec, FloatCodec):
         top = codec.largest
         return torch.arange(0.0 if codec.asymmetric else -codec.steps, top + 1, dtype=torch.float64)
@@ -46,12 +46,12 @@ def levels(codec: Blocked) -> Tensor:
 
 
 def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
-    """Yield rows (S,) of type ``kind`` with S below 2400.
+    """Yield rows (S,) of type ``kind`` that lie at the codec's rounding edges, one row for each span; S is below 2400.
 
-    For each two adjacent levels a row has the tie between them, the next float below and the next float above, each
-    after the extreme elements that determine the block's scale.  For a stochastic codec the "tie" is the value at
-    which ``noise`` changes the rounding.  For a codec with a rotation, rows are rotated beforehand, so that the codec's
-    own rotation restores the ties.
+    A row has three edges for each two adjacent levels: the tie between them, the next float towards zero, and the next
+    float away from zero.  Before each edge, the row has the extreme elements that determine the block's scale.  For a
+    stochastic codec, the value at which ``noise`` changes the rounding takes the place of the tie.  For a codec with a
+    rotation, rows are rotated beforehand, so that the codec's rotation restores the edges.
     """
     for span in spans(replace(codec, block=32, hadamard=0, stochastic=False), kind):
         row = _row(codec, span, kind, noise)
@@ -62,7 +62,12 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
 
 
 def spans(codec: Blocked, kind: Dtype) -> list[Span]:
-    """Return the spans to try: with the scales in ``_SCALES``, and with the least and largest numbers of ``kind``."""
+    """Return the spans for which rows are made.
+
+    There is one span for each scale in ``_SCALES`` or, for an asymmetric codec, one for each such scale and each offset
+    in ``_OFFSETS``.  Two more spans have the smallest normal number of ``kind`` as scale, and its largest number as
+    largest element.
+    """
     small = 2.0**-8 if codec.steps * max(_SCALES) > LARGEST[kind] else 1.0
     ranges = torch.tensor(_SCALES) * codec.steps * small
     parts = torch.tensor(_OFFSETS if codec.asymmetric else _OFFSETS[:1])
@@ -78,9 +83,9 @@ def spans(codec: Blocked, kind: Dtype) -> list[Span]:
 
 
 def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
-    """Return a row with the elements below, at and above each tie, each after the extremes of the span.
+    """Return the row of :func:`edge_rows` for one span, before any rotation.
 
-    Elements outside the span are clamped to it, since they would change the scale.
+    Edges outside the span are clamped to the span, since they would change the scale.
     """
     anchors = [span.low, span.high] if codec.asymmetric else [span.high]
     period, quotients = len(anchors) + 1, levels(codec).repeat_interleave(3)

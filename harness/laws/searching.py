@@ -11,9 +11,10 @@ FEWER: Final = (
 
 
 def search_settings(examples: int, *, costly: bool) -> hypothesis.settings:
-    """Return settings for a search over ``examples`` cases, or fewer if the claim is ``costly``.
+    """Return Hypothesis's settings for a search over ``examples`` cases.
 
-    A costly claim's case is not shrunk, since each attempt would take as long as a case.
+    For a ``costly`` claim, the search has a tenth as many cases, at least 2, and the case found is not shrunk, since
+    each attempt would take as long as a case.
     """
     return hypothesis.settings(
         max_examples=max(2, examples // FEWER) if costly else examples,

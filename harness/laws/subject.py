@@ -36,7 +36,7 @@ REPRESENTATIVE: Final = (
 
 
 def why_missing(backend: str) -> str | None:
-    """Return why ``backend`` is not available on this machine; None if it is."""
+    """Return why ``backend`` is not available on this machine; None if it is available."""
     if backend not in BACKENDS:
         return f"unknown backend {backend!r}: expected one of {', '.join(BACKENDS)}"
     try:
@@ -78,10 +78,10 @@ def subject_of(codec: Codec, backend: str) -> Subject:
 
 
 def read(text: str) -> Codec | Subject:
-    """Return the codec that ``text`` names or, for a user's ``module:object``, its subject.
+    """Return the codec that ``text`` names or, for a user's codec ``module:object``, the subject of this codec.
 
     Raises:
-        Refusal: if the text names no codec.
+        Refusal: If the text names no codec.
     """
     try:
         codec = parse(text)
@@ -91,7 +91,7 @@ def read(text: str) -> Codec | Subject:
 
 
 def user_subject(codec: OwnCodec) -> Subject:
-    """Return the subject of a user's own codec, with frames exactly as the user's code writes them.
+    """Return the subject of a user's own codec.  Its frames are exactly the bytes that the user's code writes.
 
     Raises:
         Refusal: if this machine lacks the device that the codec is written for.
