@@ -78,7 +78,10 @@ class Method(abc.ABC):
         return self.kept
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from ``state``, which :meth:`state` has returned; the tensors are copies that belong to the method."""
+        """Continue from ``state``, which :meth:`state` has returned.
+
+        The tensors are copies that belong to the method.
+        """
         self.kept = dict(state)
 
 
@@ -92,7 +95,7 @@ class MethodDriver:
     """
 
     role: ClassVar[Role]
-    prefix: ClassVar[str]  # the names of the method's tensors begin with it in the communication state of a unit
+    prefix: ClassVar[str]  # begins the names of the method's tensors in a unit's communication state
 
     def __init__(
         self, method: OwnMethod, geometry: UnitGeometry, wire: Wire, tag: Tag, dtype: torch.dtype
