@@ -71,7 +71,7 @@ class Machine:
     source: str  # where the numbers come from
     # Seconds of a forward and a backward pass for each parameter of the model, whatever the number of tokens.
     fixed: float
-    per_token: float  # seconds for each parameter of the model and each token of a rank, in addition to ``fixed``
+    per_token: float  # seconds for each parameter and each token of a rank, in addition to ``fixed``
     efficiency: float  # share of an adapter's nominal rate that messages achieve, above 0 and at most 1
     fewest: float  # fewest tokens of a rank with which ``fixed`` and ``per_token`` were measured
     most: float  # most tokens of a rank with which ``fixed`` and ``per_token`` were measured
