@@ -5,7 +5,7 @@ codecs are changed one by one.  A change must reduce the error and fit into the 
 changes, the one that reduces the error most for each additional byte is made next.  The sum of errors is never larger
 than with the best choice of one codec for all units.
 
-:func:`shares_of` derives the budget in bytes from a policy, :class:`Share` chooses from measured errors, and
+:func:`shares_of` derives the budget in bytes from a policy, :class:`Share` chooses codecs by their measured errors, and
 :func:`at_most` bounds the traffic of any choice.
 
 Pure: no torch.
@@ -93,7 +93,9 @@ class Share:
 
 
 def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> list[Share]:
-    """Returns the shares of the policy's budget, one for each purpose; an empty list if the policy has no budget.
+    """Returns the shares of the policy's budget: at most one for weights and one for gradients.
+
+    The list is empty if the policy has no budget.
 
     ``units`` are in model order.  No codec is chosen for frozen and persistent units, and the shares leave them out.
 

@@ -230,7 +230,7 @@ def forwards_in_place(hops: Sequence[Hop]) -> bool:
     """Returns whether the second hop of a gather only forwards the messages that the first hop receives.
 
     If so, the first hop can receive directly into the message of the second hop.  Returns False if there is only one
-    hop, or if one of the two hops is along an axis of one rank.
+    hop, or if the first or the second hop is along an axis of one rank.
     """
     return len(hops) > 1 and hops[1].source == "received" and hops[0].axis.size > 1 < hops[1].axis.size
 
@@ -250,9 +250,9 @@ def copy_bytes(policy: Policy, topology: Topology, shard: int, kept: Codec | Non
 def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
     """Returns the hops of a reduction of gradients, after which each rank has the mean gradient of its shard.
 
-    A shard has one piece of ``piece`` elements for each state group.  With a single group, the first hops add up
-    gradients, and each rank then has the mean of its piece, which is the whole shard.  With several groups, further
-    hops gather the other pieces of the shard from the ranks of other groups.
+    A shard has one piece of ``piece`` elements for each state group; with a single group, a piece is a whole shard.
+    The first hops add up gradients, after which each rank has the mean of one piece.  With several groups, further hops
+    gather the other pieces of the shard from the other groups.
 
     With local steps, the reduction stays inside a group, and each rank has the mean over its group.
 

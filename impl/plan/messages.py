@@ -61,8 +61,8 @@ def message_bytes(
     policies of the schedule.  In two cases the result is an upper bound:
 
     - With a budget, it holds for any choice of codecs.
-    - With ``refresh=0``, only the first step sends the weights themselves, and later steps send differences.  The
-      buffers for the weights are counted too.
+    - With differences and ``refresh=0``, only the first step sends the weights themselves, and later steps send
+      differences.  The buffers for the weights are counted too.
     """
     most = Counter[int]()  # for each size of buffers, the most buffers in use at one time
     kept = kept_units(policy, units)

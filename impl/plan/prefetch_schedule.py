@@ -68,8 +68,8 @@ class Schedule:
     def runs(self) -> tuple[tuple[int, ...], ...]:
         """The units other than outer ones, in forward order, as one tuple of indices for each block.
 
-        The units of a block run together.  With a frozen and a trained unit in each of two blocks:
-        ((1, 2), (3, 4)).
+        The units of a block run together.  If unit 0 is the root's, and each of two blocks has a trained and a frozen
+        unit: ((1, 2), (3, 4)).
         """
         groups = itertools.groupby(self.order, lambda unit: self.blocks[unit] if self.blocks else unit)
         return tuple(tuple(units) for _, units in groups)
@@ -125,9 +125,10 @@ def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
     """Returns the indices of the units that stay gathered from a forward pass to its backward pass.
 
     - Outer units stay, since they are used last in forward and first in backward.
-    - Blocks stay, beginning with the last block, as long as two limits allow it.  Between the forward and the backward
-      pass of the block, units with fewer than ``memory.max_reuse`` elements run (each counts twice).  All units that
-      are gathered at one time have at most ``memory.max_live`` elements.
+    - Blocks stay, beginning with the last block, as long as two limits allow it.  The first limit is that fewer than
+      ``memory.max_reuse`` elements run between the forward and the backward pass of a block.  Each later block counts
+      twice, since it runs in forward and in backward.  The second limit is that all units that are gathered at one time
+      have at most ``memory.max_live`` elements.
     - With ``max_reuse=0`` no unit stays.
     - On one rank, ``max_reuse`` does not limit the blocks, unless it is 0.  Resharding would save 2 bytes for each
       parameter, and gathering again would move 6 bytes to cast the masters.

@@ -60,7 +60,7 @@ class ReductionQueue:
         self._order, self.next = order, order[0] if order else None
 
     def start_ready(self) -> None:
-        """Start the next reduction if all its gradients have arrived, then the one after it, and so on."""
+        """Start reductions in order, until the gradients of the next reduction have not all arrived."""
         while self.next is not None and self.next.progress is Progress.READY:
             self._start(self.next)
 

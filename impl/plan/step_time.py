@@ -319,19 +319,19 @@ def step_of(machine: Machine, step: Step) -> StepTime:
 
 @dataclass(frozen=True, slots=True)
 class _Outer:
-    """Seconds of outer steps, in which groups exchange weights after local steps, divided by the number of local steps.
+    """The seconds that outer steps add to one optimizer step on average; 0 without local steps.
 
-    Units are exchanged one after the other, while nothing else computes or sends.  Without local steps, all seconds are
-    0.
+    They are the seconds of an outer step of all units, divided by ``policy.local_steps``.  Units are exchanged one
+    after the other, while nothing else computes or sends.
     """
 
     adapter: float = 0.0  # time in which a node's adapter sends
     exposed: float = 0.0  # time in which the rank waits for messages
-    seconds: float = 0.0  # time of the outer step in all, with encoding and decoding
+    seconds: float = 0.0  # time in all, with encoding and decoding
 
     @classmethod
     def of(cls, machine: Machine, step: Step) -> _Outer:
-        """Returns the seconds of outer steps that one ``step`` on ``machine`` has on average."""
+        """Returns the seconds that outer steps add to ``step`` on ``machine``, on average."""
         if (every := step.policy.local_steps) is None:
             return cls()
         seconds = _Seconds(machine, step.topology, step.rate)

@@ -171,7 +171,11 @@ class Book:
             self.trained[link] += count * message.nbytes if tag.phase != "evaluate" else 0
 
     def fits(self, rank: int) -> bool:
-        """Returns whether ``rank`` sends as much over each kind of link as the book's rank, in all ``routes``."""
+        """Returns whether ``rank`` sends the same messages as the book's rank.
+
+        They are the same if, in each exchange of ``routes``, both ranks send equally many messages over each kind of
+        link.
+        """
         both = (
             [destinations(self.topology, axis, each, ring=ring) for each in (self.rank, rank)]
             for axis, ring in self.routes

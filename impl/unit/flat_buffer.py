@@ -157,8 +157,8 @@ class FlatBuffer:
     def conceal(self, *, sharded: bool) -> None:
         """Put the placeholders into the modules.
 
-        With ``sharded``, the parameters will lose their values, so they are turned into placeholders too.  Otherwise a
-        user who took a parameter from a module during the pass could compute with a parameter without values.
+        With ``sharded``, the parameters are turned into placeholders too, because they will lose their values.  A user
+        may have taken a parameter from a module during the pass, and must not compute with it without its values.
         """
         self._marks = []
         for member in self.members:
@@ -225,8 +225,8 @@ class Taken:
 def check_hooks(name: str, parameter: nn.Parameter, *, allowed: int = 0) -> None:
     """Raise a ZeroError if a user has registered gradient hooks on a parameter.
 
-    ``allowed`` is the number of post-accumulate-grad hooks that the engine itself has registered on the parameter.  The
-    parameter may be one without values.
+    ``allowed`` is the number of post-accumulate-grad hooks that the engine itself has registered on the parameter.
+    Placeholders, which have no values, can be checked too.
     """
     after = parameter._post_accumulate_grad_hooks or ()  # noqa: SLF001  # there is no public name
     hooks = parameter._backward_hooks or (after if len(after) > allowed else ())  # noqa: SLF001

@@ -119,7 +119,7 @@ class GradientReduction:
         self._pads = way.pads
 
     def _way(self, policy: Policy) -> _Way:
-        """Compile how the unit's gradient is reduced with the axes and codecs of ``policy``."""
+        """Return how the unit's gradient is reduced with the axes and codecs of ``policy``."""
         geometry, wire = self._geometry, self._wire
         if policy.own_reduce is not None and geometry.trainable:
             if self.own is None:  # otherwise its state would be lost
@@ -148,8 +148,8 @@ class GradientReduction:
         the reductions that are under way.
 
         Returns False for a unit outside of all blocks: the root's parameters, or the persistent ones.  Their gradients
-        may arrive just after another reduction has started, and posting the next hop would make this rank wait at once
-        for the first hop.
+        may arrive just after another reduction has started, and posting the next hop of this reduction would make this
+        rank wait at once for its first hop.
 
         Raises:
             ZeroError: if the unit's reduction has started in this pass.
@@ -224,7 +224,7 @@ class GradientReduction:
     def _open(self, *, is_next: bool) -> Tensor:
         """Return the memory (P,) in which gradients are collected, and make it ``local``.
 
-        It is one of three, the first that is possible:
+        The memory is the first of the following that is possible:
 
         - the memory of the masters' gradients, on a single rank, where the local gradient is the mean;
         - the message of hop 1, if this reduction ``is_next`` and the codec sends the elements as they are;
@@ -325,11 +325,13 @@ class GradientReduction:
             self.post_next_hop(finish=True)
 
     def post_next_hop(self, *, finish: bool = False) -> None:
-        """Post the message of the next hop, or with ``finish`` of all hops that are left.
+        """Post the message of the next hop.
 
-        With ``finish``, this method also waits for the mean and gives it to the master shard.  Without ``finish`` it
-        does so only after the last hop was posted and if this hop stays inside a node: see [Note: deferred last hop] in
-        :mod:`impl.comm.reduce_scatter`.  Does nothing if no reduction is under way.
+        With ``finish``, post the messages of all hops that are left, wait for the mean, and give the mean to the master
+        shard.  Without ``finish``, a call after the last hop was posted waits for the mean only if the last hop stays
+        inside a node: see [Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`.
+
+        The method does nothing if no reduction is under way.
 
         Raises:
             ZeroError: if the reduction was interrupted.

@@ -150,7 +150,10 @@ class MasterShard:
         return self._anchor
 
     def load_part(self, start: int, end: int, values: Tensor) -> None:
-        """Overwrite elements [start, end) of the shard, and of its anchor, with ``values`` (end - start,) fp32."""
+        """Overwrite elements [start, end) of the shard with ``values`` (end - start,) fp32.
+
+        With local steps, the same elements of the anchor are overwritten too.
+        """
         master = self.master
         with torch.no_grad():
             master[start:end] = values
@@ -175,7 +178,7 @@ class MasterShard:
     # Writes by users ([Note: what users do to masters])
 
     def adopt(self) -> None:
-        """Find the masters whose ``data`` is another tensor that a user has assigned, and copy its values to the shard.
+        """Find masters to whose ``data`` a user has assigned another tensor, and copy the tensor's values to the shard.
 
         [Note: what users do to masters] says what becomes of the shard's memory and of the assigned memory.
 
@@ -201,7 +204,7 @@ class MasterShard:
                 raise ZeroError(
                     f"a master of unit {self._geometry.name!r} was given data of shape {tuple(data.shape)}, "
                     f"{data.dtype}, on {data.device}, in place of {tuple(own.shape)}, {own.dtype}, on "
-                    f"{own.device}: assign a tensor of that shape, type and device to p.data, or write "
+                    f"{own.device}: assign a tensor of the master's shape, type and device to p.data, or write "
                     "p.copy_(values) under torch.no_grad()"
                 )
             del data  # it would count as a handle of the memory
@@ -409,7 +412,7 @@ class MasterShard:
         return start == end or master.grad.data_ptr() == self._mean[start:end].data_ptr()
 
     def mean_gradient(self) -> Tensor | None:
-        """Return the mean gradient (S,) fp32 of this rank's shard, the sum over micro-batches so far.
+        """Return the gradients of all masters as one tensor (S,) fp32: means over ranks, added up over micro-batches.
 
         Returns None if no master has a gradient.
         """

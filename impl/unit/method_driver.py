@@ -113,7 +113,7 @@ class MethodDriver:
     # State
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of the tensors in the method's state, under their names after ``prefix``.
+        """Return copies of the tensors in the method's state, with names that begin with ``prefix``.
 
         The dict is empty if the class has no function ``state()``.
         """

@@ -170,7 +170,8 @@ class OwnWeightGather:
     def distrust(self) -> None:
         """Tell the method in its next gather that the weights were loaded.
 
-        It then does not rely on earlier gathers, of which some ranks may have received less than others.
+        The method then does not rely on what earlier gathers have sent.  To be called if some ranks may not have
+        received everything.
         """
         self._change = "loaded"
 

@@ -95,8 +95,8 @@ class OwnReduction(MethodDriver):
     ) -> None:
         """Begin a reduction by giving the method a copy of ``gradient`` (P,), cast to fp32.
 
-        :meth:`finish` will write the mean to ``out`` (S,) fp32, or to new memory if ``out`` is None.  The method draws
-        no random bits and carries no errors of the engine, so ``key``, ``errors`` and ``opened`` have no effect.
+        :meth:`finish` will write the mean to ``out`` (S,) fp32, or to new memory if ``out`` is None.  The arguments
+        ``key``, ``errors`` and ``opened`` have no effect, since the method itself encodes and sends the gradient.
         """
         self._out = out
         own = gradient.to(torch.float32, copy=True)

@@ -71,7 +71,7 @@ class SecondaryShard:
 
         - ``copy``, if the secondary shard has this version of the weights;
         - ``weights``, if the policy has no differences;
-        - ``weights``, in the first gather and in the first one after a load;
+        - ``weights``, in the first gather, and in the first gather after a load;
         - ``weights``, if ``refresh`` optimizer steps have passed since a gather last sent the weights;
         - ``differences``.
 
@@ -104,9 +104,10 @@ class SecondaryShard:
         self.begun = None
 
     def keep(self, received: Tensor, version: Version, *, step: int = 0) -> None:
-        """Keep the frames ``received`` (..., F) uint8 from the hops between nodes, encoded anew in the copy's codec.
+        """Keep the frames ``received`` (..., F) uint8 from the hops between nodes, which have this ``version``.
 
-        They hold this ``version`` of the weights.  ``step`` is the number of optimizer steps so far.
+        If the copy has another codec than the frames, the frames are decoded and encoded in the copy's codec.  ``step``
+        is the number of optimizer steps so far.
         """
         cast = self._cast(received) if self.codec != self._policy.weights else received
         kept = self._memory().view(cast.shape)
@@ -131,8 +132,8 @@ class SecondaryShard:
         """Allocate the memory of this shard's frames, and let ``others`` keep their frames in the same memory.
 
         ``others`` are secondary shards of the same unit, for other policies of a schedule, and need no more bytes than
-        this shard.  Only one of all these shards may be in use at a time.  When another of them comes into use, its
-        :meth:`forget` must be called.
+        this shard.  Only one of all these shards may be in use at a time.  When a shard comes into use, call its
+        :meth:`forget`.
         """
         memory = self._memory()
         for other in others:
@@ -188,7 +189,7 @@ class SecondaryShard:
         return self._memory().view(DTYPES[self.codec.dtype]).view(self.copies, -1)[:, : self._numel]
 
     def copy_of_shard(self) -> Tensor:
-        """Return the copy (S,) of this rank's shard; all ranks that have a copy of this shard have an equal one."""
+        """Return the copy (S,) of this rank's shard, which is equal to other ranks' copies of the same shard."""
         return self._values()[self._index]
 
     def add(self, received: Tensor, version: Version) -> None:

@@ -149,7 +149,10 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        """Whether the weights are gathered: modules hold the parameters, or placeholders below stage 3."""
+        """Whether the weights are gathered.
+
+        Modules then hold the parameters.  Between passes below stage 3 they hold placeholders.
+        """
         return self.state is State.UNSHARDED or self.state is State.HIDDEN
 
     @property
@@ -279,7 +282,8 @@ class Unit:
     def end_use_outside(self, outputs: Collection[int]) -> None:
         """Reshard the weights that :meth:`gather_outside` gathered, unless :meth:`used_after` returns True.
 
-        ``outputs`` are the addresses of the memory of the tensors that the module with this use has returned.
+        To be called after the module that used the weights has run.  ``outputs`` are the addresses of the memory of the
+        tensors that this module has returned.
         """
         self._passes.escaped.discard(self.index)
         if not self.used_after(outputs, backward=torch.is_grad_enabled()):

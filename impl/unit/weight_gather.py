@@ -11,7 +11,7 @@ A frame is one encoded shard, codes and scales, and has F bytes.
    axis ``node``, among the ranks of equal local index: (node, F) = (2, F) uint8.
 3. *The secondary shard is kept.*  The received frames are hpZ's secondary shard (section 3.2).
    :mod:`impl.unit.secondary_shard` keeps a copy of them, in another codec such as bf16 if the policy says so.
-   The frames are also, unchanged, the message of hop 2, unless the policy sends the copy there.
+   The received frames, unchanged, are also the message of hop 2, unless the policy sends the copy in hop 2.
 4. *Hop 2 stays inside the node*, along the axis ``local``: (local, node, F) = (2, 2, F) uint8.  Every rank now
    has every frame, including its own, and all ranks decode the same bytes, so their weights are bit-equal.
 5. *The frames are decoded* into the flat buffer (P,) of :mod:`impl.unit.flat_buffer`, viewed as

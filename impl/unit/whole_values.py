@@ -63,7 +63,7 @@ class WholeValues:
         return self._geometry.part(self._geometry.slots[number], self._wire.mesh.rank)
 
     def show(self, number: int, values: Tensor) -> nn.Parameter:
-        """Let the parameter that modules hold for member ``number`` have these ``values`` (shape), and return it.
+        """Give ``values`` (shape) to the parameter that modules hold for member ``number``, and return this parameter.
 
         A user can then read and write the values in the model.  The returned parameter is the placeholder of the
         member, turned into a plain parameter.
