@@ -220,7 +220,7 @@ def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
 def casts_alone(hops: Sequence[Hop], dtype: str) -> bool:
     """Returns whether a gather with these ``hops`` only casts the masters to ``dtype``, the type of gathered weights.
 
-    This is so on a single rank, if the codec of the weights sends elements of this type as they are.
+    The result is True on a single rank, if the codec of the weights sends elements of this type as they are.
     """
     hop = hops[-1]
     return hop.source == "master" and hop.axis.size == 1 and hop.sends_elements(dtype)
@@ -291,8 +291,8 @@ def _reduction(
 ) -> tuple[Hop, ...]:
     """Returns the hops that average over ``ranks`` ranks, followed by the hops that gather the means of other pieces.
 
-    ``sums`` has the axis and the codec of each hop that adds up.  With ``outer``, the hops are those of an outer step,
-    which averages shards; otherwise they average the gradients of a whole unit.
+    ``sums`` has the axis and the codec of each hop that adds up.  With ``outer``, the hops average shards, in an outer
+    step.  Otherwise the hops average the gradients of whole units.
     """
     group = policy.group_ranks(topology)
     kind: Kind = "shift" if policy.reduce == "ring" else "all_to_all"

@@ -23,11 +23,11 @@ class Schedule:
     ``start`` or ``floor`` is outside [0, 1].
     """
 
-    steps: int  # of the whole schedule, warm-up included
-    warmup: int = 0  # steps of the warm-up
+    steps: int  # number of steps of the whole schedule, warm-up included
+    warmup: int = 0  # number of steps of the warm-up
     start: float = 0.0  # factor before the first step of the warm-up
     shape: Literal["linear", "log"] = (
-        "linear"  # of the warm-up; ``log`` has an effect only with ``as_deepspeed``
+        "linear"  # shape of the warm-up; ``log`` has an effect only with ``as_deepspeed``
     )
     decay: Decay = "none"  # shape of the decay after the warm-up
     floor: float = 0.0  # factor at the end of the decay

@@ -60,7 +60,7 @@ def message_bytes(
     The arguments are those of :func:`impl.plan.memory.memory`.  With a schedule, the result has the buffers for all
     policies of the schedule.  In two cases the result is an upper bound:
 
-    - With a budget, it holds for any choice of codecs.
+    - With a budget, the bound holds for any choice of codecs.
     - With differences and ``refresh=0``, only the first step sends the weights themselves, and later steps send
       differences.  The buffers for the weights are counted too.
     """

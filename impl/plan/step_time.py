@@ -1,6 +1,7 @@
 """Predicts the seconds of a training step from its bytes, its computation and a description of the machine.
 
-A :class:`Machine` holds the rates of a cluster, measured or published, and how messages overlap computation:
+A :class:`Machine` holds the rates of a cluster, which were measured or published.  Its field ``overlap`` says how the
+computation of a step and its messages (``wire``) overlap:
 
 - ``none``: ``step = compute + wire``
 - ``full``: ``step = max(compute, wire)``, a lower bound for every schedule
@@ -484,7 +485,7 @@ class _Seconds:
         return self._reduced(reduction_hops(policy, self._topology, unit.piece, policy.grain))
 
     def outer(self, policy: Policy, unit: UnitGeometry) -> Collective:
-        """Returns the timed outer step of a unit, in which groups average how far its masters have moved."""
+        """Returns the timed outer step of ``unit``, in which groups average how far the unit's masters have moved."""
         return self._reduced(outer_hops(policy, self._topology, unit.piece, policy.grain))
 
     def _reduced(self, hops: Sequence[Hop]) -> Collective:

@@ -297,7 +297,7 @@ class Pass:
     def last_gradient(self, units: Sequence[int], reduced: Sequence[int]) -> None:
         """Handle the last gradient of ``units``: reshard these units, and let the reductions of ``reduced`` start.
 
-        ``reduced`` are the units among them whose gradients are reduced in this pass.
+        ``reduced`` are the members of ``units`` whose gradients are reduced in this pass.
         """
         for unit in units:
             del self._gathers[unit]

@@ -51,7 +51,7 @@ class Tag(NamedTuple):
 
 
 MOMENTUM: Final = Tag("step", "momentum")  # to the owners of matrices
-UPDATE: Final = Tag("step", "update")  # back from them
+UPDATE: Final = Tag("step", "update")  # back from the owners
 
 
 class LedgerKey(NamedTuple):
@@ -150,7 +150,7 @@ class Book:
     routes: set[tuple[Axis, bool]] = field(default_factory=set)
 
     def exchange(self, tag: Tag, axis: Axis, size: int, *, ring: bool = False) -> None:
-        """Count one message of ``size`` to every other rank along ``axis``."""
+        """Count one message of ``size`` bytes to every other rank along ``axis``."""
         self.routes.add((axis, ring))
         for link, count in destinations(self.topology, axis, self.rank, ring=ring).items():
             key = LedgerKey(*tag, axis.name, link)
@@ -345,8 +345,8 @@ class _Hops:
     """Compiles the hops of a gather or reduction only once for all units with the same policy and shard size."""
 
     topology: Topology
-    # By the function, its arguments and the policy's identity, which takes less time to compare than the policy.  The
-    # policy is kept, so that no other one gets its identity.
+    # The key is (function, identity of the policy, arguments), since identities are compared faster than policies.  The
+    # policy is kept, so that no other policy gets its identity.
     _known: dict[tuple[object, ...], tuple[Policy, tuple[Hop, ...]]] = field(default_factory=dict)
 
     def of(
@@ -466,7 +466,10 @@ class _Sender:
             self.book.method_message(Tag(phase, "weights", self.unit.name), message)
 
     def _sends(self) -> Sends:
-        """Returns what the next gather sends, and notes when it sends the weights themselves."""
+        """Returns what the next gather sends.
+
+        If a policy with differences sends the weights themselves, ``steps`` begins again at 0.
+        """
         if self.current:
             return "copy"
         if self.policy.differences is not None:

@@ -51,14 +51,16 @@ class Members(NamedTuple):
 
 
 def members_of(parameters: Sequence[Placed], blocks: Sequence[str], limits: MemoryLimits) -> list[Members]:
-    """Assign every parameter to exactly one unit, and return the units: the root's, the persistent one, the blocks'.
+    """Assign every parameter to exactly one unit, and return the units.
+
+    The order of the units is: root, persistent, blocks.
 
     - A parameter in one block belongs to the unit of this block.
     - A parameter outside all blocks, or shared by several blocks, belongs to the unit of the root.
     - A parameter with fewer than ``limits.persist_below`` elements belongs to the persistent unit instead, as long as
       persistent parameters have at most ``limits.persist_most`` elements in all.
     - Frozen parameters form separate units: a block with trained and frozen parameters has two units.
-    - No unit is without elements: the parameters of such a unit join the first unit that has elements.
+    - A unit without elements is left out, and its parameters join the first unit that has elements.
     """
     entries: dict[tuple[str, bool], list[int]] = {
         (name, trainable): [] for name in (ROOT, PERSISTENT, *blocks) for trainable in (True, False)
@@ -86,8 +88,8 @@ def geometries_of(units: Sequence[Contents], topology: Topology, policy: Policy)
     """Return the layouts of all ``units``, in the same order.
 
     Raises:
-        PaddingError: if a unit, other than the persistent one, has more padding than ``memory.max_padding`` allows.
-            The message names the unit with the largest share of padding.
+        PaddingError: if a unit has more padding than ``memory.max_padding`` allows.  Persistent units may have any
+            padding.  The message names the unit with the largest share of padding.
         PolicyError: if the policy has more fragments (``local_fragments``) than the model has trained units.
     """
 
@@ -117,10 +119,11 @@ def geometries_of(units: Sequence[Contents], topology: Topology, policy: Policy)
 def plan_units(
     parameters: Sequence[Placed], blocks: Sequence[str], topology: Topology, policy: Policy
 ) -> list[UnitGeometry]:
-    """Return the layouts of a model's units, the root's first, from its parameters and the names of its blocks.
+    """Return the layouts of the units of a model, in the order of :func:`members_of`.
 
-    ``parameters`` are in model order.  Unlike :func:`impl.zero.shard`, this function does not divide blocks that exceed
-    ``memory.largest_unit``, because dividing a block needs the module.
+    ``parameters`` are the parameters of the model in model order, and ``blocks`` are the names of its blocks.  Unlike
+    :func:`impl.zero.shard`, this function does not divide blocks that exceed ``memory.largest_unit``, because dividing
+    a block needs the module.
 
     Raises:
         PolicyError, GeometryError: as :func:`impl.zero.shard`.

@@ -36,8 +36,8 @@ ACCOUNTING: Final = "accounting only: on this device host and device are one mem
 class Meter:
     """Counts the bytes of memory that one rank's engine holds, for each part of that memory.
 
-    The parts, such as ``masters``, are those that :func:`impl.plan.memory.memory` predicts.  The name of a part in
-    host memory begins with ``host_``.
+    A part has a name, such as ``masters``, as in the dict that :func:`impl.plan.memory.memory` returns.  The name of a
+    part in host memory begins with ``host_``.
     """
 
     now: dict[str, int] = field(default_factory=dict)  # for each part, the bytes that are held now
@@ -70,7 +70,10 @@ class Reserve:
         self._most = self._lately = 0
 
     def take(self, numel: int) -> Tensor:
-        """Return a buffer (numel,) with arbitrary content: a free one of this size, or else a new one."""
+        """Return a buffer (numel,) with arbitrary content.
+
+        The buffer is new if the pool has no free buffer of this size.
+        """
         self._used += numel
         self._lately, self._most = max(self._lately, self._used), max(self._most, self._used)
         if self._free.get(numel):
@@ -137,12 +140,12 @@ class HostMemory:
 
         This work starts after all work that the current stream has enqueued so far, and overlaps with work that the
         current stream enqueues later.  Yields an :class:`Arrival`, with which later work can wait for the end of the
-        body's work.  On a CPU, the body runs as it is.
+        body's work.  On a CPU there is no side stream, and the body's work is done at once.
         """
         return contextlib.nullcontext(Arrival()) if self._up is None else self._up.beside()
 
     def copy(self, way: Direction, source: Tensor, target: Tensor, purpose: Copied, unit: str) -> None:
-        """Copy ``source`` to ``target``, one in host memory and one on the device, on the current stream.
+        """Copy ``source`` to ``target`` on the current stream; one of the two tensors is in host memory.
 
         The bytes are added to ``copied``, under the direction ``way``, the ``purpose`` and the name of the unit.
         """
@@ -205,7 +208,7 @@ class Passes:
 def recomputing() -> bool:
     """Return whether autograd is running a backward pass.
 
-    If so, a forward call now is activation checkpointing, which recomputes a block.
+    If the result is True, a forward call recomputes a block for activation checkpointing.
     """
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001  # there is no public function for it
 

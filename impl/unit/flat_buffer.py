@@ -68,9 +68,11 @@ class Member:
 class FlatBuffer:
     """One unit's flat buffer on one rank.
 
-    ``members`` are the unit's parameters, in slot order (the order in which the flat buffer has them).  The constructor
-    gets the model's parameters as ``originals``.  It puts placeholders into the modules that hold them (``holders``),
-    and frees the memory of their values.
+    ``members`` are the unit's parameters, in slot order: the order of the parameters in the flat buffer.
+
+    The constructor gets the model's parameters as ``originals``, and for each of them the modules that hold the
+    parameter as ``holders``.  The constructor puts placeholders into these modules, and frees the memory of the
+    originals' values.
     """
 
     def __init__(
@@ -157,8 +159,9 @@ class FlatBuffer:
     def conceal(self, *, sharded: bool) -> None:
         """Put the placeholders into the modules.
 
-        With ``sharded``, the parameters are turned into placeholders too, because they will lose their values.  A user
-        may have taken a parameter from a module during the pass, and must not compute with it without its values.
+        With ``sharded``, the parameters will lose their values.  Therefore they are turned into placeholders too.  If a
+        user has taken a parameter from a module during the pass, a later use of this parameter gathers the unit again,
+        or raises an error.
         """
         self._marks = []
         for member in self.members:
@@ -190,7 +193,7 @@ class InUnit:
         self.name, self.flat, self.number = name, weakref.ref(flat), number
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """Have the unit gather its weights, and return the member's parameter, which then has its values.
+        """Let the unit gather its weights, and return the member's parameter with its values.
 
         Raises:
             ZeroError: if no pass is running, or if the model and its engine no longer exist.

@@ -299,7 +299,7 @@ class GradientReduction:
         return not shard.placement.shard and shard.fresh
 
     def start(self) -> None:
-        """Start the reduction with the gradients that have arrived, and post its first hop.
+        """Start the reduction with the gradients that have arrived, and post the first hop.
 
         On a GPU, all later hops are enqueued here too, on a side stream.
         """
@@ -360,8 +360,8 @@ class GradientReduction:
     def average(self, gradient: Tensor) -> Tensor:
         """Return this rank's shard (S,) fp32 of the mean of ``gradient`` (P,) over all ranks.
 
-        The masters' gradients stay as they are, but carried errors change.  It is for checks outside of backward
-        passes, which restore the carried errors afterwards.  All ranks must call it.
+        The masters' gradients stay as they are, but carried errors change.  The method is for checks outside of
+        backward passes.  These checks restore the carried errors afterwards.  All ranks must call the method.
         """
         reduction = self.collective
         key = self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None
@@ -428,7 +428,7 @@ class GradientReduction:
         return self.own is not None and bool(self.own.state())
 
     def clear_feedback(self) -> None:
-        """Set carried errors to zero, and begin anew with a user's own reduction, in its initial state.
+        """Set carried errors to zero, and replace the object of a user's own reduction by a newly constructed object.
 
         To be called on all ranks if the gradients of this step are not used, for example after an overflow.
         """

@@ -130,7 +130,7 @@ class MasterShard:
     def master(self) -> Tensor:
         """This rank's shard of the weights (S,) fp32, in host memory if the shard is offloaded.
 
-        For frozen weights that are held as codes, it is a new tensor with the decoded values.
+        If frozen weights are held as codes, the tensor is a new one with the decoded values.
         """
         if self.codes is None:
             self.adopt()
@@ -142,7 +142,7 @@ class MasterShard:
     def keep_anchor(self) -> Tensor:
         """Return a copy of the shard (S,) fp32, the anchor of local steps.
 
-        Steps of the optimizer do not change the copy.  :meth:`load_part` writes its values to the copy too.
+        Steps of the optimizer do not change the copy.  Later calls of :meth:`load_part` change both shard and copy.
         """
         with torch.inference_mode(mode=False):
             self._anchor = self.master.detach().clone()

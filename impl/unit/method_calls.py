@@ -45,8 +45,8 @@ def inside(what: str) -> Iterator[None]:
 def watch(seconds: float, report: Callable[[ZeroError], object]) -> None:
     """Start a thread that watches the calls of users' methods in this process.
 
-    If a call runs for ``seconds`` without posting a message or waiting for one, the thread calls ``report`` with an
-    error that names the call, and ends.
+    If a call runs for ``seconds`` and neither posts a message nor waits for a message, the thread calls ``report`` with
+    an error that names the call.  The thread then ends.
 
     This function is for ranks that are processes.  The ranks of :func:`impl.simulate.simulate` are threads of one
     process, which finds a rank that does not return without this function.

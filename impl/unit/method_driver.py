@@ -145,7 +145,7 @@ class MethodDriver:
             self._call("load", {name: value.to(self.wire.device, copy=True) for name, value in own.items()})
 
     def reset(self) -> None:
-        """Replace the method's object by a newly constructed one; to be called on all ranks."""
+        """Replace the method's object by a newly constructed object; to be called on all ranks."""
         self.drain()
         self._instance = self._new()
 

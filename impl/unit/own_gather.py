@@ -176,7 +176,7 @@ class OwnWeightGather:
         self._change = "loaded"
 
     def reset(self) -> None:
-        """Replace the method's object by a newly constructed one; to be called on all ranks."""
+        """Replace the method's object by a newly constructed object; to be called on all ranks."""
         self.own.reset()
         self.distrust()
 

@@ -72,9 +72,9 @@ _OF_GRADIENTS: Final = frozenset(
 class Placeholder(nn.Parameter):
     """A parameter without values; :func:`release` turns a plain parameter into a placeholder, in place.
 
-    If the keeper raises an error, ``detach()`` does not raise it.  Instead, it returns another placeholder, and every
-    use of this placeholder raises the error.  The reason is torch's ``state_dict()``, which detaches every parameter
-    before a hook can put values there.
+    If the keeper raises an error, ``detach()`` does not raise this error, but returns another placeholder.  Every use
+    of the other placeholder raises the error.  The reason is torch's ``state_dict()``: it calls ``detach()`` for every
+    parameter, before a hook can replace the results by values.
     """
 
     @classmethod
@@ -143,7 +143,7 @@ def _detached(parameter: Placeholder, refusal: ZeroError) -> nn.Parameter:
 
 
 def values_of(parameter: Placeholder) -> Tensor:
-    """Return the tensor with the values of ``parameter``, which its keeper provides; may raise the keeper's error."""
+    """Return the tensor with the values of ``parameter``, which the keeper provides, or raise the keeper's error."""
     return _keepers[parameter].use(parameter, [parameter])
 
 

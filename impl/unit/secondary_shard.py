@@ -104,10 +104,10 @@ class SecondaryShard:
         self.begun = None
 
     def keep(self, received: Tensor, version: Version, *, step: int = 0) -> None:
-        """Keep the frames ``received`` (..., F) uint8 from the hops between nodes, which have this ``version``.
+        """Keep the frames ``received`` (..., F) uint8 from the hops between nodes as the copy of the weights.
 
-        If the copy has another codec than the frames, the frames are decoded and encoded in the copy's codec.  ``step``
-        is the number of optimizer steps so far.
+        If the copy has another codec than the frames, the frames are decoded and encoded in the copy's codec.
+        ``version`` is the version of the weights in the frames.  ``step`` is the number of optimizer steps so far.
         """
         cast = self._cast(received) if self.codec != self._policy.weights else received
         kept = self._memory().view(cast.shape)
@@ -178,8 +178,8 @@ class SecondaryShard:
     def settled(self, version: Version) -> bool:
         """Return whether the copies already have the master's values, so that the difference is zero.
 
-        They do if torch has counted no write to the master since the copies were last updated.  ``version`` is the
-        present version of the master; the changes that it counts besides torch's writes do not matter.
+        The copies have these values if torch has counted no write to the master since the copies were last updated.
+        ``version`` is the present version of the master.  Only its count of torch's writes matters.
         """
         return self._settled == version[1]
 

@@ -125,9 +125,10 @@ class Unit:
     def used_after(self, outputs: Collection[int], *, backward: bool) -> bool:
         """Return whether the weights must stay gathered after the unit's module has run.
 
-        There are three such cases: the module returns one of its parameters; the weights were used outside of the
-        module in this forward pass; or the schedule keeps the unit gathered for backward.  The arguments are those of
-        :meth:`post_forward`.
+        Returns True in three cases: the module returns one of its parameters; the weights were used outside of the
+        module in this forward pass; or the schedule keeps the unit gathered for backward.
+
+        :meth:`post_forward` has the same arguments.
         """
         passes = self._passes
         if self.gathered and self.flat.address in outputs:  # Megatron's linear layers return their bias
@@ -151,7 +152,8 @@ class Unit:
     def gathered(self) -> bool:
         """Whether the weights are gathered.
 
-        Modules then hold the parameters.  Between passes below stage 3 they hold placeholders.
+        While the weights are gathered, modules hold the parameters.  There is one exception: below stage 3, modules
+        hold placeholders between passes.
         """
         return self.state is State.UNSHARDED or self.state is State.HIDDEN
 
@@ -163,9 +165,9 @@ class Unit:
     def all_gather(self, phase: Phase, ahead: Sequence[int] = ()) -> None:
         """All-gather this unit's weights, unless they are gathered; modules hold the parameters afterwards.
 
-        ``ahead`` are the indices of the units that run next.  The method starts their all-gathers too, so that these
-        overlap with the computation of this unit.  It leaves out units that are gathered already, and limits the number
-        of all-gathers under way (:data:`~impl.plan.prefetch_schedule.MOST_AHEAD`).
+        ``ahead`` are the indices of the units that run next.  The method starts the all-gathers of these units too, so
+        that messages overlap with the computation of this unit.  Units that are gathered already are left out, and so
+        are units beyond the limit of all-gathers under way (:data:`~impl.plan.prefetch_schedule.MOST_AHEAD`).
         """
         current = self.state is State.UNSHARDED and self.weight_gather.version == self.master_shard.version
         if not current:
@@ -484,7 +486,7 @@ class Unit:
                     if held is not (parameter if shown else placeholder):
                         raise ZeroError(
                             f"parameter {slot.spec.name!r} was replaced by another object in its module "
-                            "after the model was sharded: write its values under GatheredParameters"
+                            "after the model was sharded: write the parameter's values under GatheredParameters"
                         )
                 if not training:
                     continue
