@@ -50,10 +50,9 @@ def meets(policy: Policy, step: int, fragment: int | None) -> bool:
 
 
 def meeting_steps(policy: Policy) -> list[int]:
-    """Returns the optimizer steps of one round after which a fragment is exchanged, in order.
+    """Returns those of the optimizer steps 1 to ``local_steps`` after which a fragment is exchanged, in order.
 
-    A round is steps 1 to ``local_steps``.  With ``local_steps=10`` and ``local_fragments=2``: [5, 10].  The list is
-    empty if the policy has no local steps.
+    With ``local_steps=10`` and ``local_fragments=2``: [5, 10].  The list is empty if the policy has no local steps.
     """
     if (steps := policy.local_steps) is None:
         return []

@@ -125,10 +125,10 @@ def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
     """Returns the indices of the units that stay gathered from a forward pass to its backward pass.
 
     - Outer units stay, since they are used last in forward and first in backward.
-    - Blocks stay, beginning with the last block, as long as two limits allow it.  The first limit is that fewer than
-      ``memory.max_reuse`` elements run between the forward and the backward pass of a block.  Each later block counts
-      twice, since it runs in forward and in backward.  The second limit is that all units that are gathered at one time
-      have at most ``memory.max_live`` elements.
+    - Blocks stay, beginning with the last block, as long as two limits allow it.  First, the blocks that run between
+      the forward and the backward pass of a block must have fewer than ``memory.max_reuse`` elements.  Each of them
+      counts twice, since it runs in forward and in backward.  Second, all units that are gathered at one time must have
+      at most ``memory.max_live`` elements.
     - With ``max_reuse=0`` no unit stays.
     - On one rank, ``max_reuse`` does not limit the blocks, unless it is 0.  Resharding would save 2 bytes for each
       parameter, and gathering again would move 6 bytes to cast the masters.

@@ -251,8 +251,8 @@ def check_plain(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(keeper_of(parameter), InUnit):
             raise ZeroError(
-                f"parameter {name!r} of this model is sharded already: call shard() once, for a model as a "
-                "whole, and go on with the engine that it returned"
+                f"parameter {name!r} of this model is sharded already: call shard() once, for the whole model, "
+                "and use the engine that shard() returned"
             )
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             check_hooks(name, parameter)

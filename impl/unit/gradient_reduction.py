@@ -158,7 +158,7 @@ class GradientReduction:
             raise ZeroError(
                 f"a gradient arrived for unit {self._geometry.name!r}, which was already reduced in this "
                 "backward pass: if the model uses a parameter twice in reentrant checkpoints, set "
-                "use_reentrant=False; if the loss uses weights itself, compute it inside zero.unsharded()"
+                "use_reentrant=False; if the loss uses parameters directly, compute the loss inside zero.unsharded()"
             )
         if self.progress is Progress.COLLECTING and not self.missing:
             self.missing = set(range(len(self._members)))

@@ -96,7 +96,7 @@ class SecondaryShard:
             self._settled = None
 
     def distrust(self) -> None:
-        """Let the next gather of changed weights send the weights themselves, not differences.
+        """After the next change of the weights, let a gather send the weights themselves, not differences.
 
         To be called if the copies may differ between ranks, for example after a gather that was interrupted on some
         ranks only.

@@ -304,8 +304,8 @@ class Unit:
         else:
             raise ZeroError(
                 f"parameter {name!r} is used outside of a forward pass, where its values are sharded: to compute "
-                "a loss with it, do so inside zero.unsharded(); to read or change it, use GatheredParameters; to "
-                "clip or read gradients, use Zero.clip_grad_norm_() or zeropp.Gradient"
+                "a loss with the parameter, use zero.unsharded(); to read or change the parameter, use "
+                "GatheredParameters; to clip or read gradients, use Zero.clip_grad_norm_() or zeropp.Gradient"
             )
 
     def hide(self) -> None:
