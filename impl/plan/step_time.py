@@ -62,7 +62,7 @@ class Machine:
     """The rates of one cluster in training.
 
     Fields in seconds hold for one processor (a core or a GPU) that serves only one rank.  If more ranks than processors
-    share a host, the seconds are multiplied by :meth:`stretch`.
+    share a host, predictions multiply all these seconds, except ``latency``, by :meth:`stretch`.
 
     Raises ValueError: if a field is negative, not finite, or out of its range; or if an alternative fit changes a field
     that is not in :data:`ALTERNATIVE`.  The message names the field.

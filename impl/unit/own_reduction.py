@@ -110,7 +110,10 @@ class OwnReduction(MethodDriver):
         self.advance()
 
     def finish(self) -> Tensor:
-        """Return a copy (S,) fp32 of the mean that the method returns, in the memory that :meth:`start` was given."""
+        """Return a copy (S,) fp32 of the mean that the method returns.
+
+        The copy is in the memory ``out`` that :meth:`start` was given, or in new memory if ``out`` was None.
+        """
         mean = self.mean_of_method()
         return mean.clone() if self._out is None else self._out.copy_(mean)
 
