@@ -293,8 +293,9 @@ def step_of(machine: Machine, step: Step) -> StepTime:
     """Predicts the seconds of a step of this engine by simulating the step, unit by unit.
 
     The simulation follows one rank, and gives each exchange the time of the rank that sends most.  The computation of
-    the model is divided among units in proportion to their elements.  The first forward pass gathers all weights anew,
-    not from hpZ's copy, since the optimizer step before has changed the weights.
+    the model is divided among units in proportion to their elements, unless ``step.computing`` has the seconds of each
+    unit.  The first forward pass gathers all weights anew, not from hpZ's copy, since the optimizer step before has
+    changed the weights.
 
     If the policy has a schedule, the result is the mean over the optimizer steps ``step.steps``.  If the policy has
     local steps, it is the mean over ``local_steps`` steps, in which each fragment is exchanged once.
