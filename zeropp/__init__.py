@@ -1,4 +1,4 @@
-"""ZeRO-3 and ZeRO++ for any torch module, the codecs and collectives that they are made of, and measured records.
+"""ZeRO-3 and ZeRO++ for any torch module, the codecs and collectives that they use, and records of measurements.
 
 This is the module that users import::
 
@@ -6,8 +6,9 @@ This is the module that users import::
 
     zero = zeropp.shard(model, policy=zeropp.preset("zeropp"))
 
-Each name is imported from where it is defined when it is first used, so that ``import zeropp`` alone imports nothing,
-and training imports neither pandas nor the command line.  :mod:`impl`, :mod:`harness` and :mod:`report` have the code.
+The code is in :mod:`impl`, :mod:`harness` and :mod:`report`.  The first use of a name, such as ``zeropp.shard``,
+imports the module that defines the name.  Therefore ``import zeropp`` is fast, and training imports neither pandas nor
+the command line.
 """
 
 from __future__ import annotations
@@ -144,9 +145,11 @@ __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``name`` from where it is defined.
+    """Return the object ``name`` of this module, after importing the module that defines the object.
 
-    Raises AttributeError: if this module does not have the name.
+    Python calls this function only when ``name`` is used for the first time.
+
+    Raises AttributeError: if ``name`` is not in ``__all__``.
     """
     if name not in _HOME:
         raise AttributeError(f"module 'zeropp' has no attribute {name!r}")

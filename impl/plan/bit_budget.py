@@ -1,10 +1,11 @@
-"""Chooses a codec for each unit: all messages together fit into a budget of bytes, and the sum of errors is smallest.
+"""Chooses a codec for each unit, so that all messages fit into a budget of bytes and the sum of errors is small.
 
-This is a multiple-choice knapsack, solved greedily.  Every unit starts in its smallest codec.  Then, as long as the
-change of some unit's codec reduces the error and fits into the rest of the budget, the change that reduces the error
-most for each additional byte is made.  The result is never worse than the best choice of one codec for all units.
+The problem is a multiple-choice knapsack, which is solved greedily.  Every unit starts with its smallest codec.  Then
+codecs are changed one by one.  A change must reduce the error and fit into the rest of the budget.  Of all such
+changes, the one that reduces the error most for each additional byte is made next.  The sum of errors is never larger
+than with the best choice of one codec for all units.
 
-:func:`shares_of` derives the budget in bytes from a policy, :class:`Share` chooses from measured errors, and
+:func:`shares_of` derives the budget in bytes from a policy, :class:`Share` chooses codecs by their measured errors, and
 :func:`at_most` bounds the traffic of any choice.
 
 Pure: no torch.
@@ -29,18 +30,19 @@ _Name = TypeVar("_Name")
 
 
 class Cost(NamedTuple):
-    """The cost of one part (a unit's messages) in one codec: bytes sent, and the sum of squared errors."""
+    """The cost of the messages of one unit in one codec: the bytes sent, and the sum of squared errors."""
 
     bytes: int
     error: float
 
 
 def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
-    """Returns, for each part, the name of the codec chosen for it; all parts together take at most ``budget`` bytes.
+    """Returns the name of the codec that is chosen for each part; a part is the messages of one unit.
 
-    For each part, ``parts`` holds the cost in each codec; all parts have the same codecs.
+    ``parts[part][name]`` is the cost of the part in the codec with this name.  All parts have the same codecs.  With
+    the chosen codecs, all parts together have at most ``budget`` bytes.
 
-    Raises ValueError: if the smallest codecs take more than ``budget``, naming both numbers.
+    Raises ValueError: if the parts have more than ``budget`` bytes even in their smallest codecs.
     """
     chosen = [min(part, key=part.__getitem__) for part in parts]
     spent = total(parts, chosen).bytes
@@ -64,24 +66,25 @@ def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
 
 
 def total(parts: Sequence[Mapping[_Name, Cost]], chosen: Sequence[_Name]) -> Cost:
-    """Returns the bytes and the error of all parts together in the chosen codecs."""
+    """Returns the sum of the bytes, and the sum of the errors, of all ``parts`` in the ``chosen`` codecs."""
     costs = [part[name] for part, name in zip(parts, chosen, strict=True)]
     return Cost(sum(cost.bytes for cost in costs), sum(cost.error for cost in costs))
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of a budget for one purpose: the weight gathers, or the reductions' hop between nodes."""
+    """The share of a budget for one purpose: for weight gathers, or for the hop of reductions between nodes."""
 
     purpose: Budgeted
     hop: str  # name of the axis along which reductions cross nodes; empty for gathers
-    codecs: tuple[Codec, ...]  # the candidates, the policy's own first
+    codecs: tuple[Codec, ...]  # the codecs to choose from; the first is the policy's codec
     units: tuple[str, ...]  # names of the units whose codec is chosen, in model order
-    bytes: tuple[tuple[int, ...], ...]  # ``bytes[unit][codec]``: bytes of a rank's frames in a step
-    limit: int  # most bytes that the frames of all units may take together
+    # ``bytes[unit][codec]``: bytes of the frames of the unit's shard (or piece) that a rank encodes in a step
+    bytes: tuple[tuple[int, ...], ...]
+    limit: int  # most bytes that the frames of all units may have together
 
     def choose(self, errors: Sequence[Sequence[float]]) -> list[int]:
-        """Returns, for each unit, the index in ``codecs`` of the codec chosen for it.
+        """Returns for each unit the index, in ``codecs``, of the codec that is chosen for the unit.
 
         ``errors[unit][codec]`` is the sum of squared errors over all ranks.
         """
@@ -90,12 +93,14 @@ class Share:
 
 
 def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> list[Share]:
-    """Returns the shares of the policy's budget; an empty list if the policy has no budget.
+    """Returns the shares of the policy's budget: at most one for weights and one for gradients.
 
-    ``units`` are in model order; frozen and persistent units keep their codecs and are left out.
+    The list is empty if the policy has no budget.
 
-    Raises PolicyError: if the policy's own codecs, with which training begins, take more than the budget, or
-    if all units are frozen or persistent.
+    ``units`` are in model order.  No codec is chosen for frozen and persistent units, and the shares leave them out.
+
+    Raises PolicyError: if the codecs of the policy, with which training begins, need more bytes than the budget
+    allows; or if all units are frozen or persistent.
     """
     kept, shares = kept_units(policy, units), []
     for purpose, codecs in policy.candidates.items():
@@ -120,8 +125,8 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
         limit = int(bits * elements / 8) if bits else initial
         if initial > limit:
             raise PolicyError(
-                f"budget '{policy.budget}' allows {limit} bytes a rank for {purpose}, but {codecs[0]}, with "
-                f"which training begins, takes {initial}: set {purpose} to a smaller codec, or raise the budget"
+                f"budget '{policy.budget}' allows a rank {limit} bytes for {purpose}, but training begins with "
+                f"{codecs[0]}, which takes {initial} bytes: set {purpose} to a smaller codec, or raise the budget"
             )
         hop = topology.node_axis.name if purpose == "gradients" else ""
         shares.append(Share(purpose, hop, codecs, tuple(names), tuple(sizes), limit))
@@ -131,9 +136,9 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
 def at_most(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], sent: Mapping[LedgerKey, int]
 ) -> dict[Link, int]:
-    """Returns an upper bound of the bytes that a rank sends over each kind of link, whatever the budget chooses.
+    """Returns an upper bound of the bytes that a rank sends over each kind of link, for any choice of codecs.
 
-    ``sent`` are the bytes that the rank sends if every unit has the policy's own codecs.
+    ``sent`` are the bytes that the rank sends if every unit has the codecs of the policy, by entry of the ledger.
     """
     left, totals = dict(sent), dict.fromkeys(get_args(Link), 0)
     for share in shares_of(policy, topology, units):

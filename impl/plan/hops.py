@@ -1,8 +1,8 @@
 """Compiles a policy into hops: the messages of a unit's weight gather and of its gradient reduction, as data.
 
 A gather or a reduction is a tuple of :class:`Hop`, in the order in which every rank posts its messages.  The policy
-names axes and codecs; this module alone decides what each hop sends, in which codec, and what it keeps.  The same
-tuples have four readers:
+names axes and codecs.  This module alone decides what each hop sends, in which codec, and what the rank keeps of the
+received data.  Four parts of the project use the same tuples:
 
 * the engine sends them: :mod:`impl.comm.all_gather` and :mod:`impl.unit.weight_gather` run gathers,
   :mod:`impl.comm.reduce_scatter` and :mod:`impl.unit.gradient_reduction` run reductions;
@@ -39,18 +39,24 @@ from impl.policy.shard_layout import chunked
 from impl.policy.topology import Axis, Topology
 
 Kind = Literal["all_gather", "all_to_all", "shift"]
-"""How ranks along an axis exchange messages: each sends all others the same message, each sends every other rank a
-message of its own, or each sends the next rank a message in every step of a ring."""
+"""How the ranks along an axis exchange messages:
+
+- ``all_gather``: each rank sends the same message to every other rank;
+- ``all_to_all``: each rank sends a different message to every other rank;
+- ``shift``: in each step of a ring, each rank sends one message to the next rank.
+"""
 
 Sends = Literal["weights", "differences", "copy", "rows", "columns"]
-"""What the first hop of a gather sends: the masters' values, how they differ from hpZ's copy, or hpZ's copy.
+"""What the first hop of a gather sends:
 
-``rows`` and ``columns``, which only ``planes='phase'`` has, are the masters' values in this one plane
-(:func:`in_phase`).
+- ``weights``: the values of the masters;
+- ``differences``: the values of the masters minus hpZ's copy;
+- ``copy``: hpZ's copy;
+- ``rows`` or ``columns``, only with ``planes='phase'``: the values of the masters, in one plane (:func:`in_phase`).
 """
 
 Plane = Literal["rows", "columns"]
-"""The dimension of a matrix along which the blocks of its codec run."""
+"""The dimension of a matrix along which the blocks of the codec run."""
 _BOTH: Final[tuple[Plane, ...]] = ("rows", "columns")
 
 Source = Literal["master", "difference", "copy", "received", "gradient", "sum", "mean"]
@@ -64,7 +70,7 @@ Source = Literal["master", "difference", "copy", "received", "gradient", "sum", 
 """
 
 Keeps = Literal["nothing", "copy", "sum", "errors"]
-"""What a hop leaves on the rank, apart from what the next hop sends:
+"""What remains on the rank after a hop, in addition to the data that the next hop sends:
 
 - ``copy``: the received frames become hpZ's copy of the weights;
 - ``sum``: the received differences are added to hpZ's copy;
@@ -81,7 +87,8 @@ class Hop:
     codec: Codec
     source: Source
     frames: int  # number of encoded shards (in a reduction: encoded pieces) in the message to each other rank
-    # (start, end) of the parts into which each shard or piece is cut.  Each part is encoded and sent by itself.
+    # The chunks into which each shard or piece is cut, as element ranges (start, end).  Each chunk is encoded and sent
+    # separately.
     chunks: tuple[tuple[int, int], ...]
     crosses: bool  # whether ranks on several nodes take part
     keeps: Keeps = "nothing"
@@ -103,21 +110,24 @@ class Hop:
 
     @functools.cached_property
     def frame_bytes(self) -> tuple[int, ...]:
-        """For each chunk, the bytes of this part of one shard or piece as it is sent, in all planes together."""
+        """For each chunk, the bytes of the chunk of one encoded shard or piece, in all planes together."""
         return tuple(len(self.planes) * self.codec.frame_bytes(end - start) for start, end in self.chunks)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """For each chunk, the bytes of the message to each other rank."""
+        """For each chunk, the bytes of the message to each other rank, which has ``frames`` shards or pieces."""
         return tuple(self.frames * nbytes for nbytes in self.frame_bytes)
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Bytes of the messages of all chunks to each other rank."""
+        """Bytes that one rank sends to each other rank in this hop, in the messages of all chunks together."""
         return sum(self.sizes)
 
     def sends_elements(self, dtype: str | None) -> bool:
-        """Returns whether a message has the elements of its shards in the type ``dtype``, and nothing else."""
+        """Returns whether a message is exactly the elements of its shards in the type ``dtype``.
+
+        If so, the elements need no encoding, and a message has no scales and no padding.
+        """
         codec = self.codec
         same = isinstance(codec, Raw) and codec.dtype == dtype
         return same and self.frame_bytes == tuple(codec.code_bytes(end - start) for start, end in self.chunks)
@@ -126,12 +136,14 @@ class Hop:
 def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "weights") -> tuple[Hop, ...]:
     """Returns the hops of a gather of shards of ``shard`` elements.
 
-    ``policy`` is the unit's own (:meth:`Policy.for_unit`).  A policy without differences, or without hpZ's copy, sends
-    weights whatever ``sends`` says.
+    ``policy`` is the policy for one unit (:meth:`Policy.for_unit`).  ``sends='differences'`` is taken for ``weights``
+    if the policy has no differences, and ``sends='copy'`` is taken for ``weights`` if the policy has no hpZ.
 
-    Axes of one rank are left out, since a rank need not send itself a message.  But if all axes before hpZ's copy, or
-    all axes after hpZ's copy, have one rank, one of these axes stays, and the rank copies the message of this hop to
-    itself.  A user's own gather has no hops.
+    An axis of one rank gives no hop, since a rank need not send itself a message.  There is an exception.  The hops
+    form two groups: the hops before hpZ's copy is made, and the hops after.  If all axes of a group have one rank, the
+    group still has one hop, in which the rank copies its message to itself.
+
+    The tuple is empty if the policy has a user's own gather.
     """
     axes, outside = policy.gather_axes(topology)
     hops, frames = list[Hop](), 1
@@ -172,10 +184,12 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
 
 
 def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plane, ...]]:
-    """Returns (planes of the hops before hpZ's copy, planes of the hops after it); without hpZ all hops come after.
+    """Returns (planes of the hops before hpZ's copy, planes of the hops after hpZ's copy).
 
-    With ``planes='phase'`` hpZ's copy holds columns, which a gather of the weights brings together with the rows that
-    the forward pass computes with.
+    Without hpZ, all hops count as hops after hpZ's copy.
+
+    With ``planes='phase'``, hpZ's copy has the plane of columns.  A gather of the weights brings the columns for the
+    copy, together with the rows, with which the forward pass computes.
     """
     if policy.planes != "phase":
         return (_BOTH[: policy.planes],) * 2
@@ -186,11 +200,15 @@ def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plan
 
 
 def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
-    """Returns what a gather in ``phase`` sends; ``sends`` is what this gather would send if it brought both planes.
+    """Returns what a gather in ``phase`` sends.
 
-    With ``planes='phase'`` a training forward pass with hpZ brings both planes between nodes, so that the backward
-    pass finds its columns in hpZ's copy.  All other gathers bring only the plane that the pass computes with.  With
-    any other value of ``planes``, ``sends`` is returned.
+    Unless the policy has ``planes='phase'``, the result is ``sends``.  With ``planes='phase'``:
+
+    - A gather in ``forward``, of a training step, sends ``weights``.  With hpZ these are both planes, so that the
+      backward pass finds its columns in hpZ's copy; without hpZ they are only the rows.  If ``sends`` is ``copy``, the
+      gather sends ``rows``.
+    - A gather in ``backward`` sends ``copy`` if ``sends`` is ``copy``, and otherwise ``columns``.
+    - A gather in ``evaluate`` sends ``rows``.
     """
     if policy.planes != "phase":
         return sends
@@ -200,15 +218,19 @@ def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
 
 
 def casts_alone(hops: Sequence[Hop], dtype: str) -> bool:
-    """Returns whether the gather of a lone rank only casts its masters to ``dtype``, the type of gathered weights."""
+    """Returns whether a gather with these ``hops`` only casts the masters to ``dtype``, the type of gathered weights.
+
+    The result is True on a single rank, if the codec of the weights sends elements of this type as they are.
+    """
     hop = hops[-1]
     return hop.source == "master" and hop.axis.size == 1 and hop.sends_elements(dtype)
 
 
 def forwards_in_place(hops: Sequence[Hop]) -> bool:
-    """Returns whether the second hop of a gather only forwards what the first hop receives.
+    """Returns whether the second hop of a gather only forwards the messages that the first hop receives.
 
-    If so, the first hop can receive directly into the second hop's message.
+    If so, the first hop can receive directly into the message of the second hop.  Returns False if there is only one
+    hop, or if the first or the second hop is along an axis of one rank.
     """
     return len(hops) > 1 and hops[1].source == "received" and hops[0].axis.size > 1 < hops[1].axis.size
 
@@ -216,7 +238,8 @@ def forwards_in_place(hops: Sequence[Hop]) -> bool:
 def copy_bytes(policy: Policy, topology: Topology, shard: int, kept: Codec | None = None) -> int:
     """Returns the bytes of hpZ's copy of a unit on one rank; 0 without hpZ.
 
-    ``policy`` is the unit's own, and ``kept`` is the codec of the copy, by default the policy's.
+    ``policy`` is the policy for this unit, and ``shard`` is the number of elements of the unit's shard.  ``kept`` is
+    the codec in which the copy is kept, by default ``policy.copy_codec``.
     """
     if policy.secondary == 0:
         return 0
@@ -225,12 +248,15 @@ def copy_bytes(policy: Policy, topology: Topology, shard: int, kept: Codec | Non
 
 
 def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
-    """Returns the hops of a reduction of gradients.
+    """Returns the hops of a reduction of gradients, after which each rank has the mean gradient of its shard.
 
-    After the reduction each rank has the mean of ``piece`` elements.  If several groups of ranks hold copies of a
-    shard, further hops gather the pieces of the shard from these groups.  With local steps the reduction stays inside a
-    group, and each rank has the group's mean of a whole shard, which has as many pieces as there are groups.
-    Chunks start on multiples of ``grain`` elements.  With one rank there are no hops.
+    A shard has one piece of ``piece`` elements for each state group; with a single group, a piece is a whole shard.
+    The first hops add up gradients, after which each rank has the mean of one piece.  With several groups, further hops
+    gather the other pieces of the shard from the other groups.
+
+    With local steps, the reduction stays inside a group, and each rank has the mean over its group.
+
+    Chunks start on multiples of ``grain`` elements.  With one rank the tuple is empty.
     """
     group, sums = policy.group_ranks(topology), policy.reduce_axes(topology)
     if policy.local_steps is None:
@@ -240,10 +266,11 @@ def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -
 
 
 def outer_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
-    """Returns the hops of an outer step, in which groups average how far their masters have moved.
+    """Returns the hops of an outer step, in which state groups average how far their masters have moved.
 
-    These are the hops between groups that a reduction without local steps has: after the sums each rank has the mean of
-    ``piece`` elements, and the last hops gather the pieces of the shard.  Without local steps, the tuple is empty.
+    A shard has one piece of ``piece`` elements for each group.  The first hops add up, and each rank then has the mean
+    of one piece.  The last hops gather the other pieces of the shard from the other groups.  Without local steps, the
+    tuple is empty.
     """
     if policy.local_steps is None:
         return ()
@@ -262,9 +289,10 @@ def _reduction(
     ranks: int,
     outer: bool = False,
 ) -> tuple[Hop, ...]:
-    """Returns the hops that average over ``ranks`` ranks along the axes of ``sums``, then the hops that gather means.
+    """Returns the hops that average over ``ranks`` ranks, followed by the hops that gather the means of other pieces.
 
-    With ``outer``, each group's shard is averaged; otherwise each rank's gradient of a whole unit.
+    ``sums`` has the axis and the codec of each hop that adds up.  With ``outer``, the hops average shards, in an outer
+    step.  Otherwise the hops average the gradients of whole units.
     """
     group = policy.group_ranks(topology)
     kind: Kind = "shift" if policy.reduce == "ring" else "all_to_all"
@@ -303,11 +331,13 @@ def _reduction(
 
 
 def in_turns(hops: int, chunks: int) -> list[list[tuple[int, int]]]:
-    """Returns, for each event of a reduction of ``hops`` hops and ``chunks`` chunks, the messages posted at this event.
+    """Returns the messages that a reduction posts at each event, as a list of (hop, chunk) for each event.
 
-    A message is given as (hop, chunk).  The first event is the reduction's start, and each later event a call of
-    ``post_next_hop()``.  A chunk is posted on its next hop as soon as the following chunk has been posted on the
-    present hop.  Thus all links are in use while most of the gradient is still to be encoded.
+    The first event is the start of the reduction, and each later event is a call of ``post_next_hop()``.  A reduction
+    of 2 hops in 3 chunks has two events: [[(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)], [(1, 2)]].
+
+    A chunk is posted on its next hop as soon as the following chunk has been posted on the present hop.  Thus all links
+    are in use while most of the gradient is still to be encoded.
     """
     turns = [
         [(hop, turn - hop) for hop in range(hops) if 0 <= turn - hop < chunks]

@@ -1,4 +1,4 @@
-"""Computes learning-rate schedules (a warm-up, then a decay) as a factor of the optimizer's rate.  No torch."""
+"""Computes learning-rate schedules, a warm-up and then a decay, as factors of the learning rate.  Pure: no torch."""
 
 from __future__ import annotations
 
@@ -11,40 +11,46 @@ Decay = Literal["none", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The factor of an optimizer's learning rate in each of ``steps`` steps.
+    """The factor by which the learning rate is multiplied in each of ``steps`` steps.
 
-    Step s (counted from 0) of a warm-up of w steps has the factor ``start + (1 - start) (s + 1) / w``.  Then,
-    with ``p = (s + 1 - w) / (steps - w)``, a linear decay has ``floor + (1 - floor) (1 - p)`` and a cosine
-    decay ``floor + (1 - floor) (1 + cos(pi p)) / 2``, so that the last step, and every step after it, has
-    ``floor``.  Without a decay these steps have the factor 1.
+    Steps s are counted from 0.  In a warm-up of w steps, the factor is ``start + (1 - start) (s + 1) / w``.
 
-    Raises ValueError: for a negative warm-up, a warm-up longer than ``steps`` before a decay, or factors outside
-    [0, 1].
+    After the warm-up, let ``p = (s + 1 - w) / (steps - w)``.  Without a decay the factor is 1.  With a linear decay it
+    is ``floor + (1 - floor) (1 - p)``.  With a cosine decay it is ``floor + (1 - floor) (1 + cos(pi p)) / 2``.  In both
+    cases the last step, and every step after the last, has the factor ``floor``.
+
+    Raises ValueError: if ``warmup`` is negative; if ``warmup`` is larger than ``steps`` and there is a decay; or if
+    ``start`` or ``floor`` is outside [0, 1].
     """
 
-    steps: int  # of the whole schedule, warm-up included
-    warmup: int = 0  # steps of the warm-up
+    steps: int  # number of steps of the whole schedule, warm-up included
+    warmup: int = 0  # number of steps of the warm-up
     start: float = 0.0  # factor before the first step of the warm-up
     shape: Literal["linear", "log"] = (
-        "linear"  # of the warm-up; ``log`` has an effect only with ``as_deepspeed``
+        "linear"  # shape of the warm-up; ``log`` has an effect only with ``as_deepspeed``
     )
     decay: Decay = "none"  # shape of the decay after the warm-up
     floor: float = 0.0  # factor at the end of the decay
-    # Whether steps are counted as in DeepSpeed, which applies a schedule only after the first step: that step has
-    # the factor ``start``, or 0 with a cosine.  Steps of the schedule are counted from the second step, and a
-    # warm-up or a linear decay uses ``s`` in place of ``s + 1`` in the formulas above.
+    # Whether steps are counted as in DeepSpeed, which applies a schedule only after the first step.  The first step
+    # has the factor ``start``, or 0 with a cosine decay.  In the formulas above, s is then 0 in the second step.  In
+    # addition, a warm-up and a linear decay have ``s`` in place of ``s + 1``.
     as_deepspeed: bool = False
 
     def __post_init__(self) -> None:
         if not self.warmup >= 0 or (self.decay != "none" and self.warmup > self.steps):
-            raise ValueError(f"the warm-up has {self.warmup} steps: expected 0 to {self.steps}")
+            raise ValueError(
+                f"warmup = {self.warmup}, in a schedule of {self.steps} steps: set warmup from 0 to {self.steps}"
+            )
         if not (0 <= self.start <= 1 and 0 <= self.floor <= 1):
             raise ValueError(
-                f"start = {self.start:g} and floor = {self.floor:g}: expected numbers from 0 to 1"
+                f"start = {self.start:g} and floor = {self.floor:g}: set both to numbers from 0 to 1"
             )
 
     def factor(self, step: int) -> float:
-        """Returns the factor of step ``step`` (from 0); suits ``torch.optim.lr_scheduler.LambdaLR``."""
+        """Returns the factor of step number ``step``, counted from 0.
+
+        The method can be given to ``torch.optim.lr_scheduler.LambdaLR``.
+        """
         if self.as_deepspeed:
             return self._as_deepspeed(step - 1)
         if step < self.warmup:

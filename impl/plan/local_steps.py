@@ -1,9 +1,12 @@
-"""Decides after which optimizer steps which units are exchanged between groups that take local steps.
+"""Decides after which optimizer steps which units are exchanged between state groups that take local steps.
 
-With ``policy.local_steps = H`` each group of ranks trains by itself, and every H steps the groups average how far their
-masters have moved (DiLoCo, 2311.08105).  With ``policy.local_fragments = F`` the units are dealt into F fragments:
-unit number u belongs to fragment u mod F, and fragment f is exchanged after the steps H k + f H / F (Streaming DiLoCo,
-2501.18512).  Pure: no torch.
+With ``policy.local_steps = H`` each group of ranks trains by itself for H steps.  Every H steps the groups average how
+far their masters have moved (DiLoCo, 2311.08105).
+
+With ``policy.local_fragments = F`` the trained units are divided into F fragments, and different fragments are
+exchanged after different steps (Streaming DiLoCo, 2501.18512).  The trained unit number u belongs to fragment u mod F.
+Fragment f is exchanged after the steps ``H k + f H / F``, rounded down, for all k.  With H = 10 and F = 2, fragment 0
+is exchanged after the steps 10, 20 and so on, and fragment 1 after the steps 5, 15 and so on.  Pure: no torch.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from impl.policy.shard_layout import UnitGeometry
 
 
 def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | None]:
-    """Returns the number of each unit's fragment, in model order.
+    """Returns for each unit, in model order, the number of its fragment, counted from 0.
 
-    The fragment is None for frozen units, and for all units if the policy has no local steps.
+    The number is None for a frozen unit.  It is None for all units if the policy has no local steps.
 
     Raises PolicyError: if there are fewer trained units than fragments.
     """
@@ -36,9 +39,10 @@ def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | No
 
 
 def meets(policy: Policy, step: int, fragment: int | None) -> bool:
-    """Returns whether groups exchange the fragment with this number after optimizer step ``step``, counted from 1.
+    """Returns whether state groups exchange fragment number ``fragment`` after optimizer step ``step``.
 
-    Returns False for the fragment None, and for every fragment without local steps.
+    Steps are counted from 1, fragments from 0.  Returns False if ``fragment`` is None, or if the policy has no local
+    steps.
     """
     if policy.local_steps is None or fragment is None or step < 1:
         return False
@@ -46,7 +50,10 @@ def meets(policy: Policy, step: int, fragment: int | None) -> bool:
 
 
 def meeting_steps(policy: Policy) -> list[int]:
-    """Returns the steps, counted from 1 to ``local_steps``, after which some fragment is exchanged, in order."""
+    """Returns those of the optimizer steps 1 to ``local_steps`` after which a fragment is exchanged, in order.
+
+    With ``local_steps=10`` and ``local_fragments=2``: [5, 10].  The list is empty if the policy has no local steps.
+    """
     if (steps := policy.local_steps) is None:
         return []
     fragments = policy.local_fragments

@@ -21,8 +21,8 @@ from impl.policy.policy import Policy
 from impl.policy.shard_layout import UnitGeometry
 from impl.policy.topology import Topology
 
-ADAM_BYTES: Final = 8  # two fp32 moments per element
-STAGED: Final = 2  # most mean gradients that are being copied to the host at once
+ADAM_BYTES: Final = 8  # bytes of Adam's state for each element: two moments in fp32
+STAGED: Final = 2  # most mean gradients that are being copied to the host at one time
 PARTS: Final = (
     "masters", "frozen", "gradients", "optimizer", "secondary", "feedback", "gathered", "local_gradients",
     "frames", "staging", "messages",
@@ -32,9 +32,10 @@ PARTS: Final = (
 
 
 def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
-    """Returns the bytes by part with another optimizer, from the ``parts`` that :func:`memory` returned for Adam.
+    """Returns the bytes of each part of a rank's memory for an optimizer other than Adam.
 
-    ``size`` is the other optimizer's number of bytes of state for each element; Adam has 8.
+    ``parts`` is what :func:`memory` returned, which assumes Adam.  ``size`` is the number of bytes of state that the
+    other optimizer has for each element; Adam has 8.
     """
     return parts | {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
 
@@ -42,14 +43,15 @@ def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
 def with_muon(
     parts: dict[str, int], units: Sequence[UnitGeometry], owners: Owners, rank: int
 ) -> dict[str, int]:
-    """Returns the bytes by part if Muon steps the matrices, from the ``parts`` that :func:`memory` returned for Adam.
+    """Returns the bytes of each part of the memory of ``rank`` if Muon steps the matrices.
 
-    - ``optimizer``: 4 bytes for each element of a matrix (the momentum), 8 for each other element
-    - ``owned``: two buffers in fp32.  One is as large as the largest matrix that the rank owns; the other is as large
-      as the matrices' part of the rank's shard, in the unit where this part is largest
+    ``parts`` is what :func:`memory` returned, which assumes Adam.  Two parts of the result differ from ``parts``:
 
-    The bytes are those of ``rank``; other ranks own other matrices and hold other parts of matrices.  The messages of
-    the exchanges with owners are not counted.
+    - ``optimizer``: 4 bytes for each element of a matrix (the momentum), and 8 bytes for each other element
+    - ``owned``: two buffers in fp32.  The first has the size of the largest matrix that the rank owns.  The second has
+      the size of the matrices' elements in the rank's shard of one unit, for the unit with most such elements
+
+    The messages to and from owners are not counted.
     """
     group = owners.matrices[0].slot.spec.group
     spans = [
@@ -74,33 +76,43 @@ def memory(
     backward: bool = True,
     streams: bool = False,
 ) -> dict[str, int]:
-    """Returns the bytes that one rank holds, by part, at the moment of a step when that part is largest.
+    """Returns for each part of one rank's memory the most bytes that the part has at one time during a step.
 
-    With S the elements of all of the rank's shards, the parts are:
+    S is the number of elements of the rank's shards of all units.  The parts are:
 
-    - ``masters``: 4 S, the fp32 weights; frozen weights that are kept as codes count as ``frozen`` instead
-    - ``gradients``: 4 S, the mean gradients of trainable units
-    - ``optimizer``: 8 S, Adam's two moments of trainable units
-    - ``secondary``: hpZ's copy; with a budget or a schedule, in the largest of its codecs
-    - ``feedback``: the kept errors of gradient codecs; with a schedule, in all its spans
-    - ``outer``, with local steps only: 4 S for the masters at the last exchange between groups, and 4 S for the
-      outer momentum, if there is one
-    - ``gathered``: unsharded weights in the compute type.  Below stage 3 all units; in stage 3 the outer units
-      and either the largest block or, if they have more elements, the units kept for backward (without
-      ``backward`` no units are kept)
-    - ``local_gradients``: unsharded gradients.  All of them in fp32 where several micro-batches are added up
-      locally, else those of the outer units and the largest block, in the compute type
-    - ``messages``: the buffers of messages if a GPU's ``streams`` wait for messages, as with NCCL
-      (:mod:`impl.plan.messages`); where the host waits for messages, their buffers are not counted
+    - ``masters``: 4 S, the fp32 weights
+    - ``frozen``: the codes of frozen weights that are kept as codes; these weights do not count as ``masters``
+    - ``gradients``: 4 S, the mean gradients of trained units
+    - ``optimizer``: 8 S, Adam's two moments of trained units
+    - ``secondary``: hpZ's copy.  With a budget or a schedule, the copy counts in the largest of its codecs
+    - ``feedback``: the carried errors of gradient codecs.  A schedule keeps them also in spans without feedback
+    - ``outer``, with local steps only: 4 S for the anchor, and 4 S for the outer momentum, if the policy has one
+    - ``gathered``: unsharded weights in the compute type.  Below stage 3, they are the weights of all units.  In stage
+      3, they are the weights of the outer units, and in addition the larger of two sets: the largest block, with the
+      frozen units of the block after it; or the units that stay gathered for backward
+    - ``local_gradients``: unsharded gradients.  If several micro-batches are added up locally, they are the gradients
+      of all units in fp32.  Otherwise they are the gradients of the outer units and of the largest block, in the
+      compute type
+    - ``messages``: the buffers of messages (:mod:`impl.plan.messages`), only with ``streams``
 
-    Units gathered ahead of their use are not included; they add at most ``memory.prefetch`` elements,
-    or the largest unit if that is more.
+    Outer units are the unit of the root and the unit of the persistent parameters.  The weights of units that are
+    gathered before they run are not counted.  They have at most ``memory.prefetch`` elements, or the elements of the
+    largest unit, if these are more.
 
-    With offload, parts in host memory have the prefix ``host_``, and there are further parts.  The device
-    holds ``frames``, the encoded weights of offloaded masters, unless the encoded weights are offloaded too.  It
-    also holds ``staging``, two of the largest mean gradients while they are copied to the host.  The host holds
-    ``host_frames``, the encoded weights of its fp32 shards.  The host holds gradients twice if micro-batches are
-    added up in shards.
+    Offload adds parts.  A part in host memory has the prefix ``host_``:
+
+    - ``frames``: on the device, the encoded weights of offloaded masters, unless these are offloaded too
+    - ``host_frames``: the encoded weights of masters in host memory
+    - ``staging``: on the device, two mean gradients of the largest offloaded unit, while they are copied to the host
+    - ``host_gradients`` count twice if the mean gradients of several micro-batches are added up
+
+    Args:
+        policy: the policy of the model.
+        topology: nodes and ranks.
+        units: the model's units, in model order.
+        micro_batches: the number of micro-batches in a step.
+        backward: False for steps without backward pass, for which no units stay gathered.
+        streams: whether a GPU's streams wait for messages, as with NCCL, and not the host.
     """
     item = ITEM_BYTES[policy.compute]
     parts = dict.fromkeys(PARTS, 0)
@@ -146,12 +158,18 @@ def memory(
 
 
 def outer_bytes(policy: Policy, shard: int) -> int:
-    """Returns the bytes that outer steps need for ``shard`` elements: the anchor, and the outer momentum if any."""
+    """Returns the bytes that outer steps need for a shard of ``shard`` elements.
+
+    They are 4 bytes an element for the anchor, and 4 for the outer momentum if the policy has one.
+    """
     return MASTER_BYTES * shard * (2 if policy.outer_momentum else 1)
 
 
 def _gathered(policy: Policy, units: Sequence[UnitGeometry], *, backward: bool) -> int:
-    """Returns the most elements of weights gathered at once, not counting units gathered ahead of their use."""
+    """Returns the most elements of weights that are gathered at one time.
+
+    Units that are gathered before they run are not counted.
+    """
     if policy.stage < 3:
         return sum(unit.padded for unit in units)
     # In backward, a block's units are gathered while the frozen units of the block after it are still gathered:
@@ -168,16 +186,17 @@ def _gathered(policy: Policy, units: Sequence[UnitGeometry], *, backward: bool) 
 
 
 def _around_and_most(units: Sequence[UnitGeometry], sizes: Sequence[int]) -> int:
-    """Returns the elements of all outer units, plus the largest of ``sizes`` (elements)."""
+    """Returns a number of elements: those of all outer units together, plus the largest of ``sizes``."""
     return sum(unit.padded for unit in units if unit.outer) + max(sizes, default=0)
 
 
 def secondary_either_way(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry]
 ) -> tuple[int, int] | None:
-    """Returns (bytes of hpZ's copy on one rank if the copy is kept as frames, its bytes if kept in 16 bits).
+    """Returns the bytes of hpZ's copy on one rank, for two ways of keeping the copy.
 
-    Returns None for a policy without hpZ.  With a schedule, the first span with hpZ counts.
+    The result is (bytes if the copy is kept as frames in the codec of the weights, bytes if it is kept in bf16).  With
+    a schedule, the copy is that of the first policy with hpZ.  Returns None for a policy without hpZ.
     """
     copying = next((phase for phase in policy.phases if phase.secondary != 0), None)
     if copying is None:

@@ -1,9 +1,9 @@
 """Predicts the bytes of the buffers that carry a rank's messages on a GPU, from the policy and the units' layout.
 
-The prediction is for a GPU whose stream waits for messages, as with NCCL (:mod:`impl.comm.exchanges`).  The host
-then runs one collective after the other, so that the buffers in use at once are those of one collective.  Units,
-hops and purposes share buffers whose sizes are in one class (:func:`size_class`).  Tests check that the exchanges
-hold exactly the predicted bytes.
+The prediction is for a GPU whose stream waits for messages, as with NCCL (:mod:`impl.comm.exchanges`).  There the host
+enqueues one collective after the other, so that only the buffers of one collective are in use at a time.  Buffer sizes
+are rounded up (:func:`size_class`), and all units, hops and purposes share the buffers of one size.  Tests check that
+the exchanges hold exactly the predicted bytes.
 
 Pure: no torch.
 """
@@ -31,15 +31,18 @@ from impl.policy.policy import Policy
 from impl.policy.shard_layout import UnitGeometry
 from impl.policy.topology import Topology
 
-# Number of free buffers of each class that are left unused.  The next message takes the buffer that was used longest
-# ago, and so seldom has to wait until the buffer's last use has ended.
+# Number of buffers of each size that are kept in addition to those in use at one time.  The next message takes the
+# buffer that was used longest ago, and so seldom has to wait until the buffer's last use has ended.
 SPARE: Final = 1
-_SMALLEST: Final = 512  # bytes of the smallest class, as in torch's allocator
-_FINENESS: Final = 4  # significant bits of a class: there are eight classes from one power of two to the next
+_SMALLEST: Final = 512  # bytes of the smallest buffer, as in torch's allocator
+_FINENESS: Final = 4  # significant bits of a buffer's size: eight sizes from one power of two to the next
 
 
 def size_class(nbytes: int) -> int:
-    """Returns the bytes of a buffer for a message of ``nbytes``: 512, or at most an eighth more than the message."""
+    """Returns the bytes of the buffer that carries a message of ``nbytes``.
+
+    The result is at least 512, and otherwise at most an eighth more than ``nbytes``.  With 1000: 1024.
+    """
     step = 1 << max(0, nbytes.bit_length() - _FINENESS)
     return max(_SMALLEST, -(-nbytes // step) * step)
 
@@ -54,12 +57,14 @@ def message_bytes(
 ) -> int:
     """Returns the bytes of all buffers for one rank's messages of weights and gradients, from the third step on.
 
-    The arguments are those of :func:`impl.plan.memory.memory`.  With a schedule, the buffers of all its spans are
-    counted.  With a budget, the result is an upper bound for any choice of codecs.  With differences that are never
-    refreshed, the result is an upper bound too, since the buffers for weights are counted, and only the first step
-    sends weights.
+    The arguments are those of :func:`impl.plan.memory.memory`.  With a schedule, the result has the buffers for all
+    policies of the schedule.  In two cases the result is an upper bound:
+
+    - With a budget, the bound holds for any choice of codecs.
+    - With differences and ``refresh=0``, only the first step sends the weights themselves, and later steps send
+      differences.  The buffers for the weights are counted too.
     """
-    most = Counter[int]()  # by class, the most buffers in use at once
+    most = Counter[int]()  # for each size of buffers, the most buffers in use at one time
     kept = kept_units(policy, units)
     seen = dict[tuple[int, int, int, bool, bool], Policy]()  # most units of a model need the same buffers
     for (index, unit), phase in itertools.product(enumerate(units), policy.phases):
@@ -85,7 +90,7 @@ def message_bytes(
 def _gathers(
     policy: Policy, topology: Topology, unit: UnitGeometry, *, again: bool, backward: bool
 ) -> Iterator[Sequence[int]]:
-    """Yield the bytes of the buffers in use at each moment of a unit's gathers.
+    """Yield the sizes in bytes of the buffers that are in use together, for each hop of a unit's gathers.
 
     With ``again``, the gathers from hpZ's copy are included.
     """
@@ -100,7 +105,10 @@ def _gathers(
 
 
 def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
-    """Yield the bytes of the buffers in use at each moment of a reduction with the hops ``every``."""
+    """Yield the sizes in bytes of the buffers that are in use together, for each message of a reduction.
+
+    ``every`` are all hops of the reduction.
+    """
     hops = [hop for hop in every if hop.kind == "all_to_all"]
     # Each step of a ring ends before the next step begins.
     yield from ([hop.nbytes] * 2 for hop in every if hop.kind == "shift")
@@ -114,11 +122,11 @@ def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
 
 
 def _forwarded(hops: Sequence[Hop]) -> Iterator[Sequence[int]]:
-    """Yield the bytes of the buffers in use at each hop of a gather.
+    """Yield the sizes in bytes of the buffers that are in use together, for each hop of a gather.
 
-    A hop receives into one buffer, in which the rank's own message lies too.  If the second hop only forwards what the
-    first hop receives, the first hop needs no buffer of its own.  What later hops receive is copied to the next hop's
-    buffer.
+    Each hop has one buffer, which holds the message that the rank sends and the messages that it receives.  Before the
+    next hop, the received messages are copied to the next hop's buffer.  The first hop is an exception: if the second
+    hop only forwards what the first hop receives, both hops use the buffer of the second hop.
     """
     sizes, first = [hop.axis.size * hop.nbytes for hop in hops], int(forwards_in_place(hops))
     yield from (sizes[max(first, number - 1) : number + 1] for number in range(first, len(sizes)))

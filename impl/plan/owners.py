@@ -1,8 +1,8 @@
-"""Assigns each matrix that Muon orthogonalises to one rank, its owner, and sizes the messages to and from owners.
+"""Assigns each matrix that Muon orthogonalises to one rank, its owner, and computes the sizes of messages to owners.
 
-A matrix is cut into the shards of several ranks, and Newton-Schulz needs the whole of it.  Masters, gradients and
-momentum stay in shards.  In each optimizer step two exchanges take place among the ranks that share one copy of the
-states:
+A matrix is cut into the shards of several ranks, but the Newton-Schulz iteration needs the whole matrix.  Masters,
+gradients and momentum stay in shards.  In each optimizer step two exchanges take place among the ranks that share one
+copy of all sharded states:
 
 1. *momentum*: every rank sends its part of each matrix's momentum to the matrix's owner;
 2. *update*: the owner, which has orthogonalised the matrix, sends every rank its part of the update back.
@@ -30,7 +30,7 @@ from impl.policy.topology import Axis, Topology
 MATRICES: Final = 1  # the optimizer group of matrices; all other groups are stepped by AdamW
 MOMENTUM_BYTES: Final = 4  # Muon's state for each element of a matrix: the momentum in fp32
 NEWTON_SCHULZ_STEPS: Final = 5  # torch's default
-_REST: Final = "leave it to AdamW: have group_of= return another group for it"
+_REST: Final = "leave it to AdamW, by returning another group for this parameter from group_of="
 
 
 class Part(NamedTuple):
@@ -48,7 +48,7 @@ class Matrix:
 
     unit: int  # index of its unit among the model's units
     slot: Slot
-    owner: int  # index of the owner among the ranks that share one copy of the states
+    owner: int  # index of the owner among the ranks that share one copy of all sharded states
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,31 +57,37 @@ class Matrix:
 
 
 Sizes = tuple[tuple[int, ...], ...]
-"""``sizes[source][destination]``: bytes of the message from one rank to another, or to itself."""
+"""``sizes[source][destination]``: bytes of the message from rank ``source`` to rank ``destination``.
+
+Ranks are counted from 0 along :attr:`Owners.axis`.  ``sizes[i][i]`` are bytes that rank i keeps and does not send."""
 
 
 @dataclass(frozen=True)
 class Owners:
-    """The owners of a model's matrices."""
+    """The owner of each matrix of a model, and the parts of the matrices that each rank holds."""
 
-    axis: Axis  # the ranks that share one copy of the states
+    axis: Axis  # the ranks that share one copy of all sharded states
     matrices: tuple[Matrix, ...]  # in model order
-    parts: tuple[tuple[Part, ...], ...]  # by index of the rank that holds them, in the order of ``matrices``
+    # ``parts[i]``: the parts that rank i of the axis holds, in the order of ``matrices``; parts have 1 element or more.
+    parts: tuple[tuple[Part, ...], ...]
     momentum: Codec  # codec of the messages to owners
     update: Codec  # codec of the messages from owners
 
     @functools.cached_property
     def to_owners(self) -> Sizes:
-        """Sizes of the messages that bring momentum to owners."""
+        """Bytes of the messages that bring momentum to owners, as ``sizes[holder][owner]``."""
         return self._sizes(self.momentum)
 
     @functools.cached_property
     def from_owners(self) -> Sizes:
-        """Sizes of the messages that bring updates back."""
+        """Bytes of the messages that bring updates back from owners, as ``sizes[owner][holder]``."""
         return tuple(zip(*self._sizes(self.update), strict=True))
 
     def _sizes(self, codec: Codec) -> Sizes:
-        """Returns ``sizes[holder][owner]``: bytes in ``codec`` of the holder's parts of the owner's matrices."""
+        """Returns ``sizes[holder][owner]``: bytes of the parts that ``holder`` has of the matrices of ``owner``.
+
+        The parts are encoded in ``codec``.
+        """
         sizes = [[0] * self.axis.size for _ in self.parts]
         for row, parts in zip(sizes, self.parts, strict=True):
             for part in parts:
@@ -89,9 +95,9 @@ class Owners:
         return tuple(map(tuple, sizes))
 
     def frames(self, holder: int, owner: int, codec: Codec) -> Iterator[tuple[Part, int, int]]:
-        """Yield (part, start, end) for each part that ``holder`` holds of a matrix of ``owner``.
+        """Yield (part, start, end) for each part that rank ``holder`` holds of a matrix of rank ``owner``.
 
-        Bytes [start, end) of the message between the two ranks are the part's frame.
+        Bytes [start, end) of the message between the two ranks are the frame of this part in ``codec``.
         """
         start = 0
         for part in self.parts[holder]:
@@ -102,7 +108,7 @@ class Owners:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash of the assignment and its codecs: equal on two ranks exactly if they have the same assignment."""
+        """A hash of the owners of all matrices and of both codecs, with which ranks check that they agree."""
         text = repr([(matrix.unit, matrix.slot.spec.name, matrix.owner) for matrix in self.matrices])
         return hashlib.sha256(f"{text} {self.momentum} {self.update}".encode()).hexdigest()[:12]
 
@@ -116,10 +122,10 @@ class Owners:
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) -> float:
-    """Returns the floating-point operations that orthogonalise a matrix of this ``shape``.
+    """Returns the number of floating-point operations that orthogonalise a matrix of this ``shape`` in ``steps`` steps.
 
-    With ``s`` the smaller and ``l`` the larger dimension, an iteration multiplies (s, l) by (l, s), (s, s) by (s, s),
-    and (s, s) by (s, l).
+    With ``s`` the smaller and ``l`` the larger dimension, each step multiplies matrices three times: (s, l) by (l, s),
+    (s, s) by (s, s), and (s, s) by (s, l).
     """
     small, large = sorted(shape)
     return steps * (4.0 * small * small * large + 2.0 * small**3)
@@ -132,8 +138,8 @@ def owners_of(
 
     Returns None if the group has no trained parameter with elements.
 
-    The operations of Newton-Schulz are spread evenly over ranks.  As far as this allows, a matrix belongs to the rank
-    that holds most of it, since this part is not sent.
+    The floating-point operations of Newton-Schulz are spread evenly over ranks.  As far as an even spread allows, the
+    owner of a matrix is the rank that holds most of the matrix, since the owner's part is not sent.
 
     Args:
         policy: the policy of the model.
@@ -182,12 +188,16 @@ def owners_of(
 
 
 def _assign(costs: Sequence[float], held: Sequence[Sequence[int]]) -> list[int]:
-    """Returns the owner of each matrix, from the ``costs`` of matrices and the elements ``held`` by each rank.
+    """Returns for each matrix the index of its owner.
 
-    There are two passes, and each assigns the most expensive matrices first.  The first pass gives a matrix to the rank
-    with the least cost so far; the largest cost that a rank then has is the limit of the second pass.  The second pass
-    gives a matrix to the rank that holds most of it, among the ranks that stay within the limit.  If no rank would stay
-    within the limit, the owners of the first pass are returned.
+    ``costs[matrix]`` are floating-point operations, and ``held[matrix][rank]`` is the number of the matrix's elements
+    that ``rank`` holds.
+
+    There are two passes over the matrices, and each pass starts with the most expensive matrix.  The first pass gives a
+    matrix to the rank with the least cost so far.  The largest cost of a rank after the first pass is the limit of the
+    second pass.  The second pass begins anew, and gives a matrix to the rank that holds most of the matrix, among the
+    ranks whose cost stays within the limit.  If there is a matrix with which every rank would exceed the limit, the
+    owners of the first pass are returned.
     """
     ranks, order = range(len(held[0])), sorted(range(len(costs)), key=lambda number: -costs[number])
     loads, even = [0.0] * len(ranks), [0] * len(costs)

@@ -1,8 +1,10 @@
-"""Decides which units are gathered ahead, which stay gathered, and in which order gradients are reduced.
+"""Decides which units are gathered before they run, which stay gathered, and in which order gradients are reduced.
 
-Units look these decisions up in a :class:`Schedule` at the events of a pass (:mod:`impl.unit.unit`); so does
-the simulation of a step (:mod:`impl.plan.timeline`).  A schedule refers to units by their index in model
-order.  Pure: no torch.
+A :class:`Schedule` holds these decisions.  The engine (:mod:`impl.unit.unit`) looks them up during a pass, and so does
+the simulation of a step (:mod:`impl.plan.timeline`).  A unit is represented by its index in model order.
+
+To *gather a unit ahead* is to start its all-gather while an earlier unit computes.  *Outer* units are in use during the
+whole pass: the unit of the root, and the unit of the persistent parameters.  Pure: no torch.
 """
 
 from __future__ import annotations
@@ -18,24 +20,25 @@ from typing import Final
 from impl.policy.policy import MOST_LIVE, Policy
 from impl.policy.shard_layout import UnitGeometry
 
-MOST_AHEAD: Final = 4  # most units gathered ahead at once; each holds a slot of the shared memory
+MOST_AHEAD: Final = 4  # most units gathered ahead at one time; each occupies a slot of the shared memory
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which units run, and what is gathered ahead and kept."""
+    """The order in which units run, the units that are gathered ahead, and the units that stay gathered."""
 
     sizes: Sequence[int]  # padded elements of each unit, by index
     order: tuple[int, ...]  # the units that run one after the other, in forward order
     outer: tuple[int, ...]  # the units in use during the whole pass (the root's, and the persistent ones)
-    # Most elements gathered ahead; the next unit may exceed this limit.  0: nothing is gathered ahead.
+    # Most elements of all units that are gathered ahead together.  The unit that runs next is gathered ahead even if it
+    # is larger.  0: no unit is gathered ahead.
     prefetch: int
-    # Most elements gathered at once; nothing is gathered ahead beyond this number.  None: ``MOST_LIVE``, but the next
-    # unit is gathered ahead whatever its size.
+    # Most elements of all units that are gathered at one time.  A unit that would exceed this number is not gathered
+    # ahead.  None: ``MOST_LIVE``, but the unit that runs next is gathered ahead whatever its size.
     max_live: int | None = None
     kept: frozenset[int] = frozenset()  # the units that stay gathered from forward to backward
-    # Whether gradients are reduced in reverse model order; else in reverse forward order, in which gradients
-    # arrive, so that no reduction waits for its turn.
+    # Whether gradients are reduced in reverse model order, as below stage 3.  Otherwise they are reduced in the reverse
+    # of ``order``.  Gradients arrive in this order too, so that no reduction waits for its turn.
     in_model_order: bool = False
     frozen: frozenset[int] = frozenset()  # the units without gradients, which are not reduced
     blocks: Sequence[str] = ()  # for each unit, the block with which it runs; empty: each unit runs by itself
@@ -57,34 +60,50 @@ class Schedule:
 
     @cached_property
     def reduction_order(self) -> tuple[int, ...]:
-        """The indices of the trained units, in the order in which all ranks start gradient reductions."""
+        """The indices of the trained units, in the order in which all ranks start to reduce their gradients."""
         order = sorted(self.order) if self.in_model_order else self.order
         return tuple(unit for unit in (*reversed(order), *self.outer) if unit not in self.frozen)
 
     @cached_property
     def runs(self) -> tuple[tuple[int, ...], ...]:
-        """The units' indices, grouped by block, in forward order; the units of a block run together."""
+        """The units other than outer ones, in forward order, as one tuple of indices for each block.
+
+        The units of a block run together.  If unit 0 is the root's, and each of two blocks has a trained and a frozen
+        unit: ((1, 2), (3, 4)).
+        """
         groups = itertools.groupby(self.order, lambda unit: self.blocks[unit] if self.blocks else unit)
         return tuple(tuple(units) for _, units in groups)
 
     def after(self, seen: Sequence[int]) -> Schedule:
-        """Returns this schedule with the units in the order ``seen`` in a pass; units that did not run come last."""
+        """Returns this schedule with another order of units, such as the order in which a pass has used them.
+
+        ``seen`` are the indices of the units in this order.  Units that are not in ``seen`` come last.
+        """
         return replace(self, order=(*seen, *(index for index in self.order if index not in seen)))
 
     @cached_property
     def ahead_in_forward(self) -> Sequence[Sequence[int]]:
-        """For each unit, the indices of the units to gather ahead when it is about to run in forward, in order."""
+        """``ahead_in_forward[unit]``: the indices of the units to gather ahead in forward.
+
+        Their all-gathers start when ``unit`` is about to run.  The indices are in the order in which the units will
+        run.
+        """
         return [self._ahead(unit, self.order) for unit in range(len(self.sizes))]
 
     @cached_property
     def ahead_in_backward(self) -> Sequence[Sequence[int]]:
-        """For each unit, the indices of the units to gather ahead when its output's gradient arrives, in order."""
+        """``ahead_in_backward[unit]``: the indices of the units to gather ahead in backward.
+
+        Their all-gathers start when the gradient of the output of ``unit`` arrives.  The indices are in the order in
+        which the units will run.
+        """
         return [self._ahead(unit, self.order[::-1]) for unit in range(len(self.sizes))]
 
     def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
-        """Returns the indices of the units after ``unit`` in ``order`` that fit into the limits, in order.
+        """Returns the indices of the next units after ``unit`` in ``order`` that fit into the limits, in order.
 
-        The first of them may be larger than ``prefetch`` (see :class:`~impl.policy.policy.MemoryLimits`).
+        At most :data:`MOST_AHEAD` units are returned.  The limits are ``prefetch`` and ``max_live``; the first unit may
+        be larger than ``prefetch``.
         """
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []
@@ -105,11 +124,15 @@ class Schedule:
 def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
     """Returns the indices of the units that stay gathered from a forward pass to its backward pass.
 
-    Outer units are used last in forward and first in backward, so they stay unless ``max_reuse`` is 0.  In
-    addition whole blocks stay, beginning with the last, as long as fewer than ``max_reuse`` elements run between their
-    forward and their backward pass and all that is gathered at once fits into ``max_live``.  On one rank,
-    ``max_reuse`` does not limit the blocks: resharding would save 2 bytes a parameter, and gathering again would
-    move 6 (to cast the masters).  With two planes no unit stays, since backward computes with the other plane.
+    - Outer units stay, since they are used last in forward and first in backward.
+    - Blocks stay, beginning with the last block, as long as two limits allow it.  First, the blocks that run between
+      the forward and the backward pass of a block must have fewer than ``memory.max_reuse`` elements.  Each of them
+      counts twice, since it runs in forward and in backward.  Second, all units that are gathered at one time must have
+      at most ``memory.max_live`` elements.
+    - With ``max_reuse=0`` no unit stays.
+    - On one rank, ``max_reuse`` does not limit the blocks, unless it is 0.  Resharding would save 2 bytes for each
+      parameter, and gathering again would move 6 bytes to cast the masters.
+    - With two planes of weights no unit stays, since backward computes with the other plane.
 
     ``units`` are in model order.
     """

@@ -1,8 +1,8 @@
 """Decides when the gradient reductions of a backward pass start, post messages and end.
 
-:class:`ReductionQueue` starts reductions in one order on all ranks and limits how many elements are in
-reduction at once.  It drives both the engine's reductions (:mod:`impl.unit.gradient_reduction`) and the
-simulated ones (:mod:`impl.plan.timeline`), so that a prediction follows the same schedule as a run.
+:class:`ReductionQueue` starts reductions in one order on all ranks, and limits the number of elements that are being
+reduced at one time.  Both the engine (:mod:`impl.unit.gradient_reduction`) and the simulation of a step
+(:mod:`impl.plan.timeline`) use this class, so that a prediction follows the same schedule as a run.
 
 Pure: no torch.
 """
@@ -31,19 +31,20 @@ class Reducing(Protocol):
     progress: Progress
 
     def start(self) -> None:
-        """Post the first hop; the progress becomes REDUCING, or REDUCED if there is no hop."""
+        """Post the first hop; ``progress`` becomes REDUCING, or REDUCED if the reduction has no hop."""
 
     def post_next_hop(self, *, finish: bool = False) -> None:
-        """Post the next hop.  With ``finish``, post all hops that are left, and wait until the progress is REDUCED.
+        """Post the next hop.
 
-        Does nothing unless the progress is REDUCING.
+        With ``finish``, post all hops that are left, and wait for the mean; ``progress`` is then REDUCED.  The method
+        does nothing unless ``progress`` is REDUCING.
         """
 
 
 class ReductionQueue:
     """Starts the reductions of a backward pass in one order, with at most ``bucket`` elements under way.
 
-    A reduction that is larger than the bucket runs alone.
+    A reduction of more elements than ``bucket`` starts when no other reduction is under way.
     """
 
     def __init__(self, bucket: float) -> None:
@@ -52,21 +53,21 @@ class ReductionQueue:
         self._started = 0  # how many reductions have started in this pass
         self.next: Reducing | None = None  # the next reduction to start; None once all have started
         self._under_way: list[Reducing] = []  # the started reductions that have not ended, in order
-        self._behind = False  # whether a reduction was started since those under way last posted a message
+        self._behind = False  # whether a reduction has started since the last call of post_next_hops()
 
     def follow(self, order: Sequence[Reducing]) -> None:
         """Start reductions in this ``order``, which is the same on all ranks, from the next pass on."""
         self._order, self.next = order, order[0] if order else None
 
     def start_ready(self) -> None:
-        """Start the next reductions in order, as long as all their gradients have arrived."""
+        """Start reductions in order, until the gradients of the next reduction have not all arrived."""
         while self.next is not None and self.next.progress is Progress.READY:
             self._start(self.next)
 
     def finish(self, *, start: bool) -> None:
-        """Wait for all reductions under way, and prepare the next pass.
+        """End a backward pass: wait for all reductions under way.
 
-        With ``start`` all reductions that have not started are started first, even if gradients are missing.
+        With ``start``, the method first starts all reductions that have not started, even if gradients are missing.
         """
         while start and self.next is not None:
             self._start(self.next)
@@ -77,10 +78,10 @@ class ReductionQueue:
         self.next = self._order[0] if self._order else None
 
     def post_next_hops(self) -> None:
-        """Let every reduction under way post its next hop, at most once after each start of a reduction.
+        """Let every reduction under way post its next hop.
 
-        In this way all ranks post in one order, even if their units with gradients differ, and no link is idle
-        while a hop could be posted.
+        The method does nothing if no reduction has started since its last call.  Therefore all ranks post hops in one
+        order, even if different units have gradients on different ranks.
         """
         if self._behind:
             self._behind = False
@@ -88,16 +89,20 @@ class ReductionQueue:
                 reduction.post_next_hop()
 
     def drop_failed(self) -> None:
-        """Forget the reductions that an error interrupted; their gradients are lost."""
+        """Remove the reductions that an error interrupted from the queue; their gradients are lost."""
         self._under_way = [r for r in self._under_way if r.progress is not Progress.FAILED]
 
     @property
     def elements_under_way(self) -> int:
-        """The number of elements of all gradients that are being reduced."""
+        """Number of elements, with padding, of all gradients that are being reduced."""
         return sum(r.elements for r in self._under_way if r.progress is Progress.REDUCING)
 
     def _start(self, reduction: Reducing) -> None:
-        """Start ``reduction``, after those under way have posted a hop, and enough of them have ended to make room."""
+        """Start ``reduction``.
+
+        Before, let each reduction under way post its next hop.  Then wait for the earliest reductions under way, until
+        the elements of the others and of ``reduction`` fit into the bucket.
+        """
         self.post_next_hops()
         for earlier in self._under_way:
             if self.elements_under_way + reduction.elements <= self._bucket:

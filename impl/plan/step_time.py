@@ -1,15 +1,16 @@
 """Predicts the seconds of a training step from its bytes, its computation and a description of the machine.
 
-A :class:`Machine` holds the rates of a cluster, measured or published, and how messages overlap computation:
+A :class:`Machine` holds the rates of a cluster, which were measured or published.  Its field ``overlap`` says how the
+computation of a step and its messages (``wire``) overlap:
 
 - ``none``: ``step = compute + wire``
 - ``full``: ``step = max(compute, wire)``, a lower bound for every schedule
 - ``schedule``: the step of this engine is simulated, unit by unit and hop by hop (:mod:`impl.plan.timeline`)
 
-:func:`step_time` models the first two.  It needs only sums (:class:`Work`), so it works for systems of which
-little is known.  Computation takes ``parameters * (fixed + tokens * per_token)`` seconds a rank.  Sending takes
-the bytes that leave one node, divided by the rate of all its adapters together.  :func:`step_of` simulates a
-:class:`Step` of this engine.
+:func:`step_time` predicts a step for ``none`` and ``full``.  It needs only sums (:class:`Work`), so it can be used for
+systems of which little is known.  The seconds of computation are ``parameters * (fixed + tokens * per_token)``.  The
+seconds of sending are the bytes that leave one node, divided by the rate that all adapters of the node together
+achieve.  :func:`step_of` simulates a :class:`Step` of this engine.
 
 Pure: no torch.
 """
@@ -33,15 +34,19 @@ from impl.policy.policy import Policy
 from impl.policy.shard_layout import UnitGeometry
 from impl.policy.topology import Topology
 
-BACKWARD: Final = 2.0  # ratio of a backward pass's operations to those of a forward pass
-FLOPS_PER_TOKEN: Final = 8  # per parameter: forward 2, repeated for activation checkpointing 2, backward 4
+BACKWARD: Final = 2.0  # floating-point operations of a backward pass, divided by those of a forward pass
+# Floating-point operations for each parameter and token: 2 forward, 2 in recomputing the forward pass (activation
+# checkpointing), 4 backward.
+FLOPS_PER_TOKEN: Final = 8
 ALTERNATIVE: Final = (
     "fixed", "per_token", "efficiency", "latency", "inside", "launch", "unit", "element", "message", "sent",
     "optimizer",
 )  # fmt: skip
 """The fields of a :class:`Machine` that an alternative fit may change."""
 EQUAL_FITS: Final = 0.01
-"""Fits whose errors are at most this much larger than the best fit's count as equally good."""
+"""A fit counts as equally good as the best fit if its error is at most this much larger.
+
+The error is the root mean square of the logarithms of measured over predicted seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +61,18 @@ class CodecCost:
 class Machine:
     """The rates of one cluster in training.
 
-    Seconds are those of one processor (a core or a GPU) that serves one rank; they are stretched where more
-    ranks than processors share a host.
+    Fields in seconds hold for one processor (a core or a GPU) that serves only one rank.  If more ranks than processors
+    share a host, predictions multiply all these seconds, except ``latency``, by :meth:`stretch`.
 
-    Raises ValueError: naming a field that is negative, not finite, or out of its range, or a field that an alternative
-    fit cannot change.
+    Raises ValueError: if a field is negative, not finite, or out of its range; or if an alternative fit changes a field
+    that is not in :data:`ALTERNATIVE`.  The message names the field.
     """
 
     name: str
     source: str  # where the numbers come from
-    fixed: float  # seconds a step for each parameter of the model, whatever the batch
-    per_token: float  # seconds for each parameter and each token of a rank
+    # Seconds of a forward and a backward pass for each parameter of the model, whatever the number of tokens.
+    fixed: float
+    per_token: float  # seconds for each parameter and each token of a rank, in addition to ``fixed``
     efficiency: float  # share of an adapter's nominal rate that messages achieve, above 0 and at most 1
     fewest: float  # fewest tokens of a rank with which ``fixed`` and ``per_token`` were measured
     most: float  # most tokens of a rank with which ``fixed`` and ``per_token`` were measured
@@ -75,23 +81,24 @@ class Machine:
     overlap: Literal["none", "full", "schedule"] = "none"  # how messages overlap computation
     latency: float = 0.0  # seconds from the end of sending a message to its arrival
     inside: float = 0.0  # bytes a second that a rank sends inside its node; 0: no limit
-    launch: float = 0.0  # seconds of the model's computation for each unit, in addition to ``fixed``
-    unit: float = 0.0  # the engine's seconds for each unit, in forward and again in backward
-    element: float = 0.0  # the engine's seconds for each element of a unit, in forward and again in backward
-    message: float = 0.0  # seconds for each message that a rank sends
+    launch: float = 0.0  # seconds of a forward and a backward pass for each unit, in addition to ``fixed``
+    unit: float = 0.0  # seconds of the engine for each unit, once in forward and once more in backward
+    element: float = 0.0  # seconds of the engine for each element, once in forward and once more in backward
+    message: float = 0.0  # seconds of the processor for each message that a rank sends
     sent: float = 0.0  # seconds of the processor for each byte sent to another node
     optimizer: float = 0.0  # seconds for each element that a rank's optimizer steps
-    processors: int = 0  # processors of a host; 0: one for each rank
-    emulated: bool = False  # whether all nodes are one host, whose processors they share
+    processors: int = 0  # number of processors of a host; 0: one for each rank
+    emulated: bool = False  # whether all nodes are on one host, whose processors they share
     spread: float = 0.0  # relative standard deviation of measured steps around the prediction
     date: str = ""  # day of the calibration; empty for published numbers
     host: str = ""  # machine of the calibration; empty for published numbers
     # Whether the numbers were measured by ``zeropp calibrate``, fitted to published steps, or taken from data
     # sheets.  Empty: a calibration if there is a host, else unknown.
     nature: Literal["", "calibration", "published steps", "data sheet"] = ""
-    codecs: Mapping[str, CodecCost] = field(default_factory=dict)  # costs by a codec's text, as ``int4:128``
-    # Other fits that explain the measurements as well as the fields above.  Each has the fields that differ, by name
-    # (some of :data:`ALTERNATIVE`).
+    # The cost of each measured codec, by the codec's name, such as ``int4:128``.
+    codecs: Mapping[str, CodecCost] = field(default_factory=dict)
+    # Other fits that explain the measurements as well as the fields above.  Each fit is a mapping from the names of the
+    # fields that differ (some of :data:`ALTERNATIVE`) to their values.
     alternatives: Sequence[Mapping[str, float]] = ()
 
     def __post_init__(self) -> None:
@@ -122,26 +129,38 @@ class Machine:
 
     @property
     def fits(self) -> tuple[Machine, ...]:
-        """This machine and one machine for each alternative fit, this machine first; none of them has alternatives."""
+        """One machine for each fit: first a copy of this machine, then one for each entry of ``alternatives``.
+
+        The returned machines have no alternatives.
+        """
         return self._changed({}), *(self._changed(changes) for changes in self.alternatives)
 
     def _changed(self, changes: Mapping[str, Any]) -> Machine:
-        """Returns a machine without alternatives, with these fields changed."""
+        """Returns a copy of this machine without alternatives, in which the fields named in ``changes`` differ."""
         return replace(self, alternatives=(), **changes)
 
     def compute(self, parameters: float, tokens: float, units: int = 0) -> float:
-        """Returns the seconds of forward and backward over ``tokens``, for a rank with a processor of its own."""
+        """Returns the seconds of one forward and one backward pass over ``tokens`` tokens on one rank.
+
+        The rank has one processor to itself.  ``parameters`` and ``units`` are numbers of parameters and of units.
+        """
         return units * self.launch + parameters * (self.fixed + tokens * self.per_token)
 
     def knows(self, parameters: float, tokens: float) -> bool:
-        """Returns whether the model's parameters and a rank's tokens are within the measured range."""
+        """Returns whether ``parameters``, and ``tokens`` of one rank, are within the range that was measured."""
         sizes = self.largest == 0 or self.smallest <= parameters <= self.largest
         return sizes and self.fewest <= tokens <= self.most
 
     def basis(self, *, known: bool) -> str:
-        """Returns in words what a predicted step is based on.
+        """Returns in words what a prediction for this machine is based on.
 
-        ``known`` says whether the step is within the measured range.
+        ``known`` says whether the predicted step is within the measured range (:attr:`StepTime.calibrated`).  The
+        result depends on the ``nature`` of the machine's numbers:
+
+        - of a calibration: ``calibrated`` if known, else ``transferred``
+        - of published steps: ``fitted`` if known, else ``transferred``
+        - of a data sheet: ``data sheet`` if known, else ``data sheet, out of range``
+        - unknown: ``not calibrated``
         """
         match self.nature or ("calibration" if self.host else ""):
             case "calibration":
@@ -153,27 +172,36 @@ class Machine:
         return "not calibrated"
 
     def times(self, codec: Codec) -> bool:
-        """Returns whether a codec of the same type and bits was measured; True if no codec at all was measured."""
+        """Returns whether the machine has the cost of a codec with the type and bits of ``codec``, such as ``int4``.
+
+        Returns True if the machine has no costs of codecs.
+        """
         family = str(codec).split(":")[0]
         return not self.codecs or any(text.split(":")[0] == family for text in self.codecs)
 
     def stretch(self, nodes: int, ranks_per_node: int) -> float:
-        """Returns the factor by which a rank's seconds grow because ranks share their host's processors."""
+        """Returns the factor by which a rank's seconds grow because ranks share the processors of a host.
+
+        It is the number of a host's ranks over the number of its processors, but at least 1.
+        """
         ranks = nodes * ranks_per_node if self.emulated else ranks_per_node
         return max(1.0, ranks / self.processors) if self.processors else 1.0
 
     def cost(self, codec: Codec) -> CodecCost:
-        """Returns the cost of a codec, or of the most similar measured codec; zero if no codec was measured."""
+        """Returns the cost of the entry of ``codecs`` that is most similar to ``codec``; its block size may differ.
+
+        Both seconds are 0 if the machine has no costs of codecs.
+        """
         if not self.codecs:
             return CodecCost(encode=0.0, decode=0.0)
         return self.codecs[max(sorted(self.codecs), key=lambda text: _likeness(text, str(codec)))]
 
 
 def _likeness(text: str, other: str) -> tuple[bool, bool, int]:
-    """Returns how similar two codecs are; of two such tuples, the larger means more similar.
+    """Returns how similar the codecs ``text`` and ``other`` are; the larger the tuple, the more similar they are.
 
     The tuple is (whether type and bits agree, whether the type agrees, minus the number of options that only one of the
-    codecs has).  Block sizes do not count.
+    codecs has).  A block size does not count as an option.  For ``int4:128:clip`` and ``int4:64``: (True, True, -1).
     """
     (head, *options), (other_head, *other_options) = text.split(":"), other.split(":")
     same_type = re.sub(r"[0-9].*", "", head) == re.sub(r"[0-9].*", "", other_head)
@@ -183,35 +211,39 @@ def _likeness(text: str, other: str) -> tuple[bool, bool, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one step computes and sends, as sums."""
+    """The computation and the traffic of one step, as sums."""
 
     parameters: float  # parameters of the model, without padding
     tokens: float  # tokens of one rank in a step
     egress_bytes: float  # bytes that one node sends to all others in a step
     rate: float  # nominal bytes a second of all adapters of one node together; infinite on one node
-    idle: float = 0.0  # time in which a pipeline's stages wait for one another, as a share of computation
+    # Time in which the stages of a pipeline wait for one another, divided by the time of computation.
+    idle: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
     """The prediction of one step, in seconds."""
 
-    compute: float  # the model's passes and the optimizer
-    wire: float  # sending messages between nodes, also while the rank computes
+    compute: float  # computation of the model and the optimizer
+    wire: float  # time in which a node's adapter sends messages to other nodes, also while ranks compute
     seconds: float  # the whole step
-    calibrated: bool  # whether the model, the batch and the codecs are within the machine's measured range
-    exposed: float = math.nan  # time in which the rank waits for messages; NaN if the schedule is not known
+    # Whether the model, the batch and the codecs are within the range that was measured on the machine.  A prediction
+    # of :func:`step_time` considers only the batch.
+    calibrated: bool
+    # Time in which the rank waits for messages.  NaN in a prediction of :func:`step_time`.
+    exposed: float = math.nan
     spread: float = 0.0  # relative standard deviation of measured steps around the prediction
 
     @property
     def critical(self) -> str:
-        """The resource that is busy longest, ``link`` or ``processor``."""
+        """``link`` if the adapters send for more seconds than the processor is busy, else ``processor``."""
         busy = self.compute if math.isnan(self.exposed) else self.seconds - self.exposed
         return "link" if self.wire > busy else "processor"
 
 
 def step_time(machine: Machine, work: Work) -> StepTime:
-    """Predicts a step from sums alone, for a machine whose ``overlap`` is ``none`` or ``full``."""
+    """Predicts a step from the sums in ``work``, for a machine whose ``overlap`` is ``none`` or ``full``."""
     compute = machine.compute(work.parameters, work.tokens) * (1 + work.idle)
     wire = work.egress_bytes / (work.rate * machine.efficiency)
     return StepTime(
@@ -226,14 +258,14 @@ def step_time(machine: Machine, work: Work) -> StepTime:
 def least_seconds(work: Work, peak_flops: float) -> float:
     """Returns a lower bound of the seconds of a step.
 
-    The bound is the longer of two times: the time to send at the adapters' nominal rate, and the time to compute at
-    ``peak_flops``, the most floating-point operations a second of a rank.
+    The bound is the larger of two times: the time to send all bytes at the adapters' nominal rate, and the time to
+    compute at ``peak_flops``, the highest number of floating-point operations a second that one rank can reach.
     """
     return max(work.egress_bytes / work.rate, flops(work) / peak_flops)
 
 
 def flops(work: Work) -> float:
-    """Returns a rank's floating-point operations in a step with activation checkpointing."""
+    """Returns the number of a rank's floating-point operations in a step, with activation checkpointing."""
     return FLOPS_PER_TOKEN * work.parameters * work.tokens
 
 
@@ -247,22 +279,26 @@ class Step:
     parameters: float  # parameters of the model, without padding
     tokens: float  # tokens of a rank in a micro-batch
     micro_batches: int = 1  # micro-batches in a step
-    # For a policy with a schedule: the optimizer steps over which the mean is taken, as (first, end).
+    # For a policy with a schedule: the optimizer steps [first, end), counted from 0, over which the mean is predicted.
     steps: tuple[int, int] = (0, 1)
     recompute: bool = False  # whether backward runs the forward pass again (activation checkpointing)
-    rate: float = math.inf  # bytes a second of all adapters of the slowest node; infinite: no limit
+    rate: float = math.inf  # nominal bytes a second of all adapters of the slowest node; infinite: no limit
     owners: Owners | None = None  # the owners of matrices, if Muon steps them
-    # Measured seconds of (forward, backward) of each unit in a micro-batch; empty: the machine predicts them.
+    # For each unit, the measured seconds of (forward, backward) in a micro-batch, which the simulated passes then have.
+    # Empty: the machine predicts these seconds.
     computing: Sequence[tuple[float, float]] = ()
 
 
 def step_of(machine: Machine, step: Step) -> StepTime:
-    """Predicts a step of this engine by simulating it, unit by unit, for the rank that sends most.
+    """Predicts the seconds of a step of this engine by simulating the step, unit by unit.
 
-    The model's computation is divided among units in proportion to their elements.  The first pass gathers all
-    weights anew, not from hpZ's copy, since the optimizer step before has changed them.  With a schedule, the result is
-    the mean over ``step.steps``; with local steps, the mean over ``local_steps`` steps, in which each fragment is
-    exchanged once.
+    The simulation follows one rank, and gives each exchange the time of the rank that sends most.  The computation of
+    the model is divided among units in proportion to their elements, unless ``step.computing`` has the seconds of each
+    unit.  The first forward pass gathers all weights anew, not from hpZ's copy, since the optimizer step before has
+    changed the weights.
+
+    If the policy has a schedule, the result is the mean over the optimizer steps ``step.steps``.  If the policy has
+    local steps, it is the mean over ``local_steps`` steps, in which each fragment is exchanged once.
     """
     if step.policy.schedule:
         return _mean_of_phases(machine, step)
@@ -285,18 +321,19 @@ def step_of(machine: Machine, step: Step) -> StepTime:
 
 @dataclass(frozen=True, slots=True)
 class _Outer:
-    """Seconds of the exchanges between groups that take local steps, as the mean over all steps; 0 without them.
+    """The seconds that outer steps add to one optimizer step on average; 0 without local steps.
 
-    Units are exchanged one after the other, while nothing else computes or sends.
+    They are the seconds of an outer step of all units, divided by ``policy.local_steps``.  Units are exchanged one
+    after the other, while nothing else computes or sends.
     """
 
-    adapter: float = 0.0  # sending between nodes
-    exposed: float = 0.0  # waiting for messages
-    seconds: float = 0.0  # all, with encoding and decoding
+    adapter: float = 0.0  # time in which a node's adapter sends
+    exposed: float = 0.0  # time in which the rank waits for messages
+    seconds: float = 0.0  # time in all, with encoding and decoding
 
     @classmethod
     def of(cls, machine: Machine, step: Step) -> _Outer:
-        """Returns these seconds for a ``step`` on a ``machine``."""
+        """Returns the seconds that outer steps add to ``step`` on ``machine``, on average."""
         if (every := step.policy.local_steps) is None:
             return cls()
         seconds = _Seconds(machine, step.topology, step.rate)
@@ -309,7 +346,7 @@ class _Outer:
 
 
 def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
-    """Predicts the mean step over ``step.steps``, for a policy with a schedule."""
+    """Predicts the mean over the optimizer steps ``step.steps``, for a policy with a schedule."""
     numbers = step.policy.phase_counts(*step.steps)
     phases, total = step.policy.phases, sum(numbers.values())
     parts = [
@@ -332,19 +369,23 @@ def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnersTime:
-    """Seconds in which Muon orthogonalises all matrices at their owners, with the exchanges before and after."""
+    """Seconds in which Muon's owners orthogonalise matrices and exchange momentum and updates, in one step."""
 
-    compute: float = 0.0  # Newton-Schulz of the owner with most operations
-    adapter: float = 0.0  # seconds in which the busiest node sends
-    seconds: float = 0.0  # seconds in all; nothing overlaps
+    compute: float = 0.0  # Newton-Schulz at the owner with the most floating-point operations
+    adapter: float = 0.0  # sending by the adapter of the node that sends most
+    seconds: float = 0.0  # all of Muon's work together; computation and exchanges do not overlap
 
 
 def owners_time(machine: Machine, step: Step, owners: Owners) -> OwnersTime:
     """Predicts the seconds of Muon's exchanges with the owners of matrices, and of Newton-Schulz.
 
-    Newton-Schulz is assumed to have the rate of the model's passes.  Each exchange takes as long as the node that sends
-    most needs, or the rank that sends most inside its node, if that is longer.  In addition, the rank with the most
-    elements encodes and decodes them.
+    Newton-Schulz is assumed to run at as many floating-point operations a second as the passes of the model.  The time
+    of each of the two exchanges is the sum of three times:
+
+    - sending: the larger of the time of the node that sends most, and the time of the rank that sends most inside its
+      node; and the latency of a message
+    - posting the messages
+    - encoding and decoding all elements of matrices that one rank holds, for the rank that holds most
     """
     topology, stretch = step.topology, machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
     compute = max(owners.loads) * machine.per_token / (2 * (1 + BACKWARD)) * stretch
@@ -370,7 +411,7 @@ def owners_time(machine: Machine, step: Step, owners: Owners) -> OwnersTime:
 
 
 def passes_of(machine: Machine, step: Step) -> list[Pass]:
-    """Simulates the passes of a step, one for each micro-batch, and returns them in order."""
+    """Simulates a forward and a backward pass for each micro-batch of a step, and returns these passes in order."""
     policy, units = step.policy, step.units
     seconds, (forward, backward) = _Seconds(machine, step.topology, step.rate), _computing(machine, step)
     elements, schedule, passes = sum(unit.padded for unit in units), Schedule.for_units(policy, units), []
@@ -400,21 +441,27 @@ def passes_of(machine: Machine, step: Step) -> list[Pass]:
 
 
 def _computing(machine: Machine, step: Step) -> tuple[float, float]:
-    """Returns the seconds of a rank's forward and backward pass over one micro-batch, without the engine."""
+    """Returns (seconds of forward, seconds of backward) of the model's computation in one micro-batch on one rank.
+
+    With ``step.recompute``, backward includes the time of recomputing the forward pass.
+    """
     stretch = machine.stretch(step.topology.nodes, step.topology.ranks_per_node)
     forward = machine.compute(step.parameters, step.tokens, len(step.units)) * stretch / (1 + BACKWARD)
     return forward, forward * (BACKWARD + step.recompute)
 
 
 class _Seconds:
-    """Gives the hops of a policy's gathers and reductions (:mod:`impl.plan.hops`) their seconds on one machine."""
+    """Predicts the seconds of the hops of gathers and reductions (:mod:`impl.plan.hops`) on one machine."""
 
     def __init__(self, machine: Machine, topology: Topology, rate: float) -> None:
         self._machine, self._topology, self._rate = machine, topology, rate
         self.stretch = machine.stretch(topology.nodes, topology.ranks_per_node)
 
     def gather(self, policy: Policy, unit: UnitGeometry, phase: Phase, *, again: bool) -> Collective:
-        """Returns the gather of a unit's weights; with ``again``, from hpZ's copy if there is one."""
+        """Returns the timed gather of a unit's weights for a pass of this ``phase``.
+
+        With ``again``, the weights are gathered from hpZ's copy if the policy has hpZ.
+        """
         # A policy with differences sends the weights themselves only in the first step; any other step is modelled.
         sends = in_phase(policy, phase, "copy" if again else "differences")
         hops = gather_hops(policy, self._topology, unit.shard, sends)
@@ -435,15 +482,15 @@ class _Seconds:
         return Collective(hops=tuple(timed), after=self._coding(previous.codec, unit.padded, "decode"))
 
     def reduction(self, policy: Policy, unit: UnitGeometry) -> Collective:
-        """Returns the reduction of a unit's gradient, followed by the gather of the mean between groups."""
+        """Returns the timed reduction of a unit's gradient, with the gather of the mean between groups, if any."""
         return self._reduced(reduction_hops(policy, self._topology, unit.piece, policy.grain))
 
     def outer(self, policy: Policy, unit: UnitGeometry) -> Collective:
-        """Returns the exchange in which groups average how far their masters of a unit have moved."""
+        """Returns the timed outer step of ``unit``, in which groups average how far the unit's masters have moved."""
         return self._reduced(outer_hops(policy, self._topology, unit.piece, policy.grain))
 
     def _reduced(self, hops: Sequence[Hop]) -> Collective:
-        """Returns the collective of hops that average, followed by hops that gather the mean."""
+        """Returns a timed collective with these ``hops``: first hops that average, then hops that gather the mean."""
         # ``after``: seconds in which the rank decodes what the hop before has brought.
         chunked, timed, after = list[list[TimedHop]](), list[TimedHop](), 0.0
         for hop in hops:
@@ -467,10 +514,12 @@ class _Seconds:
         return Collective(hops=(*in_chunks(chunked), *timed), after=after, crosses=crosses)
 
     def _timed(self, hop: Hop, size: int, before: float) -> TimedHop:
-        """Returns the seconds of an exchange in which a rank sends ``size`` bytes to every other rank along the axis.
+        """Returns the timed exchange in which a rank sends ``size`` bytes to every other rank along the hop's axis.
 
-        In a ring all these messages go to the next rank.  In a ring that reduces, each of these messages is one step.
-        ``before`` are the seconds of encoding and decoding before the exchange.
+        If the hop is a ring, all these messages go to the next rank.  If the hop has the kind ``shift``, a ring that
+        reduces, the exchange is one step of the ring, with a single message.
+
+        ``before`` are the seconds in which the rank decodes and encodes before the exchange.
         """
         if hop.axis.size == 1:
             return TimedHop(adapter=0.0, before=before, sends=False)

@@ -1,14 +1,14 @@
 """Simulates a forward and a backward pass: when one rank computes, encodes, sends and waits.
 
-All ranks do the same at the same time, so the simulation follows one rank.  It uses the engine's own
-:class:`~impl.plan.prefetch_schedule.Schedule` and :class:`~impl.plan.reduction_queue.ReductionQueue`, and
-posts messages at the same events as the engine (:mod:`impl.unit.unit`).  The first hop of a gather is posted
-when the gather starts, each further hop while the rank waits for the weights.  The first hop of a reduction
-is posted at the unit's last gradient, each further hop at the first gradient of the next trained unit.
-``tests/impl/plan/test_issue_order.py`` compares the order of events with the engine's.
+All ranks do the same at the same time, so the simulation follows one rank.  The engine and the simulation share the
+classes :class:`~impl.plan.prefetch_schedule.Schedule` and :class:`~impl.plan.reduction_queue.ReductionQueue`, and post
+messages at the same events (:mod:`impl.unit.unit`).  The first hop of a gather is posted when the gather starts, and
+each later hop while the rank waits for the weights.  The first hop of a reduction is posted at the unit's last
+gradient, and each later hop at the first gradient of the next trained unit.  ``tests/impl/plan/test_issue_order.py``
+checks that the simulation and the engine have the same order of events.
 
-Three resources each serve one request at a time, in order: the rank's *processor* (or GPU stream), the node's
-*adapter* to other nodes, and the links between ranks *inside* the node.
+There are three resources: the rank's *processor* (or GPU stream), the node's *adapter* to other nodes, and the links
+between ranks *inside* the node.  Each resource serves one request at a time, in the order of the requests.
 
 Pure: no torch.
 """
@@ -28,39 +28,42 @@ from impl.plan.prefetch_schedule import MOST_AHEAD, Schedule
 from impl.plan.reduction_queue import Progress, ReductionQueue
 
 Seconds = float | NDArray[np.float64]
-FIRST_GRADIENT: Final = 1 / 3  # share of a unit's backward pass that has run when its first gradient arrives
+FIRST_GRADIENT: Final = 1 / 3  # share of a unit's backward pass that runs before the unit's first gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedHop:
     """One exchange of a collective; times are in seconds."""
 
-    adapter: float  # time of all messages of a node on its adapter
-    inside: float = 0.0  # time of all messages of a rank inside its node
+    adapter: float  # time in which a node's adapter sends all messages of the node's ranks
+    inside: float = 0.0  # time in which a rank sends all its messages to ranks of its node
     latency: float = 0.0  # time from the end of sending to the arrival, in which other messages can be sent
-    before: float = 0.0  # time of the processor, before the message is posted, to decode, encode or copy
-    follows: int = 1  # posted only when the hop this many places before has arrived; 0: waits for none
+    before: float = 0.0  # time in which the processor decodes, encodes or copies before the exchange
+    # The exchange is posted only when another hop of the collective has arrived: the hop ``follows`` places before it.
+    # 0: it waits for no hop.
+    follows: int = 1
     sends: bool = True  # False for a hop along an axis of one rank, which sends nothing but takes its turn
-    at_once: bool = False  # whether this hop is posted together with the hop before it, not at the next event
-    hop: Hop | None = None  # the hop whose seconds these are, for readers of :attr:`Pass.messages`
-    nbytes: int = 0  # bytes of its message to each other rank
+    at_once: bool = False  # whether it is posted together with the exchange before, not at the next event
+    hop: Hop | None = None  # the hop to which the exchange belongs, for readers of :attr:`Pass.messages`
+    nbytes: int = 0  # bytes of the message to each other rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One gather or reduction of a unit."""
+    """One gather or reduction of a unit, as exchanges with their times."""
 
     hops: tuple[TimedHop, ...] = ()  # in the order in which they are posted
-    after: float = 0.0  # seconds of the processor after the last hop, to decode
-    # Whether the last hop crosses nodes.  If so, a reduction waits for its last hop only when the bucket is full or
-    # the pass ends; if not, at the next event.
+    after: float = 0.0  # seconds in which the processor decodes after the last hop
+    # Whether the last hop crosses nodes.  If it does, a reduction waits for its last hop only when the reduce bucket is
+    # full or the pass ends.  If it does not, the reduction waits for its last hop at the next event.
     crosses: bool = True
 
 
 def in_chunks(hops: Sequence[Sequence[TimedHop]]) -> tuple[TimedHop, ...]:
-    """Returns the hops of a reduction in chunks, ``hops[hop][chunk]``, in the order in which they are posted.
+    """Returns all exchanges of a reduction in chunks, in the order in which they are posted.
 
-    The order is that of :func:`impl.plan.hops.in_turns`.
+    ``hops[hop][chunk]`` is the exchange of one chunk in one hop.  The order is the one that
+    :func:`impl.plan.hops.in_turns` returns; the fields ``follows`` and ``at_once`` are set accordingly.
     """
     posted, places = list[TimedHop](), dict[tuple[int, int], int]()
     for turn in in_turns(len(hops), len(hops[0]) if hops else 0):
@@ -73,9 +76,9 @@ def in_chunks(hops: Sequence[Sequence[TimedHop]]) -> tuple[TimedHop, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one unit computes and sends in a pass; times are in seconds.
+    """The computation and the collectives of one unit in a pass; times are in seconds.
 
-    ``forward`` and ``backward`` may be arrays (n,), which simulates n passes at once.
+    If ``forward`` and ``backward`` are arrays (n,), n passes are simulated at once, one for each entry.
     """
 
     forward: Seconds  # computation in the forward pass
@@ -83,7 +86,7 @@ class Load:
     gather: Collective = Collective()  # gather of the weights before the forward pass
     regather: Collective = Collective()  # gather of the weights before the backward pass
     reduce: Collective = Collective()  # reduction of the gradient
-    engine: float = 0.0  # the engine's own time on the processor, in forward and again in backward
+    engine: float = 0.0  # time of the engine on the processor, once in forward and once more in backward
 
 
 def pass_time(
@@ -95,18 +98,18 @@ def pass_time(
     least_forward: Seconds = 0.0,
     reduces: bool = True,
 ) -> Pass:
-    """Simulates one forward and backward pass, and returns it.
+    """Simulates one forward and backward pass, and returns the simulated pass.
 
-    A block computes as soon as all its units are gathered.  Outer units (embedding, head) compute where most of
-    their work is done: after the blocks in forward and before them in backward.
+    A block computes as soon as all its units are gathered.  Outer units (such as embedding and head) compute after all
+    blocks in forward and before all blocks in backward, where most of their work is done.
 
     Args:
         schedule: the order of units.
-        loads: what each unit computes and sends, by index.
-        bucket: largest number of elements that are being reduced at one time.
-        first_gradient: share of a unit's backward pass that has run when its first gradient arrives.
+        loads: the computation and the collectives of each unit, by the unit's index.
+        bucket: most elements that are being reduced at one time.
+        first_gradient: share of a unit's backward pass that has run when the unit's first gradient arrives.
         least_forward: earliest time, in seconds, at which the backward pass may begin.
-        reduces: whether gradients are reduced; a pass that only accumulates them sends none.
+        reduces: False for a pass that only accumulates gradients and reduces none.
     """
     run, outer = Pass(schedule, loads, bucket), [loads[unit] for unit in schedule.outer]
     for unit in schedule.outer:
@@ -139,11 +142,11 @@ def pass_time(
 
 
 def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
-    """Returns a lower bound of a forward and a backward pass, in seconds.
+    """Returns a lower bound of the seconds of a forward and a backward pass together.
 
-    The bound is never above :func:`pass_time` for the same loads or larger ones: here the computation of outer
-    units delays no message, and each unit's first gradient arrives when its backward pass begins.  ``loads``
-    have times of computation and of the adapter only.
+    The bound is at most the time of :func:`pass_time` with the same loads, or with larger ones.  In the bound, the
+    computation of outer units delays no message, and the first gradient of a unit arrives when the unit's backward pass
+    begins.  ``loads`` must have no times other than computation and the adapter's.
     """
     inner = [
         replace(load, forward=0.0, backward=0.0) if unit in schedule.outer else load
@@ -155,16 +158,16 @@ def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
 
 
 class Stretch(NamedTuple):
-    """A stretch of time in which the processor worked; times are in seconds since the pass began."""
+    """A period in which the processor did one kind of work; times are in seconds since the pass began."""
 
-    work: str  # such as ``forward`` or ``decode``
+    work: str  # the kind of work: ``forward``, ``backward``, ``encode`` or ``decode``
     units: tuple[int, ...]  # indices of the units for which the processor worked
     begin: Seconds
     end: Seconds
 
 
 class Message(NamedTuple):
-    """The messages of one hop, from their posting to their arrival; times are in seconds since the pass began."""
+    """All messages that a rank sends in one exchange; times are in seconds since the pass began."""
 
     purpose: Literal["weights", "gradients"]
     unit: int  # index of the unit
@@ -176,12 +179,12 @@ class Message(NamedTuple):
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A simulated collective that was started and may have hops left to post."""
+    """A simulated collective that has started; some of its hops may not be posted yet."""
 
     unit: int  # index of the unit
     purpose: Literal["weights", "gradients"]
     collective: Collective
-    arrivals: list[Seconds]  # when each hop posted so far arrives, in seconds since the pass began
+    arrivals: list[Seconds]  # for each hop posted so far, its arrival, in seconds since the pass began
 
     @property
     def left(self) -> bool:
@@ -205,7 +208,10 @@ class _Reduction:
             self.post_next_hop(finish=True)
 
     def post_next_hop(self, *, finish: bool = False) -> None:
-        """Post the next hop once the hop before it has arrived; with ``finish`` complete the reduction."""
+        """Post the next hop; with ``finish``, post all hops that are left, and wait for the mean.
+
+        If all hops are posted and the last hop stays inside a node, wait for the mean also without ``finish``.
+        """
         under_way = self._under_way
         if self.progress is not Progress.REDUCING or under_way is None:
             return
@@ -217,22 +223,22 @@ class _Reduction:
 
 
 class Pass:
-    """A simulated pass; all times are in seconds since it began."""
+    """A simulated forward and backward pass; all times are in seconds since the forward pass began."""
 
     def __init__(self, schedule: Schedule, loads: Sequence[Load], bucket: float) -> None:
         self.seconds: Seconds = 0.0  # the current time; in the end, the time of the whole pass
         self.forward: Seconds = 0.0  # time of the forward pass
         self.exposed: Seconds = 0.0  # time in which the processor waited for messages
         self.adapter = 0.0  # time in which the node's adapter was busy
-        # In order, (purpose, unit) of each posted message, and ("mean", unit) when a reduction ends.
+        # In order, (purpose, unit) of each posted exchange, and ("mean", unit) for the end of each reduction.
         self.events: list[tuple[Literal["weights", "gradients", "mean"], int]] = []
-        self.stretches: list[Stretch] = []  # of the processor's time, in order
+        self.stretches: list[Stretch] = []  # the periods in which the processor worked, in order
         self.messages: list[Message] = []  # in the order in which they were posted
         self._schedule, self._loads = schedule, loads
         self._backward = False
         self._adapter_free: Seconds = 0.0  # time at which the adapter will have sent all posted messages
         self._inside_free: Seconds = 0.0  # the same for the links inside the node
-        self._gathers: dict[int, _UnderWay | None] = {}  # gathers by unit; None: the unit is gathered
+        self._gathers: dict[int, _UnderWay | None] = {}  # the gather of each unit; None: it has ended
         self._reductions = {
             unit: _Reduction(self, unit, schedule.sizes[unit], loads[unit].reduce)
             for unit in schedule.reduction_order
@@ -241,21 +247,26 @@ class Pass:
         self._queue.follow(list(self._reductions.values()))
 
     def compute(self, seconds: Seconds, work: str, units: Sequence[int]) -> None:
-        """Let the processor do ``work`` of ``units`` for ``seconds``."""
+        """Let the processor work for ``seconds``; ``work`` names the kind of work, and ``units`` are its units."""
         begin = self.seconds
         self.seconds = begin + seconds
         self.stretches.append(Stretch(work, tuple(units), begin, self.seconds))
 
     def turn(self, least: Seconds) -> None:
-        """End the forward pass, not before the time ``least``; only the units that the schedule keeps stay gathered."""
+        """End the forward pass, and begin the backward pass.
+
+        The backward pass begins now, or at the time ``least`` if this is later.  Units that the schedule keeps stay
+        gathered, and all other units are resharded.
+        """
         self.seconds = self.forward = np.maximum(self.seconds, least)
         self._gathers = {unit: self._gathers[unit] for unit in self._gathers.keys() & self._schedule.kept}
         self._backward = True
 
     def gather(self, unit: int, ahead: Sequence[int]) -> None:
-        """Start the gathers of ``unit`` and of the units ``ahead`` that have not started, and wait for ``unit``.
+        """Start the gathers of ``unit`` and of the units in ``ahead``, and wait for the gather of ``unit``.
 
-        At most ``MOST_AHEAD`` gathers of the units ahead are under way at once.
+        Gathers that have started already are not started again.  At most ``MOST_AHEAD`` gathers of units in ``ahead``
+        are under way at one time.
         """
         self._start_gather(unit)
         for index in ahead:
@@ -284,7 +295,10 @@ class Pass:
         self._queue.post_next_hops()
 
     def last_gradient(self, units: Sequence[int], reduced: Sequence[int]) -> None:
-        """Handle the last gradient of ``units``: drop their weights, and start reductions of ``reduced``."""
+        """Handle the last gradient of ``units``: reshard these units, and let the reductions of ``reduced`` start.
+
+        ``reduced`` are the members of ``units`` whose gradients are reduced in this pass.
+        """
         for unit in units:
             del self._gathers[unit]
         for unit in reduced:
@@ -292,18 +306,21 @@ class Pass:
         self._queue.start_ready()
 
     def finish(self, *, reduces: bool) -> None:
-        """Wait for all reductions under way; if the pass ``reduces``, first start all that have not started."""
+        """End the backward pass: wait for all reductions under way.
+
+        If the pass ``reduces`` gradients, the reductions that have not started are started first.
+        """
         self._queue.finish(start=reduces)
 
     def start(self, unit: int, purpose: Literal["weights", "gradients"], collective: Collective) -> _UnderWay:
-        """Start a collective by posting its first hop."""
+        """Start ``collective`` by posting its first hop, and return the collective under way."""
         under_way = _UnderWay(unit, purpose, collective, [])
         if under_way.left:
             self.post(under_way)
         return under_way
 
     def complete(self, under_way: _UnderWay) -> None:
-        """Post all hops that are left, wait for the last one, and decode."""
+        """Post all hops that are left, wait for the arrival of the last hop, and decode."""
         while under_way.left:
             self.post(under_way)
         if under_way.arrivals:
@@ -313,9 +330,9 @@ class Pass:
             self.events.append(("mean", under_way.unit))
 
     def post(self, under_way: _UnderWay) -> None:
-        """Post the next hop and the hops that are posted together with it.
+        """Post the next hop, and all later hops that are posted at the same event (:attr:`TimedHop.at_once`).
 
-        Before a hop is posted, the hop that it follows must have arrived.
+        Before a hop is posted, the rank waits for the hop that it follows (:attr:`TimedHop.follows`).
         """
         hops, arrivals = under_way.collective.hops, under_way.arrivals
         self._post(under_way, hops[len(arrivals)])

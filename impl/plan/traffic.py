@@ -1,8 +1,8 @@
 """Predicts the bytes and messages that a policy sends, from the policy and the units' layout alone.
 
-It counts the hops (:mod:`impl.plan.hops`) that the engine sends.  Tests check that the engine's ledger equals
-:func:`predict` to the byte.  A message counts once for each destination other than the sender.  In a ring, all
-messages of a rank go to its neighbour.
+The prediction counts the messages of the hops that the engine sends (:mod:`impl.plan.hops`).  Tests check that
+:func:`predict` and the engine's ledger agree to the byte.  A message counts once for each destination other than the
+sender.  In a ring, all messages of a rank go to the next rank.
 
 Pure: no torch.
 """
@@ -35,14 +35,15 @@ Event = Literal[
     "forward", "accumulate", "backward", "evaluate", "norm", "step", "changed", "forgotten", "dropped"
 ]
 
-ORDER_BYTES: Final = 16  # of a check that ranks agree: the count of their exchanges, and a hash of the order
-NORM_BYTES: Final = 8  # of a rank's sum of squares for a norm: one fp64
-SQUARES_BYTES: Final = 8  # of a rank's sum of squared errors for one unit and codec of a budget: one fp64
-MASTER_BYTES: Final = 4  # fp32
+# Bytes with which ranks check that their exchanges have the same order: the number of exchanges, and a hash of them.
+ORDER_BYTES: Final = 16
+NORM_BYTES: Final = 8  # bytes of a rank's sum of squares for a gradient norm: one fp64
+SQUARES_BYTES: Final = 8  # bytes of a rank's sum of squared errors for one unit and codec: one fp64
+MASTER_BYTES: Final = 4  # bytes of an element of a master: one fp32
 
 
 class Tag(NamedTuple):
-    """The purpose of a message; a :class:`LedgerKey` adds the hop and the kind of link."""
+    """The phase, purpose and unit of a message; a :class:`LedgerKey` has also the axis and the kind of link."""
 
     phase: Phase
     purpose: Purpose
@@ -50,28 +51,28 @@ class Tag(NamedTuple):
 
 
 MOMENTUM: Final = Tag("step", "momentum")  # to the owners of matrices
-UPDATE: Final = Tag("step", "update")  # back from them
+UPDATE: Final = Tag("step", "update")  # back from the owners
 
 
 class LedgerKey(NamedTuple):
-    """The entry of a ledger to which a message belongs."""
+    """The key of the ledger's entry in which a message is counted."""
 
     phase: Phase
     purpose: Purpose
     unit: str  # name of the unit; empty for messages that concern no single unit
     hop: str  # name of the axis
-    link: Link  # whether the message leaves the node
+    link: Link  # ``inter`` if the message goes to another node, else ``intra``
 
 
 class Sent(NamedTuple):
-    """Payload bytes and number of messages; a message to several destinations counts once for each."""
+    """Payload bytes and number of messages; a message to several ranks counts once for each of these ranks."""
 
     bytes: int
     messages: int
 
 
 class CopyKey(NamedTuple):
-    """The entry of a ledger to which a copy between host and device belongs."""
+    """The key of the entry in which the bytes of a copy between host and device are counted."""
 
     direction: Direction
     purpose: Copied
@@ -79,20 +80,25 @@ class CopyKey(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A budget's choice of a codec for a unit's messages, in effect from one optimizer step on."""
+    """The choice of a codec for the messages of one unit, which a budget has made during training."""
 
-    step: int  # number of optimizer steps before the first that uses the codec
+    step: int  # number of optimizer steps that were taken before the first step with this codec
     purpose: Budgeted
     unit: str
     hop: str  # name of the axis; empty for weights
     codec: Codec
-    vnmse: float  # error in the step before: sum((decoded - x)^2) / sum(x^2) over all ranks; 0 if x is 0
+    # Error of the codec in the step before this choice: sum((decoded - x)^2) / sum(x^2), both sums over all ranks.
+    # 0 if all x are 0.
+    vnmse: float
 
 
 def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Event]:
-    """Returns the events of a step with ``micro_batches``; ``accumulate`` is a backward pass that reduces nothing.
+    """Returns the events of one training step, in order, for :func:`predict`.
 
-    ``norms`` is how often a gradient norm is computed before the optimizer steps.
+    With 2 micro-batches and one norm: forward, backward, forward, backward, norm, step.  If the policy does not reduce
+    each micro-batch, the first backward pass is the event ``accumulate``, which reduces nothing.
+
+    ``norms`` is the number of gradient norms that are computed before the optimizer steps.
     """
     first: list[Event] = ["forward", "backward" if policy.reduces_each_micro_batch else "accumulate"]
     norm: list[Event] = ["norm"]
@@ -101,9 +107,10 @@ def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Ev
 
 @functools.cache
 def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Mapping[Link, int]:
-    """Returns how many messages ``rank`` sends over each kind of link in one exchange along ``axis``.
+    """Returns the number of messages that ``rank`` sends over each kind of link in one exchange along ``axis``.
 
-    Each other rank of the group gets one message; in a ``ring`` the next rank of the group gets all these messages.
+    ``rank`` sends one message to each other rank of its group along the axis.  In a ``ring``, it sends as many
+    messages, but all of them to the next rank of the group.  A kind of link without messages is left out.
     """
     group, me = axis.group(rank), axis.digit(rank)
     targets = [group[(me + 1) % axis.size]] * (axis.size - 1) if ring else [r for r in group if r != rank]
@@ -113,9 +120,10 @@ def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Ma
 
 
 def uneven(topology: Topology, axis: Axis, rank: int, sizes: Sequence[int]) -> Mapping[Link, Sent]:
-    """Returns what ``rank`` sends over each kind of link if it sends ``sizes[i]`` bytes to the i-th rank of its group.
+    """Returns the bytes and messages that ``rank`` sends over each kind of link, with messages of different sizes.
 
-    The rank sends nothing to itself, and no message of 0 bytes.
+    ``rank`` sends ``sizes[i]`` bytes to the i-th rank of its group along ``axis``.  It sends nothing to itself, and no
+    message of 0 bytes.  A kind of link without messages is left out.
     """
     sent: dict[Link, Sent] = {}
     for target, size in zip(axis.group(rank), sizes, strict=True):
@@ -128,21 +136,21 @@ def uneven(topology: Topology, axis: Axis, rank: int, sizes: Sequence[int]) -> M
 
 @dataclass(slots=True)
 class Book:
-    """Adds up one rank's messages, and its copies between host and device; all sizes are in bytes."""
+    """Adds up the messages of one rank, and its copies between host and device; all sizes are in bytes."""
 
     topology: Topology
     rank: int
     sent: dict[LedgerKey, Sent] = field(default_factory=dict)
     copied: Counter[CopyKey] = field(default_factory=Counter)
-    # Bytes sent over each kind of link so far, evaluations left out: ``trained`` now, and ``steps`` at the end of each
-    # optimizer step.
+    # ``trained``: bytes sent over each kind of link so far, without evaluations.  ``steps``: for each optimizer step,
+    # the value that ``trained`` had after this step.
     trained: Counter[Link] = field(default_factory=Counter)
     steps: list[dict[Link, int]] = field(default_factory=list)
-    # The axes along which it has sent, each with whether in a ring; without uneven messages, and thus without owners.
+    # (axis, whether in a ring) of all exchanges so far, without those of :meth:`uneven`.
     routes: set[tuple[Axis, bool]] = field(default_factory=set)
 
     def exchange(self, tag: Tag, axis: Axis, size: int, *, ring: bool = False) -> None:
-        """Count one message of ``size`` to every other rank along ``axis``."""
+        """Count one message of ``size`` bytes to every other rank along ``axis``."""
         self.routes.add((axis, ring))
         for link, count in destinations(self.topology, axis, self.rank, ring=ring).items():
             key = LedgerKey(*tag, axis.name, link)
@@ -163,7 +171,11 @@ class Book:
             self.trained[link] += count * message.nbytes if tag.phase != "evaluate" else 0
 
     def fits(self, rank: int) -> bool:
-        """Returns whether ``rank`` sends as many bytes over each kind of link in the exchanges counted here."""
+        """Returns whether ``rank`` sends the same messages as the book's rank.
+
+        They are the same if, in each exchange of ``routes``, both ranks send equally many messages over each kind of
+        link.
+        """
         both = (
             [destinations(self.topology, axis, each, ring=ring) for each in (self.rank, rank)]
             for axis, ring in self.routes
@@ -171,18 +183,25 @@ class Book:
         return all(mine == other for mine, other in both)
 
     def control(self, size: int, purpose: Purpose = "control") -> None:
-        """Count one message of ``size`` to every other rank."""
+        """Count one message of ``size`` bytes to every other rank of the topology, in the phase ``step``."""
         self.exchange(Tag("step", purpose), self.topology.world_axis, size)
 
     def norm(self, axes: Iterable[Axis]) -> None:
-        """Count the messages of a gradient norm, which ranks sum up along one axis after the other."""
+        """Count the messages of one gradient norm.
+
+        The sums of squares of all ranks are gathered along one axis after the other.  Along the first axis a rank sends
+        8 bytes to every other rank; along the next axis it sends all sums that it has then.
+        """
         size = NORM_BYTES
         for axis in axes:
             self.exchange(Tag("step", "control"), axis, size)
             size *= axis.size
 
     def uneven(self, tag: Tag, axis: Axis, sizes: Sequence[int]) -> None:
-        """Count a message of ``sizes[i]`` bytes to each i-th rank along ``axis``; none to this rank or of 0 bytes."""
+        """Count one message to each rank along ``axis``, of ``sizes[i]`` bytes to the i-th rank.
+
+        No message is counted to this rank itself, nor a message of 0 bytes.
+        """
         for link, (nbytes, messages) in uneven(self.topology, axis, self.rank, sizes).items():
             key = LedgerKey(*tag, axis.name, link)
             before = self.sent.get(key, (0, 0))
@@ -190,7 +209,10 @@ class Book:
             self.trained[link] += nbytes
 
     def optimizer_step(self, owners: Owners) -> None:
-        """Count what this rank sends in a step of Muon: momentum to the owners of matrices, and updates as an owner."""
+        """Count the messages that this rank sends in a step of Muon.
+
+        It sends momentum to the owners of matrices, and, as an owner, updates to the ranks that hold its matrices.
+        """
         me = owners.axis.digit(self.rank)
         self.uneven(MOMENTUM, owners.axis, owners.to_owners[me])
         self.uneven(UPDATE, owners.axis, owners.from_owners[me])
@@ -203,7 +225,10 @@ class Book:
 
 
 def norm_axes(policy: Policy, topology: Topology) -> tuple[Axis, ...]:
-    """Returns the axes along which ranks exchange parts of a gradient norm; with local steps, only inside a group."""
+    """Returns the axes along which ranks exchange their sums of squares for a gradient norm.
+
+    Without local steps this is the axis of all ranks.  With local steps these are the axes inside a state group.
+    """
     if policy.local_steps is None:
         return (topology.world_axis,)
     axes, outside = topology.gather_axes(policy.group_ranks(topology))  # also with a gather of a user's own
@@ -228,15 +253,15 @@ def predict(
 
     Some events change what later events send:
 
-    - ``step`` changes the trained weights; with local steps, groups exchange the fragment that is due after the step;
-    - ``changed`` (``Zero.weights_changed``) changes all weights; - ``forgotten`` (``Zero.forget_gathered``): all
-    weights are gathered anew; - ``dropped`` (``Zero.drop_gradients``): the next gather sends weights, not
-    differences.
+    - ``step``: the trained weights change.  With local steps, groups also exchange the fragment that is due.
+    - ``changed`` (``Zero.weights_changed``): all weights change.
+    - ``forgotten`` (``Zero.forget_gathered``): all weights are gathered anew, although they have not changed.
+    - ``dropped`` (``Zero.drop_gradients``): the next gather sends the weights themselves, not differences.
 
-    With offload, each reduction copies the mean gradient of an offloaded master (4 bytes an element of the
-    shard) to the host.  The encoded master is copied to the device once a step or, if frames are offloaded
-    too, whenever it is sent.  Offloaded frames of hpZ's copy are copied to the host when they are kept and to
-    the device when they are used again.
+    With offload, each reduction copies the mean gradient of an offloaded master to the host, 4 bytes for each element
+    of the shard.  The encoded master is copied to the device once a step.  If encoded masters are offloaded too, the
+    encoded master is copied whenever it is sent.  Offloaded frames of hpZ's copy are copied to the host when they are
+    kept, and to the device when they are used.
 
     Args:
         policy: the policy of the model.
@@ -246,10 +271,10 @@ def predict(
         events: passes and changes, in order (:func:`passes`).
         buffer_bytes: bytes of the model's persistent buffers.
         decisions: the choices of the policy's budget.
-        methods: by unit, the messages that a user's own reduction declares; the messages of a reduction that declares
-            none are not counted.
-        gathers: by unit, a function that returns the messages that a user's own gather declares.
-        begun: optimizer steps before the first event, which decide where in its schedule the policy begins.
+        methods: for the name of each unit, the messages that a user's own reduction declares.  A reduction that
+            declares no messages is not counted.
+        gathers: for the name of each unit, a function that returns the messages that a user's own gather declares.
+        begun: number of optimizer steps before the first event, at which a policy with a schedule begins.
         owners: the owners of matrices, if Muon steps them.
 
     Raises:
@@ -317,17 +342,17 @@ def predict(
 
 @dataclass(slots=True)
 class _Hops:
-    """Compiles the hops of each policy and size once, since most units of a model have the same ones."""
+    """Compiles the hops of a gather or reduction only once for all units with the same policy and shard size."""
 
     topology: Topology
-    # By the function, its arguments and the policy's identity, which takes less time to compare than the policy.  The
-    # policy is kept, so that no other one gets its identity.
+    # The key is (function, identity of the policy, arguments), since identities are compared faster than policies.  The
+    # policy is kept, so that no other policy gets its identity.
     _known: dict[tuple[object, ...], tuple[Policy, tuple[Hop, ...]]] = field(default_factory=dict)
 
     def of(
         self, compile_: Callable[..., tuple[Hop, ...]], policy: Policy, *arguments: int | str
     ) -> tuple[Hop, ...]:
-        """Returns ``compile_(policy, topology, *arguments)``, a function of :mod:`impl.plan.hops`."""
+        """Returns ``compile_(policy, topology, *arguments)``; ``compile_`` is a function of :mod:`impl.plan.hops`."""
         key = (compile_, id(policy), *arguments)
         if key not in self._known:
             self._known[key] = policy, compile_(policy, self.topology, *arguments)
@@ -335,9 +360,10 @@ class _Hops:
 
 
 class Placement(NamedTuple):
-    """Which parts of one unit are in host memory."""
+    """Whether the parts of one unit's state are in host memory (True) or on the device (False)."""
 
-    shard: bool = False  # the master, its mean gradient and optimizer state; of a frozen unit, the shard
+    # The masters, their mean gradient and their optimizer state.  For a frozen unit: the shard.
+    shard: bool = False
     frames: bool = False  # the encoded shard, and the frames of hpZ's copy
 
 
@@ -345,7 +371,12 @@ ON_DEVICE = Placement()
 
 
 def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Placement]:
-    """Returns the placement of each unit; ``units`` are in model order, and a share counts padded elements."""
+    """Returns the placement of each unit; ``units`` are in model order.
+
+    ``offload`` has two shares of elements, padding included.  Trained units are offloaded in model order until the
+    share ``optimizer`` of all trained elements is reached, and the frames of units until the share ``weights`` of all
+    elements is reached.  The shard of a frozen unit is offloaded together with its frames.
+    """
     stepped = _chosen([unit.padded if unit.trainable else 0 for unit in units], offload.optimizer)
     framed = _chosen([unit.padded for unit in units], offload.weights)
     rows = zip(units, stepped, framed, strict=True)
@@ -353,9 +384,10 @@ def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Place
 
 
 def _chosen(sizes: Sequence[int], share: float) -> list[bool]:
-    """Returns for each size whether it is chosen: the first sizes, until their sum reaches ``share`` of the whole sum.
+    """Returns for each of the ``sizes`` whether it is chosen.
 
-    A size of 0 is never chosen.
+    Sizes are chosen from the first on, until the sum of the chosen sizes is at least ``share`` times the sum of all
+    sizes.  A size of 0 is never chosen.  With sizes (4, 0, 2, 2) and share 0.6: [True, False, True, False].
     """
     wanted, before = share * sum(sizes), itertools.accumulate(sizes, initial=0)
     return [size > 0 and held < wanted for size, held in zip(sizes, before, strict=False)]
@@ -363,7 +395,7 @@ def _chosen(sizes: Sequence[int], share: float) -> list[bool]:
 
 @dataclass(slots=True)
 class _Sender:
-    """One unit on one rank, with the state on which its next messages depend."""
+    """Counts the messages of one unit on one rank, and keeps the state on which the unit's next messages depend."""
 
     book: Book
     hops: _Hops
@@ -372,15 +404,16 @@ class _Sender:
     placement: Placement
     # Returns the messages that a user's own gather declares; None if the policy has no such gather.
     own_gather: Callable[[GatherInfo], Sequence[MethodMessage] | None] | None = None
-    gathered: bool = False  # whether the weights are still gathered from the pass before
+    gathered: bool = False  # whether the weights are still gathered since an earlier event
     current: bool = False  # whether hpZ's copy holds the current weights
     uploaded: bool = False  # whether the device holds the current frame of an offloaded master
-    # Optimizer steps since the weights themselves were sent; None: they are sent next, not differences.
+    # Number of optimizer steps since the weights themselves were sent.  None: the next gather sends the weights
+    # themselves, not differences.
     steps: int | None = None
     change: Change = "loaded"  # how the weights have changed since the last call of a user's own gather
 
     def weights_changed(self, event: Event) -> None:
-        """Mark all copies of the weights as stale.
+        """Mark all copies of the unit's weights as stale, because of ``event``.
 
         After the event ``changed`` the next gather sends the weights themselves, not differences from hpZ's copy.
         """
@@ -392,16 +425,20 @@ class _Sender:
             self.change = "stepped" if self.change == "unchanged" else self.change
 
     def follow(self, policy: Policy) -> None:
-        """Send as ``policy`` says from now on; weights are gathered anew if ``policy`` gathers them in another way."""
+        """Send with ``policy`` from now on.
+
+        If ``policy`` gathers weights in another way than the policy before, the next gather sends the weights
+        themselves.
+        """
         if policy.gathering != self.policy.gathering:
             self.gathered = self.current = False
             self.steps = None
         self.policy = policy
 
     def gather(self, phase: Phase, *, keep: bool) -> None:
-        """Count a gather of the weights, unless they are gathered already.
+        """Count a gather of the unit's weights, unless the weights are gathered already.
 
-        Afterwards they stay gathered with ``keep`` or below stage 3; otherwise they are resharded.
+        Afterwards the weights count as gathered with ``keep`` or below stage 3, and otherwise as resharded.
         """
         policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
         if not self.gathered and policy.own_gather is not None:
@@ -429,7 +466,10 @@ class _Sender:
             self.book.method_message(Tag(phase, "weights", self.unit.name), message)
 
     def _sends(self) -> Sends:
-        """Returns what the next gather sends."""
+        """Returns what the next gather sends.
+
+        If a policy with differences sends the weights themselves, ``steps`` begins again at 0.
+        """
         if self.current:
             return "copy"
         if self.policy.differences is not None:
@@ -440,12 +480,12 @@ class _Sender:
         return "weights"
 
     def meet(self) -> None:
-        """Count the exchange in which groups average how far their masters of the unit have moved."""
+        """Count the messages of an outer step, in which groups average how far the masters of this unit have moved."""
         hops = self.hops.of(outer_hops, self.policy, self.unit.piece, self.policy.grain)
         self.book.send(Tag("step", "gradients", self.unit.name), hops)
 
     def reduce(self) -> None:
-        """Count the reduction of a trained unit's gradient."""
+        """Count the messages of a reduction of this unit's gradient, and the copy of the mean to the host, if any."""
         policy, unit, book = self.policy, self.unit, self.book
         if self.placement.shard:
             book.copied[CopyKey("to_host", "gradients", unit.name)] += MASTER_BYTES * unit.shard

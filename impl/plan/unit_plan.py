@@ -1,7 +1,7 @@
 """Decides which parameters of a model form a unit, that is, are gathered and reduced together.
 
-The decision needs names and shapes alone, and no torch.  :mod:`impl.engine.unit_planning` finds names, shapes and
-blocks in a module.
+The decision needs only the names and shapes of parameters and the names of blocks, and no torch.
+:mod:`impl.engine.unit_planning` finds these names and shapes in a module.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from impl.policy.topology import Topology
 
 
 class Placed(NamedTuple):
-    """A parameter and its block."""
+    """A parameter, the name of its block, and whether the parameter is trained."""
 
     spec: ParameterSpec
-    block: str  # name of the block; "" for a parameter outside all blocks, or shared by several
+    block: str  # name of the block; "" for a parameter outside all blocks, or shared by several blocks
     trainable: bool = True
 
 
@@ -41,20 +41,26 @@ class Contents(Protocol):
 
 
 class Members(NamedTuple):
-    """A unit before it is laid out."""
+    """The parameters of a unit, before the unit has a layout."""
 
     name: str
-    home: str  # name of its block, :data:`PERSISTENT` or :data:`ROOT`
+    home: str  # name of the unit's block, :data:`PERSISTENT` or :data:`ROOT`
     trainable: bool
     specs: Sequence[ParameterSpec]  # in slot order
-    places: Sequence[int]  # the index of each of these parameters in the model's order
+    places: Sequence[int]  # for each entry of ``specs``, the index of the parameter in model order
 
 
 def members_of(parameters: Sequence[Placed], blocks: Sequence[str], limits: MemoryLimits) -> list[Members]:
     """Assign every parameter to exactly one unit, and return the units.
 
-    Parameters outside all blocks, or shared by several, belong to the root's unit.  Parameters with fewer than
-    ``limits.persist_below`` elements form a persistent unit, up to ``limits.persist_most`` elements in all.
+    The order of the units is: root, persistent, blocks.
+
+    - A parameter in one block belongs to the unit of this block.
+    - A parameter outside all blocks, or shared by several blocks, belongs to the unit of the root.
+    - A parameter with fewer than ``limits.persist_below`` elements belongs to the persistent unit instead, as long as
+      persistent parameters have at most ``limits.persist_most`` elements in all.
+    - Frozen parameters form separate units: a block with trained and frozen parameters has two units.
+    - A unit without elements is left out, and its parameters join the first unit that has elements.
     """
     entries: dict[tuple[str, bool], list[int]] = {
         (name, trainable): [] for name in (ROOT, PERSISTENT, *blocks) for trainable in (True, False)
@@ -79,12 +85,12 @@ def members_of(parameters: Sequence[Placed], blocks: Sequence[str], limits: Memo
 
 
 def geometries_of(units: Sequence[Contents], topology: Topology, policy: Policy) -> list[UnitGeometry]:
-    """Lay out all units, and return their layouts in the same order.
+    """Return the layouts of all ``units``, in the same order.
 
     Raises:
-        PaddingError: if a unit has more padding than the policy's ``max_padding`` allows; the message names
-            the unit with the largest share.
-        PolicyError: if the policy has more fragments (``local_fragments``) than units to deal into them.
+        PaddingError: if a unit has more padding than ``memory.max_padding`` allows.  Persistent units may have any
+            padding.  The message names the unit with the largest share of padding.
+        PolicyError: if the policy has more fragments (``local_fragments``) than the model has trained units.
     """
 
     def laid_out(unit: Contents, max_padding: float) -> UnitGeometry:
@@ -113,10 +119,11 @@ def geometries_of(units: Sequence[Contents], topology: Topology, policy: Policy)
 def plan_units(
     parameters: Sequence[Placed], blocks: Sequence[str], topology: Topology, policy: Policy
 ) -> list[UnitGeometry]:
-    """Plan the units of a model from its parameters, in the model's order, and the names of its blocks.
+    """Return the layouts of the units of a model, in the order of :func:`members_of`.
 
-    The units of the root come first.  Blocks are not divided to respect ``memory.largest_unit``, because that needs
-    the module.
+    ``parameters`` are the parameters of the model in model order, and ``blocks`` are the names of its blocks.  Unlike
+    :func:`impl.zero.shard`, this function does not divide blocks that exceed ``memory.largest_unit``, because dividing
+    a block needs the module.
 
     Raises:
         PolicyError, GeometryError: as :func:`impl.zero.shard`.

@@ -1,1 +1,1 @@
-"""Defines units: the parameters of a block of the model, with their shard, gathered weights and gradients."""
+"""Defines units: the parameters of a block of the model, with this rank's shard, gathered weights and gradients."""

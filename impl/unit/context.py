@@ -1,11 +1,12 @@
 """Holds what all units of one engine share: the wire, the policy, memory, counters, and the state of a pass.
 
-:class:`UnitContext` bundles these objects.  :class:`Reserve` hands out flat buffers, :class:`Meter` counts
-bytes, :class:`HostMemory` offloads, and :class:`Passes` records which forward or backward pass is running.
+:class:`UnitContext` bundles these objects.  :class:`Reserve` hands out flat buffers, :class:`Meter` counts the bytes
+of memory in use, :class:`HostMemory` allocates memory of the host and copies to and from the host, and
+:class:`Passes` records which forward or backward pass is running.
 
-With a GPU, host memory is pinned, and copies to and from the host run on one side stream per direction.  On a
-CPU, host and device are the same memory; the same copies are still made, at once, so that their bytes can be
-counted and tested (:data:`ACCOUNTING`).
+With a GPU, host memory is pinned.  Copies to the host run on one side stream, and copies from the host on another.
+On a CPU, host and device are the same memory.  The same copies are made there too, without a stream, so that tests can
+count their bytes (:data:`ACCOUNTING`).
 """
 
 from __future__ import annotations
@@ -33,26 +34,31 @@ ACCOUNTING: Final = "accounting only: on this device host and device are one mem
 
 @dataclass(slots=True, eq=False)
 class Meter:
-    """Counts the bytes that the engine holds, now and at the peak, by the parts of :func:`impl.plan.memory.memory`.
+    """Counts the bytes of memory that one rank's engine holds, for each part of that memory.
 
-    The keys are these parts' names; a part in host memory has the prefix ``host_``.
+    A part has a name, such as ``masters``, as in the dict that :func:`impl.plan.memory.memory` returns.  The name of a
+    part in host memory begins with ``host_``.
     """
 
-    now: dict[str, int] = field(default_factory=dict)
-    peak: dict[str, int] = field(default_factory=dict)
+    now: dict[str, int] = field(default_factory=dict)  # for each part, the bytes that are held now
+    peak: dict[str, int] = field(default_factory=dict)  # for each part, the most bytes held at one time
 
     def add(self, part: str, nbytes: int, *, host: bool = False) -> None:
-        """Count an allocation of ``nbytes`` on the device or the ``host``; a release has negative ``nbytes``."""
+        """Count that ``nbytes`` were allocated for ``part``.
+
+        The memory is on the device, or in host memory with ``host``.  Negative ``nbytes`` count a release.
+        """
         part = f"host_{part}" if host else part
         self.now[part] = self.now.get(part, 0) + nbytes
         self.peak[part] = max(self.peak.get(part, 0), self.now[part])
 
 
 class Reserve:
-    """A pool of flat buffers of one type, which the meter counts as ``part``.
+    """A pool of flat buffers whose elements have one type; the meter counts their bytes as ``part``.
 
-    A buffer is reused only for a request of exactly its size.  Free buffers are dropped, the largest first,
-    when keeping them would hold more elements than were in use at the same time in the last pass.
+    A buffer is reused only for a request of exactly its size.  The pool keeps free buffers only as long as all buffers
+    together, free or in use, have no more elements than were in use at one time in the last pass.  Beyond this limit,
+    the largest free buffers are dropped first.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
@@ -64,7 +70,10 @@ class Reserve:
         self._most = self._lately = 0
 
     def take(self, numel: int) -> Tensor:
-        """Return a buffer (numel,) with arbitrary content."""
+        """Return a buffer (numel,) with arbitrary content.
+
+        The buffer is new if the pool has no free buffer of this size.
+        """
         self._used += numel
         self._lately, self._most = max(self._lately, self._used), max(self._most, self._used)
         if self._free.get(numel):
@@ -75,20 +84,21 @@ class Reserve:
             return torch.empty(numel, dtype=self._dtype, device=self._device)
 
     def give_back(self, buffer: Tensor) -> None:
-        """Return a buffer from :meth:`take` to the pool; the caller must not use it any more."""
+        """Put ``buffer``, which :meth:`take` returned, back into the pool; the caller must not use it any more."""
         self._used -= buffer.numel()
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def trim(self) -> None:
-        """After a pass, set the limit to what that pass needed, and drop free buffers beyond it.
+        """Let the pool hold only as many elements as were in use at one time since the last call of this method.
 
-        The first pass may need more than later ones.
+        To be called after each pass, since the first pass may need more elements than later ones.  Free buffers are
+        dropped, the largest first, until the pool is within this limit.
         """
         self._most, self._lately = self._lately, self._used
         self._shrink(self._most)
 
     def _shrink(self, most: int) -> None:
-        """Drop free buffers, the largest first, until the pool holds ``most`` elements or has no free buffer."""
+        """Drop free buffers, the largest first, until all buffers have at most ``most`` elements, or none is free."""
         while self._held > most and any(self._free.values()):
             largest = max(size for size, free in self._free.items() if free)
             self._free[largest].pop()
@@ -100,7 +110,7 @@ class Reserve:
 
 
 class HostMemory:
-    """Allocates host memory for offloaded states, and copies between host and device, for one engine."""
+    """Allocates host memory for the offloaded states of one engine, and copies tensors between host and device."""
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         self.copied: dict[CopyKey, int] = defaultdict(int)  # bytes by direction, purpose and unit
@@ -114,9 +124,10 @@ class HostMemory:
         self._turn = 0
 
     def empty(self, part: str, numel: int, dtype: torch.dtype = torch.uint8, *, host: bool = True) -> Tensor:
-        """Allocate (numel,) with arbitrary content, on the ``host`` or the device, counted as ``part``.
+        """Return a new tensor (numel,) of type ``dtype`` with arbitrary content.
 
-        Host memory is pinned if the device is a GPU.
+        The tensor is in host memory, or on the device with ``host=False``.  Host memory is pinned if the device is a
+        GPU.  The meter counts the bytes of the tensor as ``part``.
         """
         device, pinned = (MEMORY, self._up is not None) if host else (self._device, False)
         with torch.inference_mode(mode=False):  # the memory will outlive a pass in inference mode
@@ -125,23 +136,27 @@ class HostMemory:
         return memory
 
     def ahead(self) -> contextlib.AbstractContextManager[Arrival]:
-        """Enqueue the body's work on the stream of copies from the host, so that later computation overlaps it.
+        """Context that enqueues the work of its body on the side stream for copies from the host.
 
-        The work starts after everything that was enqueued before.  Yields the :class:`Arrival` that marks the end
-        of the work.
+        This work starts after all work that the current stream has enqueued so far, and overlaps with work that the
+        current stream enqueues later.  Yields an :class:`Arrival`, with which later work can wait for the end of the
+        body's work.  On a CPU there is no side stream, and the body's work is done at once.
         """
         return contextlib.nullcontext(Arrival()) if self._up is None else self._up.beside()
 
     def copy(self, way: Direction, source: Tensor, target: Tensor, purpose: Copied, unit: str) -> None:
-        """Copy ``source`` to ``target``, between host and device, on the current stream, and count the bytes."""
+        """Copy ``source`` to ``target`` on the current stream; one of the two tensors is in host memory.
+
+        The bytes are added to ``copied``, under the direction ``way``, the ``purpose`` and the name of the unit.
+        """
         target.copy_(source, non_blocking=True)
         self.copied[CopyKey(way, purpose, unit)] += source.nbytes
 
     def stage(self, numel: int) -> Tensor:
-        """Return (numel,) fp32 on the device, to be filled for the next :meth:`download`.
+        """Return a buffer (numel,) fp32 on the device, which the caller fills and then passes to :meth:`download`.
 
-        The rows of the staging memory are used in turn.  Before a row is written, the current stream waits for the
-        last copy out of this row.
+        There are :data:`STAGED` buffers, and calls return them in turn.  The current stream first waits until the last
+        copy out of the returned buffer has ended.
         """
         if self._staging is None or self._staging.shape[1] < numel:
             if self._staging is not None:
@@ -153,9 +168,10 @@ class HostMemory:
         return self._staging[self._turn, :numel]
 
     def download(self, staged: Tensor, target: Tensor, purpose: Copied, unit: str) -> Arrival:
-        """Copy ``staged``, the row that the last :meth:`stage` returned, to ``target`` on the host.
+        """Start to copy ``staged``, the buffer that the last :meth:`stage` returned, to ``target`` in host memory.
 
-        Computation goes on meanwhile.  Returns the end of the copy.
+        The copy runs on a side stream, so that it overlaps with computation.  Returns an :class:`Arrival`, with which
+        the caller can wait for the end of the copy.
         """
         self.copied[CopyKey("to_host", purpose, unit)] += staged.nbytes
         with contextlib.nullcontext(Arrival()) if self._down is None else self._down.beside() as arrival:
@@ -168,7 +184,10 @@ class HostMemory:
 
 @dataclass(slots=True, eq=False)
 class Passes:
-    """Records which pass of one model is running on this rank; units are given by their index."""
+    """Records which pass of one model is running on this rank.
+
+    A unit is represented by its index, which counts the model's units in model order from 0.
+    """
 
     schedule: Schedule
     running: int = 0  # how many forward calls of hooked modules are running, one inside the other
@@ -176,7 +195,7 @@ class Passes:
     in_backward: bool = False  # whether a backward pass is running, or has failed and was not finished
     accumulating: bool = False  # whether backward passes only add to local gradients and reduce nothing
     gathering: set[int] = field(default_factory=set)  # units whose all-gather is under way
-    # whether a user's own gather has failed; all such gathers under way are then given up, until a new gather starts
+    # whether a user's own gather has failed; then no weights are taken from such gathers until a new gather starts
     failed: bool = False
     # units whose weights were used outside of their own module, and stay gathered to the end of the forward pass
     escaped: set[int] = field(default_factory=set)
@@ -187,7 +206,10 @@ class Passes:
 
 
 def recomputing() -> bool:
-    """Return whether autograd is running a backward pass, so that a forward call now recomputes a block."""
+    """Return whether autograd is running a backward pass.
+
+    If the result is True, a forward call recomputes a block for activation checkpointing.
+    """
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001  # there is no public function for it
 
 

@@ -1,16 +1,17 @@
 """Holds the memory of one unit's gathered weights, and the parameters that are views of it.
 
 [Note: flat buffer]
-A gathered unit is one tensor (P,) in the compute type, where P counts the unit's elements with padding.  Each
-parameter is a leaf of its own whose ``data`` is a view of this tensor.  Therefore each parameter has its own
-version counter, and filling the buffer again for backward does not look like an in-place change of tensors
-that autograd has saved.  The memory comes from a :class:`~impl.unit.context.Reserve`.  While the unit is
-sharded there is no such tensor, and modules hold placeholders (:mod:`impl.unit.placeholder`).
+The weights of a gathered unit are one tensor (P,) in the compute type, the flat buffer; P is the number of the unit's
+elements with padding.  Each parameter is an autograd leaf whose ``data`` is a view of the flat buffer.  Therefore each
+parameter has a version counter that the other parameters do not share, and filling the buffer again for backward does
+not look like an in-place change of tensors that autograd has saved.  The memory comes from a
+:class:`~impl.unit.context.Reserve`.  While the unit is sharded it has no flat buffer, and modules hold placeholders
+(:mod:`impl.unit.placeholder`).
 
-Autograd may still hold views of the buffer when the unit is resharded: views of weights that were used
-outside a forward pass, or in a block that is recomputed.  Memory with such views is not given back, since the
-views would then show another unit's weights.  Torch's count of the storage's handles shows whether there are
-such views.
+When the unit is resharded, autograd may still hold views of the flat buffer.  They come from weights that were used
+outside a forward pass, or in a block that is recomputed.  A flat buffer with such views is not given back to the
+reserve, since the views would later show another unit's weights.  Torch's reference count of the buffer's storage
+(:func:`handles`) shows whether there are such views.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of a
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A parameter of a unit: the tensor to compute with, and the placeholder that modules hold while it is sharded."""
+    """A parameter of a unit, as two leaves: one to compute with, and a placeholder for the time between uses."""
 
     # the leaf whose data is a view of the flat buffer; while the unit is sharded, it has no values
     parameter: nn.Parameter
@@ -59,16 +60,19 @@ class Member:
     no_values: Tensor  # the data of both leaves while there is no flat buffer: one NaN, expanded to the shape
 
     def place(self, shown: nn.Parameter) -> None:
-        """Have all holders hold ``shown``, which is the parameter or the placeholder."""
+        """Put ``shown``, which is the parameter or the placeholder, into all modules that hold this member."""
         for module, name in self.holders:
             module._parameters[name] = shown  # noqa: SLF001  # setattr would register the parameter anew
 
 
 class FlatBuffer:
-    """One unit's flat buffer on one rank, with its parameters as ``members``, in slot order.
+    """One unit's flat buffer on one rank.
 
-    The constructor replaces the model's parameters, ``originals``, in their ``holders`` by placeholders, and
-    takes their values away.
+    ``members`` are the unit's parameters, in slot order: the order of the parameters in the flat buffer.
+
+    The constructor gets the model's parameters as ``originals``, and for each of them the modules that hold the
+    parameter as ``holders``.  The constructor puts placeholders into these modules, and frees the memory of the
+    originals' values.
     """
 
     def __init__(
@@ -105,7 +109,10 @@ class FlatBuffer:
         self._marks: list[tuple[int, int]] = []  # version and address of each member, from expose() on
 
     def attach(self) -> Tensor:
-        """Return the flat buffer (P,), taking memory for it if need be; the parameters become views of it."""
+        """Return the flat buffer (P,).
+
+        If the unit has none, the method takes memory from the reserve, and the parameters become views of this memory.
+        """
         if self._flat is None:
             flat = self._flat = self._reserve.take(self._geometry.padded)
             self.lay()
@@ -113,7 +120,11 @@ class FlatBuffer:
         return self._flat
 
     def detach(self) -> None:
-        """Give the flat buffer's memory back, unless others hold views of it ([Note: flat buffer])."""
+        """Give the flat buffer's memory back to the reserve; the parameters then have no values.
+
+        Nothing happens while autograd or a user holds views of this memory ([Note: flat buffer]), or while
+        GatheredParameters shows a parameter of the unit.
+        """
         flat = self._flat
         if flat is None or self.shown or handles(flat) != self._own_views:
             return
@@ -124,9 +135,9 @@ class FlatBuffer:
         self._reserve.give_back(flat)
 
     def lay(self) -> None:
-        """Make the parameters views of the flat buffer again, since users may have assigned other data.
+        """Make each parameter a view of the flat buffer again, after a user has assigned another tensor to ``p.data``.
 
-        Parameters that GatheredParameters shows are left alone.
+        The method leaves parameters alone that GatheredParameters shows.  Without a flat buffer it does nothing.
         """
         if (flat := self._flat) is None:
             return
@@ -136,7 +147,7 @@ class FlatBuffer:
                     member.parameter.data = flat.as_strided(*member.view)
 
     def expose(self) -> None:
-        """Have modules hold the parameters; :meth:`written` reports writes to them from now on."""
+        """Put the parameters into the modules; from now on :meth:`written` reports parameters that are written."""
         self._marks = marks = []
         for member in self.members:
             parameter = member.parameter
@@ -146,10 +157,11 @@ class FlatBuffer:
                 module._parameters[name] = parameter  # noqa: SLF001
 
     def conceal(self, *, sharded: bool) -> None:
-        """Have modules hold the placeholders.
+        """Put the placeholders into the modules.
 
-        If the unit becomes ``sharded``, the parameters turn into placeholders too, so that a parameter that a
-        user took from a module during the pass is not read without values.
+        With ``sharded``, the parameters will lose their values.  Therefore they are turned into placeholders too.  If a
+        user has taken a parameter from a module during the pass, a later use of this parameter gathers the unit again,
+        or raises an error.
         """
         self._marks = []
         for member in self.members:
@@ -159,7 +171,10 @@ class FlatBuffer:
                 module._parameters[name] = member.placeholder  # noqa: SLF001
 
     def written(self) -> list[str]:
-        """Return the names of the parameters that were written, or given other memory, since :meth:`expose`."""
+        """Return the names of the parameters that were written, or given other memory, since :meth:`expose`.
+
+        The list is empty while modules hold placeholders.
+        """
         names = []
         # A loop, since a comprehension would be a further function call for each unit.
         for slot, member, mark in zip(self._geometry.slots, self.members, self._marks, strict=False):
@@ -169,13 +184,20 @@ class FlatBuffer:
 
 
 class InUnit:
-    """The keeper of a member's placeholder and parameter; it holds the flat buffer weakly."""
+    """The :class:`~impl.unit.placeholder.Keeper` of the parameter and the placeholder of one member of a unit.
+
+    It has only a weak reference to the flat buffer.
+    """
 
     def __init__(self, flat: FlatBuffer, name: str, number: int) -> None:
         self.name, self.flat, self.number = name, weakref.ref(flat), number
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """Have the unit gather the member's values, or refuse the use; return its parameter."""
+        """Let the unit gather its weights, and return the member's parameter with its values.
+
+        Raises:
+            ZeroError: if no pass is running, or if the model and its engine no longer exist.
+        """
         if (flat := self.flat()) is None:
             raise ZeroError(
                 f"parameter {self.name!r} belongs to a sharded model whose engine is gone: keep the model, or the "
@@ -186,16 +208,17 @@ class InUnit:
 
 
 class Taken:
-    """The keeper of a parameter that a user took from the model before shard() replaced it there.
+    """The :class:`~impl.unit.placeholder.Keeper` of a parameter that the model had before shard().
 
-    It refuses every use, since computing with the old parameter would train nothing.
+    shard() has put another object into the model.  A user may have kept the old parameter, for example in an optimizer.
+    Every use of the old parameter raises an error, since computing with it would train nothing.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """Raise a ZeroError."""
+        """Raise a ZeroError, which says that ``parameter`` is no longer in the model."""
         raise ZeroError(
             f"parameter {self.name!r} was taken from its module before the model was sharded: take it "
             "from the module again"
@@ -203,9 +226,10 @@ class Taken:
 
 
 def check_hooks(name: str, parameter: nn.Parameter, *, allowed: int = 0) -> None:
-    """Raise a ZeroError if a parameter has gradient hooks of a user.
+    """Raise a ZeroError if a user has registered gradient hooks on a parameter.
 
-    ``allowed`` is the number of the engine's own hooks on the parameter.  The parameter's values are not needed.
+    ``allowed`` is the number of post-accumulate-grad hooks that the engine itself has registered on the parameter.
+    Placeholders, which have no values, can be checked too.
     """
     after = parameter._post_accumulate_grad_hooks or ()  # noqa: SLF001  # there is no public name
     hooks = parameter._backward_hooks or (after if len(after) > allowed else ())  # noqa: SLF001
@@ -219,16 +243,16 @@ def check_hooks(name: str, parameter: nn.Parameter, *, allowed: int = 0) -> None
 
 
 def check_plain(model: nn.Module) -> None:
-    """Raise a ZeroError unless all parameters can be sharded.
+    """Raise a ZeroError unless all parameters of ``model`` can be sharded.
 
-    A parameter is refused if it is sharded already, has gradient hooks, or is of a subclass of nn.Parameter other than
-    :class:`Placeholder`.
+    A parameter cannot be sharded if it is sharded already, if it has gradient hooks, or if its class is neither
+    ``nn.Parameter`` nor :class:`Placeholder`.
     """
     for name, parameter in model.named_parameters():
         if isinstance(keeper_of(parameter), InUnit):
             raise ZeroError(
-                f"parameter {name!r} of this model is sharded already: call shard() once, for a model as a "
-                "whole, and go on with the engine that it returned"
+                f"parameter {name!r} of this model is sharded already: call shard() once, for the whole model, "
+                "and use the engine that shard() returned"
             )
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
             check_hooks(name, parameter)
@@ -240,5 +264,5 @@ def check_plain(model: nn.Module) -> None:
 
 
 def handles(tensor: Tensor) -> int:
-    """Return torch's reference count of the storage of ``tensor``: how many tensors and other objects hold it."""
+    """Return torch's reference count of the storage of ``tensor``: how many tensors and other objects refer to it."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # noqa: SLF001

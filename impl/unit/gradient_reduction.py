@@ -1,24 +1,24 @@
 """Reduce-scatters one unit's gradient; the counterpart for weights is :mod:`impl.unit.weight_gather`.
 
 The list follows a gradient through one ZeRO++ step on two nodes of two ranks, and names the files that take
-part.  A unit has P elements with padding, and each of the four ranks ends with the mean of a shard of
+part.  A unit has P elements with padding.  At the end, each of the four ranks has the mean of its shard of
 S = P / 4 elements.  A frame, which is one encoded shard, has F bytes.
 
 1. *Autograd accumulates a parameter's gradient.*  A hook in :mod:`impl.engine.hooks` calls
    :meth:`GradientReduction.collect`, which moves the gradient to its place in one flat buffer (P,) in the
    compute type.  If the codec of hop 1 sends the elements as they are, this buffer can be the message of hop 1
    itself.  Passes that accumulate without reducing add into an fp32 buffer instead.
-2. *The unit's last gradient makes the reduction ready.*  It starts when its turn comes in the
+2. *The unit's last gradient makes the reduction ready.*  The reduction starts when its turn comes in the
    :class:`~impl.plan.reduction_queue.ReductionQueue`, whose order is the same on all ranks.
 3. *Hop 1 stays inside the node.*  :class:`impl.comm.reduce_scatter.Reduction` encodes the shards in the order
    (local, node, S), with INT4 in qgZ (paper section 3.3), and sends each rank of the node the shards that the
    rank will reduce: (node, F) = (2, F) uint8.
-4. *The sum is encoded again.*  When the first gradient of the next unit arrives, hop 1 has usually arrived
-   too; one kernel then decodes the messages, adds them in fp32 and encodes the sum.
+4. *The sum is encoded again*, when the first gradient of the next unit arrives.  By then the messages of hop 1 have
+   usually arrived.  One kernel decodes these messages, adds them in fp32 and encodes the sum.
 5. *Hop 2 crosses the link between nodes*, among the ranks of equal local index: one frame (F,) to each of
    the two nodes.
-6. *The mean is decoded*, (S,) fp32: the sum divided by 4.  This happens when the next reduction would exceed the
-   reduce bucket, which limits how many elements are in reduction at once, or at the end of the pass.
+6. *The mean is decoded*, (S,) fp32: the sum divided by 4.  This happens at the end of the pass, or earlier if the next
+   reduction would exceed the reduce bucket, which is the most elements that may be in reduction at one time.
 7. *The mean becomes the masters' gradient.*  :mod:`impl.unit.master_shard` stores the mean, or adds it to the
    mean of earlier micro-batches.
 8. *The optimizer steps the masters* and clears their gradients.
@@ -55,8 +55,9 @@ from impl.unit.own_reduction import OwnReduction
 class GradientReduction:
     """Collects the gradients of one unit on one rank, and reduces them.
 
-    ``collective`` is the object that reduces, hop by hop.  The model's hooks bring the gradients, and
-    :class:`~impl.plan.reduction_queue.ReductionQueue` decides when the reduction starts, posts its hops and ends.
+    The hooks of the model call :meth:`collect` with each gradient.  The attribute ``collective`` is the object that
+    sends and adds the gradients, hop by hop.  The :class:`~impl.plan.reduction_queue.ReductionQueue` decides when the
+    reduction starts, when it posts each hop, and when it waits for the mean.
     """
 
     def __init__(
@@ -89,13 +90,14 @@ class GradientReduction:
         self.follow(context.policy)
 
     def follow(self, policy: Policy) -> None:
-        """Reduce according to ``policy`` from now on; carried errors are kept."""
+        """Reduce with the axes and codecs of ``policy`` from now on; carried errors are kept."""
         self._take_up(self._way(policy))
 
     def prepare(self, policies: Sequence[Policy]) -> None:
-        """Make ready to reduce according to each of a schedule's ``policies``; :meth:`take_up` then allocates nothing.
+        """Compile how to reduce with each of the ``policies`` of a schedule, and begin with the first of them.
 
-        Carried errors are allocated here; all policies share them.
+        If a policy has error feedback, the memory of the carried errors is allocated here.  All policies share this
+        memory, so that :meth:`take_up` allocates nothing.
         """
         self._prepared = [self._way(policy) for policy in policies]
         carrying = next((way for way in self._prepared if way.feedback is not None), None)
@@ -105,7 +107,10 @@ class GradientReduction:
         self.take_up(0)
 
     def take_up(self, number: int) -> None:
-        """Reduce according to the policy with this ``number`` in :meth:`prepare`; no reduction may be under way."""
+        """Reduce with policy ``number`` of the list given to :meth:`prepare`, counted from 0.
+
+        No reduction may be under way.
+        """
         self._take_up(self._prepared[number])
 
     def _take_up(self, way: _Way) -> None:
@@ -114,7 +119,7 @@ class GradientReduction:
         self._pads = way.pads
 
     def _way(self, policy: Policy) -> _Way:
-        """Compile how the unit is reduced according to ``policy``."""
+        """Return how the unit's gradient is reduced with the axes and codecs of ``policy``."""
         geometry, wire = self._geometry, self._wire
         if policy.own_reduce is not None and geometry.trainable:
             if self.own is None:  # otherwise its state would be lost
@@ -136,12 +141,15 @@ class GradientReduction:
     # Collecting
 
     def begin(self) -> bool:
-        """Begin to collect this pass's gradients, unless collecting has begun.
+        """Begin to collect this pass's gradients, unless the unit has begun to collect them already.
 
-        Returns whether this is the event at which all ranks post the next hops of the reductions under way: a block's
-        first gradient.  The gradients of outer units (the root's and the persistent ones) are no such event: they
-        arrive at any point of the pass, and a gradient that arrives just after a reduction has started would make
-        this rank wait for that reduction's first hop at once.
+        To be called when a gradient arrives, before :meth:`collect`.  Returns True if no gradient of the unit was
+        collected before in this pass, and the unit belongs to a block.  At this event all ranks post the next hops of
+        the reductions that are under way.
+
+        Returns False for a unit outside of all blocks: the root's parameters, or the persistent ones.  Their gradients
+        may arrive just after another reduction has started, and posting the next hop of this reduction would make this
+        rank wait at once for its first hop.
 
         Raises:
             ZeroError: if the unit's reduction has started in this pass.
@@ -150,17 +158,19 @@ class GradientReduction:
             raise ZeroError(
                 f"a gradient arrived for unit {self._geometry.name!r}, which was already reduced in this "
                 "backward pass: if the model uses a parameter twice in reentrant checkpoints, set "
-                "use_reentrant=False; if the loss uses weights itself, compute it inside zero.unsharded()"
+                "use_reentrant=False; if the loss uses parameters directly, compute the loss inside zero.unsharded()"
             )
         if self.progress is Progress.COLLECTING and not self.missing:
             self.missing = set(range(len(self._members)))
         return len(self.missing) == len(self._members) and not self._outer
 
     def collect(self, number: int, *, is_next: bool) -> bool:
-        """Take the gradient that has just arrived at member ``number``, after :meth:`begin`.
+        """Move the gradient that has just arrived at member ``number`` to its place in ``local``.
 
-        ``is_next`` says whether this reduction is the next to start, so that the first hop's message may be opened.
-        Returns whether all gradients of the unit have now arrived.
+        To be called after :meth:`begin`.  Returns whether all gradients of the unit have now arrived.
+
+        ``is_next`` says whether this reduction is the next to start.  If so, gradients may be collected in the message
+        of the first hop.
         """
         self._add(number, self._members[number].parameter, is_next=is_next)
         self.missing.discard(number)
@@ -169,18 +179,19 @@ class GradientReduction:
         return not self.missing
 
     def collect_outside(self, number: int, *, is_next: bool) -> None:
-        """Take the gradient that an ``autograd.Function`` brought to the placeholder of member ``number``.
+        """Move a gradient from the placeholder of member ``number`` to its place in ``local``.
 
-        The member still counts as missing, since its parameter may get a gradient, too.  If the parameter gets none,
-        the end of the pass starts the reduction.
+        An ``autograd.Function`` that was called with the placeholder brings such a gradient.  The member still counts
+        as missing, since its parameter may get a gradient too.  If the parameter gets none, the reduction starts at the
+        end of the pass.
         """
         self.begin()
         self._add(number, self._members[number].placeholder, is_next=is_next)
 
     def _add(self, number: int, leaf: nn.Parameter, *, is_next: bool) -> None:
-        """Add the gradient of ``leaf`` to the part of member ``number`` in ``local``, and clear it at the leaf.
+        """Add the gradient of ``leaf`` to the part of member ``number`` in ``local``, and set ``leaf.grad`` to None.
 
-        The first gradient in a part overwrites what the memory held.
+        The first gradient overwrites the part, whose memory has arbitrary content before.
         """
         flat = self._open(is_next=is_next) if self.local is None else self.local
         shape, strides, offset = self._members[number].view
@@ -205,16 +216,19 @@ class GradientReduction:
             leaf.grad = None
 
     def _copy_arrived(self) -> None:
-        """Copy the gradients that have arrived to their places with a single launch, which saves the host time."""
+        """Copy the gradients that wait in ``_arrived`` to their places in ``local``, with a single kernel launch."""
         torch._foreach_copy_(self._places, self._arrived)  # there is no public function for it
         self._places.clear()
         self._arrived.clear()
 
     def _open(self, *, is_next: bool) -> Tensor:
-        """Choose and return the memory (P,) to collect gradients in.
+        """Return the memory (P,) in which gradients are collected, and make it ``local``.
 
-        On one rank, this is the memory of the masters' gradients, since the local gradient is the mean.  Otherwise
-        it is the message of hop 1, where that is possible, or a buffer of the reserve.
+        The memory is the first of the following that is possible:
+
+        - the memory of the masters' gradients, on a single rank, where the local gradient is the mean;
+        - the message of hop 1, if this reduction ``is_next`` and the codec sends the elements as they are;
+        - a buffer of the reserve.  Passes that only accumulate always take such a buffer, with elements in fp32.
         """
         reduces = not self._passes.accumulating
         if reduces and self.own is None and not self.collective.hops and self._in_place:
@@ -231,9 +245,10 @@ class GradientReduction:
         return self.local
 
     def _completed(self) -> Tensor:
-        """Return all gradients (P,), with zeros in padding and for members without a gradient.
+        """Return the collected gradients of all members, (P,).
 
-        Members without a gradient take part in the reduction, since other ranks may have gradients for them.
+        Padding is set to zero, and so are members without a gradient.  These members take part in the reduction, since
+        other ranks may have gradients for them.
         """
         flat = self._open(is_next=False) if self.local is None else self.local
         if self._places:
@@ -252,7 +267,7 @@ class GradientReduction:
         return flat
 
     def _forget(self) -> None:
-        """Release the memory of ``local``, since its gradients are encoded, or dropped."""
+        """Release the memory of ``local``, because its gradients were encoded or are not needed any more."""
         if self.local is not None and self._opened is not None:
             self._meter.add("local_gradients", -self.local.nbytes)
         if self._buffer is not None:
@@ -263,9 +278,9 @@ class GradientReduction:
         self._written.clear()
 
     def end_pass(self) -> None:
-        """End a backward pass: if the shard is offloaded, wait until its mean gradient has reached the host.
+        """End a backward pass; gradients that the pass collected without reducing them are kept in ``local``.
 
-        Gradients that the pass collected without reducing are kept.
+        If the shard is offloaded, wait until the mean gradient is in host memory.
         """
         self.missing.clear()
         self.progress = Progress.COLLECTING
@@ -276,12 +291,15 @@ class GradientReduction:
 
     @property
     def _in_place(self) -> bool:
-        """Whether the mean may be written straight to the memory of the masters' gradients."""
+        """Whether the mean may be written straight to the memory of the masters' gradients.
+
+        It may if the shard is on the device and no master has a gradient yet.
+        """
         shard = self._master_shard
         return not shard.placement.shard and shard.fresh
 
     def start(self) -> None:
-        """Start the reduction with the gradients that have arrived, and post its first hop.
+        """Start the reduction with the gradients that have arrived, and post the first hop.
 
         On a GPU, all later hops are enqueued here too, on a side stream.
         """
@@ -307,10 +325,13 @@ class GradientReduction:
             self.post_next_hop(finish=True)
 
     def post_next_hop(self, *, finish: bool = False) -> None:
-        """Post the next hop's message; with ``finish``, wait until the mean is in this rank's shard.
+        """Post the message of the next hop.
 
-        Without ``finish``, the mean is taken here only if the reduction's last hop stays inside a node: see
-        [Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`.
+        With ``finish``, post the messages of all hops that are left, wait for the mean, and give the mean to the master
+        shard.  Without ``finish``, a call after the last hop was posted waits for the mean only if the last hop stays
+        inside a node: see [Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`.
+
+        The method does nothing if no reduction is under way.
 
         Raises:
             ZeroError: if the reduction was interrupted.
@@ -337,9 +358,10 @@ class GradientReduction:
         self.progress = Progress.REDUCED
 
     def average(self, gradient: Tensor) -> Tensor:
-        """Return the mean (S,) fp32 of the ranks' ``gradient`` (P,) without giving it to the masters.
+        """Return this rank's shard (S,) fp32 of the mean of ``gradient`` (P,) over all ranks.
 
-        For checks outside of backward passes, which restore the carried errors afterwards; all ranks must call it.
+        The masters' gradients stay as they are, but carried errors change.  The method is for checks outside of
+        backward passes.  These checks restore the carried errors afterwards.  All ranks must call the method.
         """
         reduction = self.collective
         key = self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None
@@ -349,7 +371,10 @@ class GradientReduction:
         return mean
 
     def _take(self, mean: Tensor) -> None:
-        """Hand the mean (S,) to the master shard, with zeros in padding, and show it to the wire's observer, if any."""
+        """Give the mean (S,) to the master shard, after setting padding to zero.
+
+        If the wire has an observer, the observer gets the mean too.
+        """
         for start, end in self._pads:
             mean[start:end] = 0
         if self._wire.observer is not None:
@@ -359,7 +384,10 @@ class GradientReduction:
         self._master_shard.take(mean)
 
     def drop(self) -> None:
-        """Forget carried errors, and gradients that were collected but not reduced."""
+        """Forget the gradients that were collected but whose reduction has not started, and forget carried errors.
+
+        The state of a user's own reduction is kept.
+        """
         if self._opened is not None and self.progress is not Progress.FAILED:
             # The exchange is in the log of collectives already, so the other ranks wait for its message.
             self._opened.post()
@@ -374,7 +402,10 @@ class GradientReduction:
             self._errors.clear()
 
     def feedback(self) -> Errors | None:
-        """Return the carried errors that this step's reduction adds; None without feedback or if the unit is frozen."""
+        """Return the carried errors that the reduction of this step adds to gradients.
+
+        Returns None if the present policy has no error feedback, or if the unit is frozen.
+        """
         if self._feedback is None or not self._geometry.trainable:
             return None
         if self._errors is None:
@@ -384,21 +415,22 @@ class GradientReduction:
         return self._errors
 
     def kept_errors(self) -> Errors | None:
-        """Return the errors that are kept for this or later steps; None if there are none.
+        """Return the carried errors that are kept for this step or for later steps.
 
-        In a step of a schedule without feedback, errors of earlier steps stay as they are.
+        In a span of a schedule without feedback, these are the errors of the last span with feedback.  Returns None if
+        no errors are carried.
         """
         return self.feedback() if self._errors is None or self._feedback is not None else self._errors
 
     @property
     def remembers(self) -> bool:
-        """Whether a user's own reduction has a state, on which its next mean depends."""
+        """Whether a user's own reduction reduces this unit and has a state on which the next mean depends."""
         return self.own is not None and bool(self.own.state())
 
     def clear_feedback(self) -> None:
-        """Forget carried errors, because the gradients that they come from are not used; all ranks must do so.
+        """Set carried errors to zero, and replace the object of a user's own reduction by a newly constructed object.
 
-        The state of a user's own method is reset.
+        To be called on all ranks if the gradients of this step are not used, for example after an overflow.
         """
         if self._errors is not None:
             self._errors.clear()
@@ -407,7 +439,7 @@ class GradientReduction:
 
 
 class _Way(NamedTuple):
-    """How a unit's gradient is reduced according to one policy."""
+    """How a unit's gradient is reduced with one policy."""
 
     collective: Reduction | OwnReduction  # the object that reduces
     feedback: Feedback | None  # None: no errors are carried
@@ -417,5 +449,9 @@ class _Way(NamedTuple):
 
 
 def _keeps_zeros(codec: Codec) -> bool:
-    """Return whether a zero decodes to zero in every block; False for users' codecs, where this is unknown."""
+    """Return whether a zero decodes to zero in every block of ``codec``.
+
+    This is known of casts, and of integer and floating-point codecs with scales but without offsets or rotation.  For
+    all other codecs, such as users' codecs, the result is False.
+    """
     return isinstance(codec, Raw) or (isinstance(codec, Blocked) and not (codec.asymmetric or codec.hadamard))

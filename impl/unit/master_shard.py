@@ -1,7 +1,7 @@
 """Holds a rank's shard of a unit: (S,) fp32 master weights, and the mean gradient with which the optimizer steps them.
 
-Frozen weights may be held as a codec's codes instead of in fp32.  An offloaded shard is in host memory,
-together with its gradient; its encoded frame is copied to the device for each gather.
+Frozen weights may be held as the codes of a codec instead of in fp32.  An offloaded shard is in host memory, together
+with its mean gradient.  It is encoded on the host, and its frame is copied to the device.
 
 [Note: what users do to masters]
 The masters that an optimizer holds are views of the shard, and users treat them like any parameter:
@@ -9,12 +9,12 @@ The masters that an optimizer holds are views of the shard, and users treat them
 * ``p.data = values`` gives a master other memory.  :meth:`MasterShard.adopt` copies these values to the shard
   before a forward pass, and whenever the shard is read outside of passes.  It makes the master a view of the
   shard again, unless somebody else holds the assigned memory.
-* ``old = p.data; p.data = values`` keeps the master's old memory, to be assigned again later.  From then on
+* ``old = p.data; p.data = values`` keeps the master's old memory, which the user may assign again later.  From then on
   the old memory belongs to the user, so the shard moves to other memory before it takes the new values.
 * ``p.data.copy_(values)`` writes to the shard, but torch does not count the write.  The next gather that
-  encodes the master sends the new values.  Copies that a later pass reuses would be stale, however: hpZ's
+  encodes the master sends the new values.  However, copies of the old values may exist that a later pass reuses: hpZ's
   secondary shard, weights that stay gathered, and frames of offloaded masters.  Therefore checksums of the shard are
-  taken when such a copy is made, and compared before a forward pass reuses the copy.
+  taken when such a copy is made (:meth:`MasterShard.mark`), and compared before a forward pass reuses the copy.
 * ``g = p.grad; optimizer.zero_grad()`` keeps a gradient.  The next gradient is then written to other memory.
 """
 
@@ -41,7 +41,10 @@ ALONE: Final = 2  # what handles() returns for memory that belongs to a single t
 
 
 def shard_of(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Cut the shard (S,) fp32 of ``rank`` from the whole ``values``, which are one tensor per slot."""
+    """Return the shard (S,) fp32 of ``rank``, cut from whole parameters; padding is zero.
+
+    ``values`` are the parameters of the unit, one whole tensor for each slot of ``geometry``.
+    """
     shard = torch.zeros(geometry.shard, dtype=torch.float32, device=device)
     for slot, value in zip(geometry.slots, values, strict=True):
         start, end = geometry.part(slot, rank)
@@ -51,7 +54,10 @@ def shard_of(geometry: UnitGeometry, rank: int, values: Iterable[Tensor], device
 
 
 def part_of(value: Tensor, geometry: UnitGeometry, slot: Slot, rank: int) -> Tensor:
-    """Return the elements (n,) of the whole ``value`` of ``slot`` that are in the shard of ``rank``."""
+    """Return the elements (n,) of a parameter that are in the shard of ``rank``; n may be 0.
+
+    ``value`` is the whole parameter of ``slot``.
+    """
     first, end = geometry.overlap(slot, rank)
     return value.detach().reshape(-1)[first - slot.offset : end - slot.offset]
 
@@ -61,9 +67,13 @@ Version = tuple[int, int]
 
 
 class MasterShard:
-    """One rank's shard (S,) of one unit, its masters and their gradients.
+    """One rank's shard (S,) of one unit, with the masters, which are views of the shard, and with their gradients.
 
-    ``placement`` says which of its parts are offloaded; the policy of ``context`` is the unit's own.
+    Args:
+        geometry: the unit's layout.
+        context: what the units of the engine share, with the policy for this unit (``Policy.for_unit``).
+        placement: whether the shard and its frames are offloaded.
+        shard: (S,) fp32, the initial weights.
     """
 
     def __init__(
@@ -113,12 +123,15 @@ class MasterShard:
 
     @property
     def version(self) -> Version:
-        """The version of the weights, which changes with each reported change and each write that torch counts."""
+        """The version of the weights; it changes when a change is reported, and when torch counts a write."""
         return self.changes, self.held._version  # noqa: SLF001  # the public name warns
 
     @property
     def master(self) -> Tensor:
-        """This rank's shard of the weights (S,) fp32, on the host if offloaded; codes are decoded."""
+        """This rank's shard of the weights (S,) fp32, in host memory if the shard is offloaded.
+
+        If frozen weights are held as codes, the tensor is a new one with the decoded values.
+        """
         if self.codes is None:
             self.adopt()
             return self.held
@@ -127,9 +140,9 @@ class MasterShard:
         return master
 
     def keep_anchor(self) -> Tensor:
-        """Return a copy of the shard (S,) fp32; values that are loaded later are written to the copy too.
+        """Return a copy of the shard (S,) fp32, the anchor of local steps.
 
-        Steps of the optimizer do not change the copy.
+        Steps of the optimizer do not change the copy.  Later calls of :meth:`load_part` change both shard and copy.
         """
         with torch.inference_mode(mode=False):
             self._anchor = self.master.detach().clone()
@@ -137,7 +150,10 @@ class MasterShard:
         return self._anchor
 
     def load_part(self, start: int, end: int, values: Tensor) -> None:
-        """Overwrite elements [start, end) of the shard with ``values`` (end - start,) fp32."""
+        """Overwrite elements [start, end) of the shard with ``values`` (end - start,) fp32.
+
+        With local steps, the same elements of the anchor are overwritten too.
+        """
         master = self.master
         with torch.no_grad():
             master[start:end] = values
@@ -151,7 +167,10 @@ class MasterShard:
             ops.encode(self._codec, master, self.codes, noise=self.noise(self._codec))
 
     def load_codes(self, frame: Tensor) -> None:
-        """Overwrite weights that are held as codes with a ``frame`` (F,) of the same layout."""
+        """Overwrite frozen weights that are held as codes.
+
+        ``frame`` (F,) uint8 has the same codec and the same number of elements as these weights.
+        """
         assert self.codes is not None  # noqa: S101  # checkpoints have codes for no other unit
         self.arrival.finish()  # the codes may still be read by a copy to the device
         self.codes.copy_(frame)
@@ -159,7 +178,7 @@ class MasterShard:
     # Writes by users ([Note: what users do to masters])
 
     def adopt(self) -> None:
-        """Copy to the shard the values of masters to whose ``data`` a user has assigned another tensor.
+        """Find masters to whose ``data`` a user has assigned another tensor, and copy the tensor's values to the shard.
 
         [Note: what users do to masters] says what becomes of the shard's memory and of the assigned memory.
 
@@ -185,7 +204,7 @@ class MasterShard:
                 raise ZeroError(
                     f"a master of unit {self._geometry.name!r} was given data of shape {tuple(data.shape)}, "
                     f"{data.dtype}, on {data.device}, in place of {tuple(own.shape)}, {own.dtype}, on "
-                    f"{own.device}: assign a tensor of that shape, type and device to p.data, or write "
+                    f"{own.device}: assign a tensor of the master's shape, type and device to p.data, or write "
                     "p.copy_(values) under torch.no_grad()"
                 )
             del data  # it would count as a handle of the memory
@@ -215,13 +234,16 @@ class MasterShard:
                 self._foreign = True
 
     def _move(self) -> None:
-        """Move the shard to other memory, because its present memory belongs to a user from now on."""
+        """Copy the shard to new memory, because the present memory of the shard belongs to a user from now on."""
         with torch.inference_mode(mode=False):  # the memory will outlive a pass in inference mode
             self.held.data = self.held.detach().clone()
             self._own = [self.held[start:end] for _, start, end in self._spans]
 
     def check_usable(self) -> None:
-        """Raise a ZeroError if a master was frozen, or was given a gradient hook, which would never run."""
+        """Raise a ZeroError if a user has frozen a master or has registered a gradient hook on a master.
+
+        Autograd does not reach masters, so that the hook would never run.
+        """
         for master, _, _ in self._spans:
             if not master.requires_grad:
                 raise ZeroError(
@@ -237,15 +259,15 @@ class MasterShard:
                 )
 
     def mark(self) -> None:
-        """Take checksums of the shard when a copy of it is made; :meth:`check_unwritten` compares them later."""
+        """Take checksums of the shard, for :meth:`check_unwritten`; to be called when a copy of the shard is made."""
         version = self.version
         if self._sums is None or self._sums[0] != version:
             self._sums = version, ops.sums_of_bits(self.held)
 
     def check_unwritten(self) -> None:
-        """Raise a ZeroError if masters were written since :meth:`mark` without torch counting the write.
+        """Raise a ZeroError if masters were written since :meth:`mark` and torch has not counted the write.
 
-        Copies of the old values would otherwise be reused.
+        Without this error, a pass could compute with copies of the old values.
         """
         if self._sums is None or self._sums[0] != self.version:
             return  # the change is known, so no copy will be reused
@@ -259,13 +281,13 @@ class MasterShard:
     # Frames
 
     def encode_as(self, codec: Codec) -> None:
-        """Encode frames with ``codec`` from now on."""
+        """Encode the shard with ``codec`` from now on."""
         self._codec, self._frame_bytes = codec, codec.frame_bytes(self._geometry.shard)
 
     def write_frame(self, frame: Tensor) -> None:
-        """Write this rank's encoded shard to ``frame`` (F,) uint8, the message of the first hop.
+        """Write this rank's encoded shard to ``frame`` (F,) uint8 on the device, the message of the first hop.
 
-        An offloaded master is encoded on the host, and its frame copied to the device.
+        An offloaded shard is encoded on the host, and its frame is then copied to the device.
         """
         if not self.placement.shard:
             if self.codes is None:
@@ -285,9 +307,10 @@ class MasterShard:
         frame.copy_(self._sent)
 
     def _kept_frame(self) -> Tensor:
-        """Return the frame (F,) uint8 of an offloaded master, on the host.
+        """Return the frame (F,) uint8 of an offloaded shard, in host memory.
 
-        The frame is encoded anew only if the master, or the random bits of a stochastic codec, have changed.
+        The frame is kept.  It is encoded anew only if the shard has changed, or if the codec is stochastic and the
+        random bits have changed.
         """
         varies = self._codec.stochastic and self._geometry.trainable
         now = (self.version, self._clock.step if varies else 0)
@@ -300,7 +323,10 @@ class MasterShard:
         return self._encoded
 
     def noise(self, codec: Codec) -> Noise | None:
-        """Return the random bits for this rank's shard if ``codec`` is stochastic; else None."""
+        """Return the random bits with which a stochastic ``codec`` rounds this rank's shard.
+
+        Returns None if ``codec`` is not stochastic.
+        """
         if not codec.stochastic:
             return None
         key = self._clock.weights(self._geometry.name, frozen=not self._geometry.trainable)
@@ -317,9 +343,9 @@ class MasterShard:
         return True
 
     def take(self, mean: Tensor) -> None:
-        """Add ``mean`` (S,) fp32 to the masters' gradients.
+        """Add ``mean`` (S,) fp32, on the device, to the masters' gradients.
 
-        For an offloaded shard this only starts the copy to the host; :meth:`land` adds the mean.
+        If the shard is offloaded, this method only starts to copy the mean to the host, and :meth:`land` adds it.
         """
         if not self.placement.shard:
             self._accumulate(mean)
@@ -335,7 +361,10 @@ class MasterShard:
         self._landing = arrival, target
 
     def land(self) -> None:
-        """Wait for a mean gradient that is being copied to the host, and add it to the masters' gradients."""
+        """Wait until the mean that :meth:`take` copies is in host memory, and add this mean to the masters' gradients.
+
+        Does nothing if no mean is being copied.
+        """
         if self._landing is not None:
             arrival, mean = self._landing
             arrival.finish()
@@ -359,7 +388,8 @@ class MasterShard:
     def gradient(self) -> Tensor:
         """Return the memory (S,) fp32 of the masters' gradients.
 
-        If a user has kept an earlier gradient, that gradient keeps its memory, and new memory is taken.
+        If no master has a gradient and a user has kept an earlier gradient, the user's gradient keeps the old memory,
+        and the method returns new memory.
         """
         host = self.placement.shard
         if self._mean is not None and handles(self._mean) > ALONE and self.fresh:
@@ -376,13 +406,16 @@ class MasterShard:
         return self._mean is not None and handles(self._mean) > ALONE + own
 
     def _is_own(self, master: nn.Parameter, start: int, end: int) -> bool:
-        """Return whether the gradient of a master is a view of the memory of :meth:`gradient`."""
+        """Return whether ``master.grad`` is a view of elements [start, end) of the memory of :meth:`gradient`."""
         if self._mean is None or master.grad is None:
             return False
         return start == end or master.grad.data_ptr() == self._mean[start:end].data_ptr()
 
     def mean_gradient(self) -> Tensor | None:
-        """Return the accumulated mean gradient (S,) fp32 of this rank's shard; None if there is none."""
+        """Return the gradients of all masters as one tensor (S,) fp32: means over ranks, added up over micro-batches.
+
+        Returns None if no master has a gradient.
+        """
         if self.fresh:
             return None
         if all(self._is_own(*span) for span in self._spans):
@@ -394,10 +427,11 @@ class MasterShard:
         return whole
 
     def own_gradients(self) -> Iterator[Tensor]:
-        """Yield the parts of the masters' gradients that this rank counts in a norm over all ranks.
+        """Yield the parts (n,) of the masters' gradients whose squares this rank adds to a gradient norm.
 
-        If several ranks hold a copy of the shard, each counts a different part.  With local steps, gradients differ
-        between groups, so that each group computes a norm of its own, in which a rank counts its whole shard.
+        If several ranks hold copies of the shard, each of them yields a different part, so that the norm over all ranks
+        counts each element once.  With local steps, gradients differ between state groups, and each group computes a
+        norm of its own.  Then this rank yields its whole shard.
         """
         apart = self._anchor is not None
         low, high = (0, self._geometry.shard) if apart else self._geometry.own_piece(self._mesh.rank)
@@ -407,7 +441,10 @@ class MasterShard:
                 yield master.grad[first - start : last - start]
 
     def load_gradient(self, start: int, end: int, values: Tensor) -> None:
-        """Overwrite elements [start, end) of the mean gradient with ``values`` (end - start,) fp32."""
+        """Overwrite elements [start, end) of the mean gradient with ``values`` (end - start,) fp32.
+
+        A master without a gradient first gets a gradient of zeros.
+        """
         gradient = self.gradient()
         for master, first, last in self._spans:
             if master.grad is None:
@@ -418,5 +455,8 @@ class MasterShard:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    """Return a number that identifies a tensor's storage; an address would be 0 for all empty storages."""
+    """Return a number that identifies the storage of ``tensor``, also if the storage is empty.
+
+    The address of the memory would not do, since it is 0 for all empty storages.
+    """
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001

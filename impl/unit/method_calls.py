@@ -1,7 +1,7 @@
-"""Notes which call of a user's reduction or gather a process is in, and reports a call that does not come back.
+"""Notes which call of a user's reduction or gather a process is in, and reports a call that does not return.
 
-The wire's time-out ends ranks that wait for a message.  A rank that never leaves the user's code posts and waits for
-nothing, so without this report no error would name this rank.
+If one rank never leaves the user's code, other ranks wait for its messages until the wire's time-out ends them.  The
+rank itself waits for no message, so without the report of this module no error would name this rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _present: _Call | None = None  # one for the process: its engine calls one metho
 
 @contextlib.contextmanager
 def inside(what: str) -> Iterator[None]:
-    """Context that notes that the process is in the call ``what`` of a user's method."""
+    """Context for a call of a user's method, which :func:`watch` then watches.
+
+    ``what`` describes the call: the method, the rank, the unit, and the function.
+    """
     global _present  # noqa: PLW0603  # state of the process, which another thread reads
     _present = _Call(what, threading.get_ident())
     try:
@@ -40,10 +43,13 @@ def inside(what: str) -> Iterator[None]:
 
 
 def watch(seconds: float, report: Callable[[ZeroError], object]) -> None:
-    """Call ``report`` from another thread once a call has computed for ``seconds`` without waiting for a message.
+    """Start a thread that watches the calls of users' methods in this process.
 
-    For ranks that are processes: the ranks of :func:`impl.simulate.simulate` share one process, which sees by itself
-    when a rank keeps its turn.
+    If a call runs for ``seconds`` and neither posts a message nor waits for a message, the thread calls ``report`` with
+    an error that names the call.  The thread then ends.
+
+    This function is for ranks that are processes.  The ranks of :func:`impl.simulate.simulate` are threads of one
+    process, which finds a rank that does not return without this function.
     """
     threading.Thread(target=_watch, args=(seconds, report), name="method calls", daemon=True).start()
 

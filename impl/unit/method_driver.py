@@ -1,7 +1,8 @@
-"""Drives a user's own class, a *method*, which reduces the gradients or gathers the weights of one unit on one rank.
+"""Calls a user's own class, a *method*, which reduces the gradients or gathers the weights of one unit on one rank.
 
-:class:`Method` is what the base classes of users' classes have in common.  :class:`MethodDriver` stands between engine
-and class: it makes the object, copies its state, and puts class, rank and unit into every error.
+:class:`Method` is what the two base classes for users' classes have in common.  The engine calls a user's class through
+:class:`MethodDriver`, which constructs the object, copies its state, and names the class, the rank and the unit in
+every error.
 """
 
 from __future__ import annotations
@@ -35,50 +36,66 @@ from impl.unit.method_calls import inside
 
 
 class Method(abc.ABC):
-    """Base class of users' methods: see :mod:`impl.unit.own_reduction` and :mod:`impl.unit.own_gather`.
+    """What :class:`~impl.unit.own_reduction.ReductionMethod` and :class:`~impl.unit.own_gather.GatherMethod` share.
+
+    Users write subclasses of these two classes.
 
     Args:
-        unit: the unit's parameters and this rank's shard.  P is ``unit.numel``, S is ``unit.shard``.
+        unit: the layout of the unit: its P = ``unit.numel`` elements, and the S = ``unit.shard`` elements of this rank.
         wire: sends tensors to other ranks; not to be used in the constructor.
-        arguments: what the policy gives, such as ``rank=4``; in a suite ``method.rank = 4``.
+        arguments: the arguments of the method in the policy, such as ``method(PowerSGD, rank=4)``, or in a suite
+            ``method.rank = 4``.
     """
 
     laws: ClassVar[Iterable[str]] = ()
-    """What the class promises (:class:`~impl.policy.own_method.MethodLaw`), in lower case, such as ``["zero"]``."""
+    """Names of the properties that the class promises, such as ``["zero"]``; they are those of
+    :class:`~impl.policy.own_method.MethodLaw`, in lower case."""
 
     def __init__(self, unit: MethodUnit, wire: MethodWire, **arguments: Any) -> None:
         self.unit, self.wire = unit, wire
         self.kept: dict[str, Tensor] = {}  # the state, unless a class has its own state() and load()
 
     def advance(self) -> None:  # noqa: B027  # most methods have nothing to post
-        """Post the next messages, if there are any.  A message that was posted before has usually arrived."""
+        """Post the next messages, if the method has any.
+
+        The engine calls this at events at which messages that were posted before have usually arrived.
+        """
 
     @abc.abstractmethod
     def finish(self) -> Tensor:
-        """Finish what ``start()`` has begun, and return the result."""
+        """Wait for the result of what ``start()`` has begun, and return this result."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return everything on which later results depend, such as carried errors; here ``self.kept``.
+        """Return the tensors on which later results depend, such as carried errors, by name.
 
-        The engine saves this state in checkpoints, and restores it after rehearsals.  Names, shapes and types must be
-        those of a newly constructed object.  The engine does not call this between ``start()`` and ``finish()``.
+        This base class returns ``self.kept``.  A class that keeps its state elsewhere defines both :meth:`state` and
+        :meth:`load`.
+
+        The engine saves the state in checkpoints.  It also restores the state after passes that have to leave no trace,
+        such as a warm-up.  The names, shapes and types must be those that a newly constructed object returns.  The
+        engine does not call this function between ``start()`` and ``finish()``.
         """
         return self.kept
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what :meth:`state` has returned; the tensors belong to the method."""
+        """Continue from ``state``, which :meth:`state` has returned.
+
+        The tensors are copies that belong to the method.
+        """
         self.kept = dict(state)
 
 
 class MethodDriver:
-    """Makes the object of a user's class for one unit on one rank, and calls it.
+    """Constructs the object of a user's class for one unit on one rank, and calls the functions of this object.
+
+    Every error names the class, the rank and the unit.
 
     Raises:
-        ZeroError: if the object cannot be made.  This error and all later ones name the class, the rank and the unit.
+        ZeroError: if the object cannot be constructed.
     """
 
     role: ClassVar[Role]
-    prefix: ClassVar[str]  # begins the names of the method's entries in a unit's state
+    prefix: ClassVar[str]  # begins the names of the method's tensors in a unit's communication state
 
     def __init__(
         self, method: OwnMethod, geometry: UnitGeometry, wire: Wire, tag: Tag, dtype: torch.dtype
@@ -89,14 +106,17 @@ class MethodDriver:
         self._instance = self._new()
 
     def advance(self) -> None:
-        """Let the method post its next messages."""
+        """Let the method post its next messages, if its class has the function ``advance()``."""
         if hasattr(self._instance, "advance"):
             self._call("advance")
 
     # State
 
     def state(self) -> dict[str, Tensor]:
-        """Return a copy of the method's state; names of entries begin with the prefix."""
+        """Return copies of the tensors in the method's state, with names that begin with ``prefix``.
+
+        The dict is empty if the class has no function ``state()``.
+        """
         if not hasattr(self._instance, "state"):
             return {}
         state, copies = self._call("state"), dict[str, Tensor]()
@@ -111,7 +131,10 @@ class MethodDriver:
         return copies
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over entries that :meth:`state` has returned; other entries are ignored."""
+        """Give the method the tensors of ``state`` whose names begin with ``prefix``; other tensors are ignored.
+
+        Before, wait for the messages that the method has posted.
+        """
         self.wire.drain()
         own = {
             name.removeprefix(self.prefix): value
@@ -122,16 +145,19 @@ class MethodDriver:
             self._call("load", {name: value.to(self.wire.device, copy=True) for name, value in own.items()})
 
     def reset(self) -> None:
-        """Begin anew with a new object of the class; all ranks must do so."""
+        """Replace the method's object by a newly constructed object; to be called on all ranks."""
         self.drain()
         self._instance = self._new()
 
     def drain(self) -> None:
-        """Wait for the messages that the method has posted and not waited for."""
+        """Wait for all messages that the method has posted but not yet waited for."""
         self.wire.drain()
 
     def messages(self, topology: Topology, *gather: GatherInfo) -> tuple[MethodMessage, ...] | None:
-        """Return the messages that the method declares for a reduction or a ``gather``; None without ``bytes()``."""
+        """Return the messages that the method declares for one reduction, or for one ``gather``.
+
+        Returns None if the class has no function ``bytes()``.
+        """
         return declared(self.method, self._instance, self.unit, topology, *gather)
 
     # Calls
@@ -143,13 +169,13 @@ class MethodDriver:
         except MethodError as error:
             raise ZeroError(f"method {error} ({self._where})") from error
         except Exception as error:
-            ways = "; `method.NAME` of a suite and `--argument NAME=VALUE` give arguments"
+            ways = "; give arguments as `method.NAME` in a suite, or with `--argument NAME=VALUE`"
             raise self._error(
                 f"its constructor raised {raised(error)}{'' if self._fits() else ways}"
             ) from error
 
     def _fits(self) -> bool:
-        """Return whether the constructor takes the arguments that it gets."""
+        """Return whether the constructor accepts the arguments that the policy gives; True if this is unknown."""
         try:
             inspect.signature(self.method.definition).bind(
                 self.unit, self.wire, **dict(self.method.arguments)
@@ -161,9 +187,10 @@ class MethodDriver:
         return True
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call the function ``name`` of the user's object, without autograd.
+        """Call the function ``name`` of the user's object, without autograd, and return its result.
 
-        An error that the function raises is turned into a ZeroError of one line with class, rank and unit.
+        Errors of the engine's communication get a note that names the function and the class.  Any other error that the
+        function raises becomes a ZeroError of one line, which names the class, the rank and the unit.
         """
         function: Callable[..., Any] = getattr(self._instance, name)
         try:
@@ -178,9 +205,9 @@ class MethodDriver:
             raise self._error(f"{name}() raised {raised(error)}") from error
 
     def _checked(self, result: Any, numel: int, dtype: torch.dtype, what: str) -> Tensor:
-        """Return the ``result`` of finish() if it is a tensor (numel,) of ``dtype``.
+        """Return the ``result`` of finish(), after checking that it is a tensor (numel,) of ``dtype``.
 
-        Raises a ZeroError otherwise; ``what`` says in the message what finish() must return.
+        Raises a ZeroError if it is not.  ``what`` describes the result that is expected, for the error message.
         """
         name = str(dtype).removeprefix("torch.")
         if not isinstance(result, Tensor):
@@ -191,7 +218,7 @@ class MethodDriver:
         if (tuple(result.shape), result.dtype) != ((numel,), dtype):
             raise self._error(
                 f"finish() returned {str(result.dtype).removeprefix('torch.')} of shape {tuple(result.shape)}, "
-                f"expected {name} of shape ({numel},): {what}"
+                f"expected {name} of shape ({numel},): return {what}"
             )
         return result.detach()
 

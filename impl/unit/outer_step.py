@@ -1,9 +1,10 @@
-"""Takes one unit's outer step: groups of ranks that have trained apart agree on new masters (DiLoCo, 2311.08105).
+"""Takes one unit's outer step: state groups that took local steps average their masters (DiLoCo, 2311.08105).
 
-Each rank keeps the *anchor*, its shard of the weights after the last outer step, which is the same in all groups.  An
-outer step averages over groups how far their masters have moved from the anchor, with the policy's codec of gradients
-between groups.  SGD with Nesterov momentum then moves the anchor by this mean, and the masters become the anchor.
-All groups decode the same messages, so that their anchors, momenta and masters are equal bit by bit afterwards.
+Each rank keeps the *anchor*: its shard of the weights after the last outer step.  The anchor is the same in all groups.
+In an outer step, each group subtracts its masters from the anchor.  These differences are averaged over all groups;
+the messages have the codec that the policy gives for gradients between groups.  SGD with Nesterov momentum then moves
+the anchor, with the mean as its gradient, and the masters become equal to the anchor.  All groups decode the same
+messages, so that afterwards their anchors, momenta and masters are equal bit by bit.
 
 The difference and its mean are computed in the memory of the masters, so that an outer step needs no other memory.
 """
@@ -29,7 +30,10 @@ _BETWEEN: Final = -1  # stands for the micro-batch in keys of random bits; no ba
 
 
 class OuterStep:
-    """The outer steps of one unit on one rank; the policy of ``context`` is the unit's own and has local steps."""
+    """Takes the outer steps of one unit on one rank.
+
+    The policy of ``context`` is the policy for this unit (``Policy.for_unit``), and has local steps.
+    """
 
     def __init__(self, geometry: UnitGeometry, context: UnitContext, master_shard: MasterShard) -> None:
         policy, wire = context.policy, context.wire
@@ -56,10 +60,10 @@ class OuterStep:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Exchange with the other groups how far the masters have moved, and take the outer step.
+        """Average over groups how far the masters have moved from the anchor, and take the outer step.
 
-        The ranks of all groups that hold the same shard must call this.  Afterwards the masters are the anchor, and all
-        copies of the weights are stale.
+        All ranks that hold the same shard, one or more in each group, must call this.  Afterwards the masters are equal
+        to the anchor, and all copies of the weights are stale.
         """
         master, anchor, errors = self._master_shard.master, self._anchor, self._errors
         if errors is not None:
@@ -78,12 +82,12 @@ class OuterStep:
         self._master_shard.load_part(0, self._geometry.shard, anchor)
 
     def clear_feedback(self) -> None:
-        """Forget carried errors."""
+        """Set the carried errors of the exchange between groups to zero."""
         if self._errors is not None:
             self._errors.clear()
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of anchor, momentum and carried errors, for a resumed run."""
+        """Return copies of the anchor, the outer momentum and the carried errors by name, for a resumed run."""
         state = {"anchor": self._anchor.clone()}
         if self._speed is not None:
             state["momentum"] = self._speed.clone()
@@ -91,7 +95,7 @@ class OuterStep:
         return state | {f"outer {name}": value for name, value in errors.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the :meth:`state` that the same rank returned, in a run with the same topology and policy."""
+        """Continue from the ``state`` that :meth:`state` returned on this rank, under the same topology and policy."""
         self._anchor.copy_(state["anchor"])
         if self._speed is not None:
             self._speed.copy_(state["momentum"])

@@ -1,12 +1,12 @@
 """Runs a user's own gather of weights: a class that a policy names, such as ``gather = "mine:Differences"``.
 
-:class:`GatherMethod` documents what such a class has.  The engine makes one object of it for each trained unit on each
-rank, and drives it as it drives its own gathers: ``start()`` when the unit is to be gathered, which is usually while an
-earlier unit computes; ``advance()`` whenever another unit is about to be used; and ``finish()`` when the weights are
-needed.  Frozen units and the persistent unit are gathered in hops.
+:class:`GatherMethod` documents the functions of such a class.  The engine constructs one object of the class for each
+trained unit on each rank.  It calls ``start()`` when a gather of the unit begins, usually while an earlier unit
+computes; ``advance()`` whenever another unit is about to be used; and ``finish()`` when the weights are needed.  Frozen
+units and the persistent unit are gathered as without the class.
 
-:class:`OwnGather` stands between engine and class, and checks what the class returns.  :class:`OwnWeightGather` takes
-the place of :class:`~impl.unit.weight_gather.WeightGather` in a unit.
+The engine calls the class through :class:`OwnGather`, which checks the tensors that the class returns.
+:class:`OwnWeightGather` takes the place of :class:`~impl.unit.weight_gather.WeightGather` in a unit.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _RECORD: Final = "gather"  # the name of the engine's own entry in a unit's stat
 
 
 class GatherMethod(Method):
-    """Gathers the weights of one unit on one rank; base class of gathers of one's own.
+    """Base class for a user's class that gathers the weights of one unit on one rank.
 
-    A class need not inherit from this one: it needs :meth:`start` and :meth:`finish`; the rest is optional.
-    For each gather of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never), and
-    ``finish()`` once.  All ranks call them in the same order, also across units.
+    A user's class need not inherit from this class.  It must have :meth:`start` and :meth:`finish`; all other functions
+    are optional.  For each gather of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe
+    never), and ``finish()`` once.  The order of all these calls, for all units, is the same on all ranks.
     """
 
     @abc.abstractmethod
@@ -46,14 +46,14 @@ class GatherMethod(Method):
         Args:
             weights: (S,) fp32, this rank's shard.  The tensor belongs to the method, which may keep and change it.
                 Padding is zero.
-            gather: the pass that needs the weights, and how they have changed since the unit's last gather.
+            gather: the pass that needs the weights, and how the weights have changed since the unit's last gather.
         """
 
     @abc.abstractmethod
     def finish(self) -> Tensor:
-        """Finish the gather; returns (P,) in the type ``self.wire.dtype``, the weights of the whole unit.
+        """Return the weights of the whole unit, (P,) in the type ``self.wire.dtype``.
 
-        The engine copies the tensor.  Padding may have any finite value.
+        The engine copies the tensor, so the method may keep it.  Padding may have any finite value.
         """
 
     # Classes may also have:
@@ -66,7 +66,7 @@ class GatherMethod(Method):
 
 
 class OwnGather(MethodDriver):
-    """Calls the object of a user's class that gathers, and checks what the object returns."""
+    """Calls the object of a user's class that gathers weights, and checks the tensors that the object returns."""
 
     role: ClassVar[Role] = "gather"
     prefix: ClassVar[str] = "gather."
@@ -76,7 +76,7 @@ class OwnGather(MethodDriver):
         super().__init__(method, geometry, wire, Tag("forward", "weights", geometry.name), dtype)
 
     def start(self, weights: Tensor, gather: GatherInfo) -> None:
-        """Give the method a copy of this rank's ``weights`` (S,) fp32."""
+        """Begin a gather by giving the method a copy of ``weights`` (S,) fp32, this rank's shard."""
         self.wire.tag = Tag(gather.phase, "weights", self.unit.name)
         with torch.inference_mode(mode=False):  # the method may keep the copy beyond a pass in inference mode
             own = weights.detach().clone()
@@ -84,7 +84,11 @@ class OwnGather(MethodDriver):
         self._call("start", own, gather)
 
     def finish(self) -> Tensor:
-        """Return the method's tensor (P,) with the weights, after checking its type, shape and values."""
+        """Return the tensor (P,) of gathered weights that the method returns.
+
+        Raises:
+            ZeroError: if the tensor has another shape or type, or is not finite although this rank's shard is finite.
+        """
         what = "the weights of the whole unit"
         whole = self._checked(self._call("finish"), self.unit.numel, self.wire.dtype, what)
         # If this rank's weights are not finite already, those of the unit may have any value.
@@ -97,9 +101,9 @@ class OwnGather(MethodDriver):
 
 
 class OwnWeightGather:
-    """All-gathers one unit on one rank into its flat buffer with a class of a user's own.
+    """All-gathers one unit on one rank into its flat buffer, with a user's class.
 
-    The policy of ``context`` is the unit's own.
+    The policy of ``context`` is the policy for this unit (``Policy.for_unit``).
     """
 
     # A method may return weights that it has kept, so that a pass may compute with a copy of the weights.
@@ -122,7 +126,7 @@ class OwnWeightGather:
         self._begun = 0  # the optimizer step at the last gather whose change was ``loaded``
 
     def start(self, phase: Phase) -> None:
-        """Start a gather of the weights for ``phase``."""
+        """Start a gather of the weights for a pass of this ``phase``."""
         assert phase != "step"  # noqa: S101  # gathers are of passes
         weights, step = self._master_shard.master, self._clock.step
         self.version = self._master_shard.version
@@ -135,13 +139,14 @@ class OwnWeightGather:
         self._change, self._seen = "unchanged", self.version[1]
 
     def advance(self) -> None:
-        """Let the method post its next messages."""
+        """Let the method post its next messages, if its class has the function ``advance()``."""
         self.own.advance()
 
     def finish(self) -> None:
         """Finish the gather, and copy the weights to the flat buffer.
 
-        After an error in the class, torch still runs the hooks after modules; these must not raise a second error.
+        If a call of a user's class has failed since the last gather started, nothing is copied.  Torch still runs the
+        hooks after modules then, and this method must not raise a second error in them.
         """
         flat = self._flat.attach()
         if not self._passes.failed:
@@ -150,30 +155,41 @@ class OwnWeightGather:
             self._passes.failed = False
 
     def _present(self) -> Change:
-        """Return how the weights have changed by now; a user may have written the master without a report."""
+        """Return how the weights have changed since the last gather.
+
+        The result is ``stepped`` also if torch has counted a write to the master that nobody has reported.
+        """
         written = self._change == "unchanged" and self._seen != self._master_shard.version[1]
         return "stepped" if written else self._change
 
     def end(self, change: Change) -> None:
-        """Note how the weights have changed, for the next gather."""
+        """Note that the weights have changed, and how (``change``), for the next gather."""
         if change != "unchanged" and self._change != "loaded":
             self._change = change
 
     def distrust(self) -> None:
-        """Have the next gather begin anew, because ranks may differ in what they have received."""
+        """Tell the method in its next gather that the weights were loaded.
+
+        The method then does not rely on what earlier gathers have sent.  To be called if some ranks may not have
+        received everything.
+        """
         self._change = "loaded"
 
     def reset(self) -> None:
-        """Begin anew with a new object of the class; all ranks must do so."""
+        """Replace the method's object by a newly constructed object; to be called on all ranks."""
         self.own.reset()
         self.distrust()
 
     def state(self) -> dict[str, Tensor]:
-        """Return a copy of the method's state, and how the weights have changed since its last gather."""
+        """Return copies of the tensors in the method's state, by name, for a resumed run.
+
+        One further tensor has two numbers: the optimizer step at the last gather whose change was ``loaded``, and how
+        the weights have changed since the last gather.
+        """
         return {_RECORD: torch.tensor([self._begun, _CHANGES.index(self._present())]), **self.own.state()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the :meth:`state` that the same rank returned."""
+        """Continue from the ``state`` that :meth:`state` returned on this rank."""
         self.own.load(state)
         self._begun, change = map(int, state[_RECORD])
         self._change, self._seen = _CHANGES[change], self._master_shard.version[1]

@@ -1,11 +1,11 @@
 """Runs a user's own reduction of gradients: a class that a policy names, such as ``reduce = "mine:PowerSGD"``.
 
-:class:`ReductionMethod` documents what such a class has.  The engine makes one object of it for each trained unit on
-each rank, and drives it as it drives its own reductions: ``start()`` when the unit's gradient is complete,
-``advance()`` at the events at which all ranks post further messages, and ``finish()`` when the mean is needed.  Thus
-messages overlap with the computation of other units.
+:class:`ReductionMethod` documents the functions of such a class.  The engine constructs one object of the class for
+each trained unit on each rank.  It calls ``start()`` when the unit's gradient is complete, ``advance()`` at the events
+at which all ranks post further messages, and ``finish()`` when the mean is needed.  Thus messages overlap with the
+computation of other units.
 
-:class:`OwnReduction` stands between engine and class, and checks what the class returns.
+The engine calls the class through :class:`OwnReduction`, which checks the tensors that the class returns.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from impl.unit.method_driver import Method, MethodDriver
 
 
 class ReductionMethod(Method):
-    """Reduces the gradients of one unit on one rank; base class of reductions of one's own.
+    """Base class for a user's class that reduces the gradients of one unit on one rank.
 
-    A class need not inherit from this one: it needs :meth:`start` and :meth:`finish`; the rest is optional.
-    For each reduction of a unit the engine calls ``start()`` once, ``advance()`` any number of times (maybe never), and
-    ``finish()`` once.  All ranks call them in the same order, also across units.
+    A user's class need not inherit from this class.  It must have :meth:`start` and :meth:`finish`; all other functions
+    are optional.  For each reduction of a unit the engine calls ``start()`` once, ``advance()`` any number of times
+    (maybe never), and ``finish()`` once.  The order of all these calls, for all units, is the same on all ranks.
     """
 
     @abc.abstractmethod
     def start(self, gradient: Tensor) -> None:
-        """Begin the reduction of ``gradient`` (P,) fp32, this rank's own, and post the first messages.
+        """Begin to reduce ``gradient`` (P,) fp32, the local gradient of this rank, and post the first messages.
 
         The tensor belongs to the method, which may keep and change it.  Padding is zero.
         """
 
     @abc.abstractmethod
     def finish(self) -> Tensor:
-        """Finish the reduction; returns (S,) fp32, this rank's shard of the mean over all ranks.
+        """Return this rank's shard (S,) fp32 of the mean over all ranks.
 
-        The tensor must not be changed afterwards.  Padding may have any value.
+        The method must not change the tensor afterwards.  Padding may have any value.
         """
 
     # Classes may also have:
@@ -57,7 +57,11 @@ class ReductionMethod(Method):
 
 
 class OwnReduction(MethodDriver):
-    """Drives a method as the ``collective`` of a :class:`~impl.unit.gradient_reduction.GradientReduction`."""
+    """Calls the object of a user's class that reduces gradients, and checks the tensors that the object returns.
+
+    It has the interface of :class:`~impl.comm.reduce_scatter.Reduction`, so that a
+    :class:`~impl.unit.gradient_reduction.GradientReduction` can use it as ``collective``.
+    """
 
     role: ClassVar[Role] = "reduce"
     prefix: ClassVar[str] = "method."
@@ -89,7 +93,11 @@ class OwnReduction(MethodDriver):
         opened: Exchange | None = None,
         out: Tensor | None = None,
     ) -> None:
-        """Give the method a copy of ``gradient`` (P,) in fp32; ``out`` (S,) fp32 receives the mean."""
+        """Begin a reduction by giving the method a copy of ``gradient`` (P,), cast to fp32.
+
+        :meth:`finish` will write the mean to ``out`` (S,) fp32, or to new memory if ``out`` is None.  The arguments
+        ``key``, ``errors`` and ``opened`` have no effect, since the method itself encodes and sends the gradient.
+        """
         self._out = out
         own = gradient.to(torch.float32, copy=True)
         if self._observer_of.observer is not None:
@@ -98,16 +106,23 @@ class OwnReduction(MethodDriver):
         self._call("start", own)
 
     def post_next_hop(self) -> None:
-        """Let the method post its next messages."""
+        """Let the method post its next messages, if its class has the function ``advance()``."""
         self.advance()
 
     def finish(self) -> Tensor:
-        """Return the mean (S,) fp32, in memory that belongs to the engine."""
+        """Return a copy (S,) fp32 of the mean that the method returns.
+
+        The copy is in the memory ``out`` that :meth:`start` was given, or in new memory if ``out`` was None.
+        """
         mean = self.mean_of_method()
         return mean.clone() if self._out is None else self._out.copy_(mean)
 
     def mean_of_method(self) -> Tensor:
-        """Return the method's own tensor (S,) fp32 with the mean, after checking its type, shape and values."""
+        """Return the tensor (S,) fp32 with the mean that the method returns, without copying it.
+
+        Raises:
+            ZeroError: if the tensor has another shape or type, or is not finite although the local gradient is finite.
+        """
         what = "this rank's shard of the mean"
         mean = self._checked(self._call("finish"), self.unit.shard, torch.float32, what)
         # Gradients that are not finite already may have any mean.
@@ -119,5 +134,5 @@ class OwnReduction(MethodDriver):
         return mean
 
     def close(self) -> None:
-        """Drop the memory for the mean."""
+        """Forget the memory that :meth:`start` was given for the mean."""
         self._out = None

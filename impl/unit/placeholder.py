@@ -1,8 +1,8 @@
 """Defines the placeholder: a parameter with shape, type and device, whose values are sharded.
 
-Modules hold placeholders while their parameters are not gathered.  Each operation on a placeholder that needs
-values asks its *keeper*, which gathers and returns them, or raises an error.  Parameters that are gathered are
-plain ``nn.Parameter`` objects, so that this costs nothing during computation.
+Modules hold placeholders while their parameters are not gathered.  Each placeholder has a *keeper*.  An operation that
+needs the placeholder's values asks the keeper, which gathers and returns the values, or raises an error.  Gathered
+parameters are plain ``nn.Parameter`` objects, so that computing with them calls no keeper and costs nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from impl.errors import ZeroError
 
 
 class Keeper(Protocol):
-    """Provides the values of a parameter that has become a placeholder, or refuses to."""
+    """Provides the values of a placeholder to operations that need them, or raises an error."""
 
     name: str  # of the parameter
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """Return the tensor to compute with in place of ``parameter``, or raise an error.
+        """Return the tensor with which an operation computes in place of ``parameter``, or raise an error.
 
-        ``together`` are all placeholders among the arguments of the operation.
+        ``together`` are all placeholders among the arguments of this operation, ``parameter`` included.
         """
 
 
@@ -70,17 +70,21 @@ _OF_GRADIENTS: Final = frozenset(
 
 
 class Placeholder(nn.Parameter):
-    """A parameter without values; :func:`release` turns a plain parameter into one, in place.
+    """A parameter without values; :func:`release` turns a plain parameter into a placeholder, in place.
 
-    Where the keeper refuses to provide values, ``detach()`` returns a placeholder too, whose uses are refused for the
-    same reason.  Torch's ``state_dict()`` detaches every parameter before a hook can put its values there.
+    If the keeper raises an error, ``detach()`` does not raise this error, but returns another placeholder.  Every use
+    of the other placeholder raises the error.  The reason is torch's ``state_dict()``: it calls ``detach()`` for every
+    parameter, before a hook can replace the results by values.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run ``func`` with the values that the keepers provide in place of placeholders."""
+        """Call ``func`` with the values of all placeholders among its arguments, which the keepers provide.
+
+        Functions that need no values, such as ``shape``, are called with the placeholders themselves.
+        """
         kwargs = kwargs or {}
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # torch's own subclasses use it too
@@ -114,21 +118,24 @@ class Placeholder(nn.Parameter):
 
 
 class _Detached:
-    """The keeper of a placeholder that ``detach()`` returned because another keeper had refused to provide values.
+    """The keeper of a placeholder that ``detach()`` returned because the parameter's keeper had raised a ZeroError.
 
-    Every use raises a ZeroError with the text of that refusal.
+    Every use raises a ZeroError with the same text.
     """
 
     def __init__(self, name: str, refusal: str) -> None:
         self.name, self._refusal = name, refusal
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """Raise a ZeroError with the text of the refusal."""
+        """Raise a ZeroError with the text of the error that the parameter's keeper had raised."""
         raise ZeroError(self._refusal)
 
 
 def _detached(parameter: Placeholder, refusal: ZeroError) -> nn.Parameter:
-    """Return a placeholder like ``parameter`` that takes no part in autograd, and refuses all uses."""
+    """Return a new placeholder with the shape, type and device of ``parameter``, which takes no part in autograd.
+
+    Every use of the new placeholder raises a ZeroError with the text of ``refusal``.
+    """
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         leaf = nn.Parameter(parameter.data, requires_grad=False)
     keep(leaf, _Detached(_keepers[parameter].name, str(refusal)))
@@ -136,18 +143,18 @@ def _detached(parameter: Placeholder, refusal: ZeroError) -> nn.Parameter:
 
 
 def values_of(parameter: Placeholder) -> Tensor:
-    """Return the tensor that the keeper provides to compute with in place of ``parameter``."""
+    """Return the tensor with the values of ``parameter``, which the keeper provides, or raise the keeper's error."""
     return _keepers[parameter].use(parameter, [parameter])
 
 
 def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Make ``parameter`` a placeholder without changing its data: from now on, uses ask ``keeper``."""
+    """Make ``parameter`` a placeholder, whose values ``keeper`` provides; ``parameter.data`` stays as it is."""
     _keepers[parameter] = keeper
     parameter.__class__ = Placeholder
 
 
 def release(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Take the values of ``parameter`` away and make it a placeholder: from now on, uses ask ``keeper``."""
+    """Make ``parameter`` a placeholder, whose values ``keeper`` provides, and free the memory of its present values."""
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         # One NaN, expanded to the shape: code that does not ask the keeper reads NaN, and torch refuses writes.
@@ -163,5 +170,5 @@ def restore(parameter: nn.Parameter, values: Tensor) -> None:
 
 
 def keeper_of(parameter: Tensor) -> Keeper | None:
-    """Return the keeper of a placeholder's values; None for a plain parameter."""
+    """Return the keeper of a placeholder; None if ``parameter`` is no placeholder."""
     return _keepers.get(parameter)

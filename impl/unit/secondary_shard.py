@@ -1,4 +1,4 @@
-"""Keeps hpZ's secondary shard: the frames that crossed between nodes, reused by the backward all-gather.
+"""Keeps hpZ's secondary shard: the frames that came from other nodes, which the backward all-gather uses again.
 
 [Note: lifetime of the secondary]
 The frames (node, F) that arrive from the hops between nodes are this rank's secondary copy of the weights.
@@ -10,11 +10,11 @@ places, and has trained on stale copies, for example after a checkpoint was load
 
 [Note: differences]
 A stale copy is equal on all ranks that hold it.  The next all-gather may therefore send the difference between
-the masters and this copy instead of the weights (SDP4Bit, 2410.15526).  Every rank, the owner included, adds
-the decoded difference in fp32 and rounds the sum to the type of the copy.  Thus copies stay equal to the bit,
-and the errors of encoding and rounding become part of the next difference.  After a load, or after a user has
-written to a master, the weights themselves are sent.  Weights that are gathered again without a change have a
-difference of zero, so an evaluation does not change later training.
+the masters and this copy instead of the weights (SDP4Bit, 2410.15526).  Every rank, also the rank that has the master,
+adds the decoded difference to its copy in fp32, and rounds the sum to the type of the copy.  Thus copies stay equal to
+the bit, and the errors of encoding and rounding become part of the next difference.  After a load, and after a call of
+``Zero.weights_changed()``, the weights themselves are sent.  If the weights are gathered again without a change, the
+difference is zero, so an evaluation does not change later training.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from impl.unit.master_shard import Version
 class SecondaryShard:
     """One unit's secondary shard on one rank.
 
-    While it is current, gathers skip ``hops``, which cross between nodes.  Below, F is the number
-    of bytes in a frame as it arrives, and K the number in a frame as it is kept, in ``codec``.
+    While the secondary shard is current, gathers leave out ``hops``, the hops between nodes.  The methods below call F
+    the bytes of a frame that arrives, and K the bytes of a frame that is kept, which is encoded in ``codec``.
 
     Args:
         geometry: the unit's layout.
-        context: its policy is the unit's own.
-        hops: the hops that the secondary shard makes unnecessary; none without hpZ.
+        context: what the units of the engine share, with the policy for this unit (``Policy.for_unit``).
+        hops: the hops that the secondary shard makes unnecessary; empty without hpZ.
         offloaded: whether the frames are kept in host memory.
     """
 
@@ -65,9 +65,17 @@ class SecondaryShard:
         self._settled: int | None = None  # torch's version of the master whose values the copies have
 
     def sends(self, version: Version, step: int) -> Sends:
-        """Return what a gather of this ``version`` of the weights sends, after ``step`` optimizer steps.
+        """Return what a gather of this ``version`` of the weights sends; the result is equal on all ranks.
 
-        The copy is sent while it holds this version; no version occurs twice.  The answer is equal on all ranks.
+        The result is the first of the following that applies:
+
+        - ``copy``, if the secondary shard has this version of the weights;
+        - ``weights``, if the policy has no differences;
+        - ``weights``, in the first gather, and in the first gather after a load;
+        - ``weights``, if ``refresh`` optimizer steps have passed since a gather last sent the weights;
+        - ``differences``.
+
+        ``step`` is the number of optimizer steps so far.
         """
         if self._version == version:
             return "copy"
@@ -77,7 +85,10 @@ class SecondaryShard:
         return "differences"
 
     def end(self, change: Change) -> None:
-        """Make the frames stale because of ``change``."""
+        """Make the frames stale, because the weights have changed as ``change`` says.
+
+        After the change ``loaded``, the next gather sends the weights themselves, not differences.
+        """
         self._version = None
         if change == "loaded":
             self.distrust()
@@ -85,16 +96,18 @@ class SecondaryShard:
             self._settled = None
 
     def distrust(self) -> None:
-        """Have the next gather send the weights themselves, because copies may differ between ranks.
+        """After the next change of the weights, let a gather send the weights themselves, not differences.
 
-        Copies may differ after a gather that was interrupted on some ranks only.
+        To be called if the copies may differ between ranks, for example after a gather that was interrupted on some
+        ranks only.
         """
         self.begun = None
 
     def keep(self, received: Tensor, version: Version, *, step: int = 0) -> None:
-        """Keep the frames (..., F) uint8 that the hops between nodes brought, of this ``version`` of the weights.
+        """Keep the frames ``received`` (..., F) uint8 from the hops between nodes as the copy of the weights.
 
-        ``step`` is the number of optimizer steps so far.
+        If the copy has another codec than the frames, the frames are decoded and encoded in the copy's codec.
+        ``version`` is the version of the weights in the frames.  ``step`` is the number of optimizer steps so far.
         """
         cast = self._cast(received) if self.codec != self._policy.weights else received
         kept = self._memory().view(cast.shape)
@@ -106,7 +119,7 @@ class SecondaryShard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the frames as they are kept."""
+        """Bytes of all frames that are kept."""
         return self.copies * self.codec.frame_bytes(self._numel)
 
     def _memory(self) -> Tensor:
@@ -116,30 +129,32 @@ class SecondaryShard:
         return self._frames
 
     def share_memory(self, others: Sequence[SecondaryShard]) -> None:
-        """Allocate the memory of this shard's frames now, and have the smaller ``others`` keep their frames there too.
+        """Allocate the memory of this shard's frames, and let ``others`` keep their frames in the same memory.
 
-        Only one of these shards may be in use at a time; call :meth:`forget` of a shard when it comes into use.
+        ``others`` are secondary shards of the same unit, for other policies of a schedule, and need no more bytes than
+        this shard.  Only one of all these shards may be in use at a time.  When a shard comes into use, call its
+        :meth:`forget`.
         """
         memory = self._memory()
         for other in others:
             other.keep_in(memory)
 
     def keep_in(self, memory: Tensor) -> None:
-        """Keep the frames in ``memory`` (n,) uint8, which belongs to another shard of the unit."""
+        """Keep the frames at the start of ``memory`` (n,) uint8, which another secondary shard has allocated."""
         self._frames = memory[: self.nbytes]
 
     def forget(self) -> None:
-        """Have the next gather send the weights themselves, because the frames' memory may hold anything."""
+        """Let the next gather send the weights themselves, because the memory of the frames has arbitrary content."""
         self._version = self.begun = self._settled = None
 
     def let_go(self) -> None:
-        """Free the frames' memory, because the next gathers use another codec."""
+        """Free the memory of the frames, because later gathers use another secondary shard, with another codec."""
         if self._frames is not None:
             self._meter.add("secondary", -self._frames.nbytes, host=self._offloaded)
             self._frames = None
 
     def _cast(self, received: Tensor) -> Tensor:
-        """Decode the frames (..., F) and return them encoded in the copy's codec, (..., K) uint8."""
+        """Return the frames ``received`` (..., F) uint8 encoded anew in the copy's codec, (..., K) uint8."""
         codec, ranks = self.codec, received.shape[:-1]
         dtype = DTYPES[codec.dtype] if isinstance(codec, Raw) else torch.float32
         values = torch.empty((*ranks, self._numel), dtype=dtype, device=received.device)
@@ -151,7 +166,7 @@ class SecondaryShard:
         return kept
 
     def write(self, message: Tensor) -> None:
-        """Write the frames to ``message``, which has the same number of bytes."""
+        """Write the kept frames to ``message`` (copies * K,) uint8, a message on the device."""
         assert self._frames is not None  # noqa: S101  # the frames are current
         if self._offloaded:
             self._host.copy("to_device", self._frames, message, "secondary", self._unit)
@@ -163,24 +178,25 @@ class SecondaryShard:
     def settled(self, version: Version) -> bool:
         """Return whether the copies already have the master's values, so that the difference is zero.
 
-        They have these values if torch has counted no write to the master since the copies were last updated,
-        whatever else ``version`` counts.
+        The copies have these values if torch has counted no write to the master since the copies were last updated.
+        ``version`` is the present version of the master.  Only its count of torch's writes matters.
         """
         return self._settled == version[1]
 
     def _values(self) -> Tensor:
-        """Return the kept weights (copies, S): the frames, viewed as elements of the copy's type."""
+        """Return the kept weights (copies, S), a view of the frames as elements of the copy's floating-point type."""
         assert isinstance(self.codec, Raw)  # noqa: S101  # a policy adds differences to nothing else
         return self._memory().view(DTYPES[self.codec.dtype]).view(self.copies, -1)[:, : self._numel]
 
     def copy_of_shard(self) -> Tensor:
-        """Return the copy (S,) of this rank's own shard, which is equal on all ranks that hold it."""
+        """Return the copy (S,) of this rank's shard, which is equal to other ranks' copies of the same shard."""
         return self._values()[self._index]
 
     def add(self, received: Tensor, version: Version) -> None:
-        """Add the encoded differences (..., D) uint8, which the hops between nodes brought, to the copies.
+        """Decode the differences ``received`` (..., D) uint8 from the hops between nodes, and add them to the copies.
 
-        Afterwards the copies hold this ``version`` of the weights.
+        D is the number of bytes of one shard's encoded difference.  Afterwards the copies hold this ``version`` of the
+        weights.
         """
         assert self._policy.differences is not None  # noqa: S101  # differences were sent
         kept = self._values()
@@ -190,9 +206,12 @@ class SecondaryShard:
         self._version, self._settled = version, version[1]
 
     def state(self, version: Version) -> dict[str, Tensor]:
-        """Return the copies and the step of the last gather of whole weights; empty without differences.
+        """Return what a resumed run needs to send differences; the dict is empty if the policy has no differences.
 
-        With these a resumed run can send differences.
+        - ``copy``: (copies, S) the kept weights
+        - ``begun``: (2,) two integers.  The first is the optimizer step at the last gather that sent the weights
+          themselves, or -1 if the next gather must send them.  The second is 1 if the copies have the master's values
+          (:meth:`settled`), else 0
 
         ``version`` is the present version of the master.
         """
@@ -202,7 +221,7 @@ class SecondaryShard:
         return {"copy": self._values().clone(), "begun": begun}
 
     def load(self, state: Mapping[str, Tensor], version: Version) -> None:
-        """Take over the :meth:`state` that the same rank returned.
+        """Continue from the ``state`` that :meth:`state` returned on this rank.
 
         ``version`` is the present version of the master.
         """

@@ -39,26 +39,27 @@ from impl.unit.weight_gather import WeightGather
 
 
 class State(enum.Enum):
-    """The state of a unit's weights on this rank."""
+    """The state of a unit's weights on one rank."""
 
     SHARDED = enum.auto()  # this rank has only its shard; modules hold placeholders
     GATHERING = enum.auto()  # an all-gather is under way; modules hold placeholders
     UNSHARDED = enum.auto()  # the weights are gathered, and modules hold the parameters
-    # The weights are gathered, but modules hold placeholders: between passes below stage 3.
+    # The weights are gathered, but modules hold placeholders.  This is the state between passes below stage 3.
     HIDDEN = enum.auto()
 
 
 class Unit:
-    """Gathers, reshards and reduces one unit on one rank.
+    """Gathers and reshards the weights of one unit on one rank, and reduces its gradients.
 
     Args:
         geometry: the unit's layout.
         originals: the model's parameters, in slot order; they lose their values.
-        holders: for each original, the modules that hold it.
+        holders: for each original parameter, the modules that hold this parameter.
         context: what the units of the engine share, with the model's policy.
         placement: which of the unit's states are in host memory.
-        siblings: the list of the model's units in order, to which the caller will append this unit.
-        cut: (S,) fp32 this rank's shard, if Init has cut the originals, so that they have no values.
+        siblings: the list of the model's units in model order, to which the caller will append this unit.
+        cut: (S,) fp32, this rank's shard, if the model was made under ``zeropp.Init``.  In that case the originals have
+            no values.
     """
 
     def __init__(
@@ -108,24 +109,26 @@ class Unit:
     # The events of a step
 
     def pre_forward(self, phase: Phase) -> None:
-        """All-gather the weights before the unit's module runs, and start to gather the units that run next."""
+        """All-gather this unit's weights before its module runs, and start the all-gathers of units that run next."""
         self.all_gather(phase, self._passes.schedule.ahead_in_forward[self.index])
 
     def post_forward(self, outputs: Collection[int], *, backward: bool) -> None:
-        """Reshard the weights after the unit's module has run, unless :meth:`used_after` says they are needed.
+        """Reshard the weights after the unit's module has run, unless :meth:`used_after` returns True.
 
         Args:
-            outputs: addresses of the memory of the module's outputs.
+            outputs: the addresses of the memory of the tensors that the module has returned.
             backward: whether a backward pass may follow.
         """
         if not self.used_after(outputs, backward=backward):
             self.end_use()
 
     def used_after(self, outputs: Collection[int], *, backward: bool) -> bool:
-        """Return whether the weights are needed after their module has run.
+        """Return whether the weights must stay gathered after the unit's module has run.
 
-        They are if the module returns one of them, if other modules use them in this forward pass, or if the
-        schedule keeps the unit gathered for backward.  Arguments are those of :meth:`post_forward`.
+        Returns True in three cases: the module returns one of its parameters; the weights were used outside of the
+        module in this forward pass; or the schedule keeps the unit gathered for backward.
+
+        :meth:`post_forward` has the same arguments.
         """
         passes = self._passes
         if self.gathered and self.flat.address in outputs:  # Megatron's linear layers return their bias
@@ -133,7 +136,10 @@ class Unit:
         return (backward and self.index in passes.schedule.kept) or self.index in passes.escaped
 
     def pre_backward(self) -> None:
-        """All-gather the weights when an output's gradient arrives, and start to gather the units that run next."""
+        """All-gather this unit's weights when the gradient of the module's output arrives.
+
+        Also start the all-gathers of units that run next in backward.
+        """
         self.all_gather("backward", self._passes.schedule.ahead_in_backward[self.index])
 
     def post_backward(self) -> None:
@@ -144,19 +150,24 @@ class Unit:
 
     @property
     def gathered(self) -> bool:
-        """Whether the weights are gathered, whether or not modules hold them."""
+        """Whether the weights are gathered.
+
+        While the weights are gathered, modules hold the parameters.  There is one exception: below stage 3, modules
+        hold placeholders between passes.
+        """
         return self.state is State.UNSHARDED or self.state is State.HIDDEN
 
     @property
     def in_use(self) -> bool:
-        """Whether the weights are gathered, or being gathered."""
+        """Whether the weights are gathered, or an all-gather is under way."""
         return self.state is not State.SHARDED
 
     def all_gather(self, phase: Phase, ahead: Sequence[int] = ()) -> None:
-        """All-gather the weights; modules hold the parameters afterwards.
+        """All-gather this unit's weights, unless they are gathered; modules hold the parameters afterwards.
 
-        The units ``ahead``, given by index, run next.  Their all-gathers are started here, so that they overlap
-        this unit's computation.
+        ``ahead`` are the indices of the units that run next.  The method starts the all-gathers of these units too, so
+        that messages overlap with the computation of this unit.  Units that are gathered already are left out, and so
+        are units beyond the limit of all-gathers under way (:data:`~impl.plan.prefetch_schedule.MOST_AHEAD`).
         """
         current = self.state is State.UNSHARDED and self.weight_gather.version == self.master_shard.version
         if not current:
@@ -171,13 +182,16 @@ class Unit:
             self.wait()
 
     def _advance_others(self) -> None:
-        """Have the users' own gathers of other units post their next messages, in the same order on all ranks."""
+        """Let users' own gathers of other units post their next messages, in the same order on all ranks."""
         for index in sorted(self._passes.gathering - {self.index}):
             if isinstance(gather := self._siblings[index].weight_gather, OwnWeightGather):
                 gather.advance()
 
     def start_gather(self, phase: Phase) -> None:
-        """Start the all-gather, unless the weights are gathered or an all-gather is under way.
+        """Start the all-gather of the unit's weights for a pass of this ``phase``.
+
+        Does nothing if an all-gather is under way, or if the present weights are gathered.  If the masters have changed
+        since the weights were gathered, the weights are gathered anew.
 
         Raises:
             ZeroError: if GatheredParameters shows one of the unit's parameters.
@@ -208,9 +222,9 @@ class Unit:
         self._passes.gathering.add(self.index)
 
     def wait(self) -> None:
-        """Wait for the all-gather to finish; afterwards modules hold the parameters with their values.
+        """Wait for the all-gather that is under way, if any, and let modules hold the gathered parameters.
 
-        A unit that is sharded stays sharded.
+        If the unit is sharded, nothing happens.
         """
         if self.state is State.GATHERING:
             try:
@@ -227,9 +241,9 @@ class Unit:
         self.state = State.UNSHARDED
 
     def end_use(self) -> None:
-        """Reshard the weights, and record parameters that were written while they were gathered.
+        """Reshard the weights, and note the names of parameters that were written while the weights were gathered.
 
-        Below stage 3, modules hold placeholders afterwards, but the weights stay gathered.
+        Below stage 3, the weights stay gathered unless a parameter was written, but modules hold placeholders.
         """
         if self.state is State.GATHERING:
             self.wait()  # its messages are already posted
@@ -245,39 +259,43 @@ class Unit:
         self.flat.detach()
 
     def reshard(self) -> None:
-        """Reshard the weights with :meth:`end_use`, and raise a WrittenError if parameters were written."""
+        """Reshard the weights with :meth:`end_use`.
+
+        Raises a WrittenError if parameters of any unit were written while they were gathered.
+        """
         self.end_use()
         if self._passes.written:
             self.refuse_written()
 
     def refuse_written(self) -> None:
-        """Raise a WrittenError that names all parameters that were written, in this unit and the others."""
+        """Raise a WrittenError that names all written parameters of all units."""
         names = (*self._passes.written, *(name for unit in self._siblings for name in unit.written()))
         self._passes.written.clear()
         raise WrittenError(names)
 
     def gather_outside(self) -> None:
-        """All-gather the weights for a use outside of the unit's module.
+        """All-gather the weights, because a parameter is used outside of the unit's module.
 
-        They stay gathered until :meth:`end_use_outside`, or to the end of the forward pass.
+        The weights stay gathered until :meth:`end_use_outside` is called, or to the end of the forward pass.
         """
         self._passes.escaped.add(self.index)
         self.all_gather("forward" if torch.is_grad_enabled() else "evaluate")
 
     def end_use_outside(self, outputs: Collection[int]) -> None:
-        """Reshard the weights that :meth:`gather_outside` gathered, unless they are still needed.
+        """Reshard the weights that :meth:`gather_outside` gathered, unless :meth:`used_after` returns True.
 
-        ``outputs`` are the addresses of the memory of the tensors that the module has returned.
+        To be called after the module that used the weights has run.  ``outputs`` are the addresses of the memory of the
+        tensors that this module has returned.
         """
         self._passes.escaped.discard(self.index)
         if not self.used_after(outputs, backward=torch.is_grad_enabled()):
             self.reshard()
 
     def _used_outside(self, name: str) -> None:
-        """Handle a use of parameter ``name`` while modules hold placeholders: if a pass is running, gather the unit.
+        """Gather the unit, because an operation has used the placeholder of its parameter ``name``.
 
         Raises:
-            ZeroError: if no pass is running.
+            ZeroError: if neither a forward nor a backward pass is running.
         """
         if recomputing():
             self.all_gather("backward")
@@ -286,25 +304,29 @@ class Unit:
         else:
             raise ZeroError(
                 f"parameter {name!r} is used outside of a forward pass, where its values are sharded: to compute "
-                "a loss with it, do so inside zero.unsharded(); to read or change it, use GatheredParameters; to "
-                "clip or read gradients, use Zero.clip_grad_norm_() or zeropp.Gradient"
+                "a loss with the parameter, use zero.unsharded(); to read or change the parameter, use "
+                "GatheredParameters; to clip or read gradients, use Zero.clip_grad_norm_() or zeropp.Gradient"
             )
 
     def hide(self) -> None:
-        """Have modules hold placeholders, while the weights stay gathered."""
+        """Let modules hold placeholders; the weights stay gathered."""
         if self.state is State.UNSHARDED:
             self.flat.conceal(sharded=False)
             self.state = State.HIDDEN
 
     def written(self) -> Sequence[str]:
-        """Return the names of the parameters that were written since modules have held them.
+        """Return the names of the parameters that were written since they were put into the modules.
 
         The list is empty while modules hold placeholders.
         """
         return self.flat.written()
 
     def weights_changed(self, change: Change = "loaded") -> None:
-        """Make all copies of the weights stale, because the masters have new values."""
+        """Make all copies of the weights stale, so that the next use of the unit gathers the weights anew.
+
+        ``change`` says why: an optimizer stepped the masters, the masters were loaded or written, or they are unchanged
+        and only have to be sent anew.
+        """
         self.master_shard.changes += 1
         if self.weight_gather.keeps_copy:
             self.weight_gather.end(change)
@@ -316,12 +338,15 @@ class Unit:
             self.flat.detach()
 
     def _become_sharded(self) -> None:
-        """Have modules hold placeholders, and count the unit as sharded; the flat buffer may be kept for later."""
+        """Let modules hold placeholders, and set the state to ``SHARDED``; the flat buffer is not given back here."""
         self.flat.conceal(sharded=True)
         self.state = State.SHARDED
 
     def follow(self, policy: Policy) -> None:
-        """Send with the codecs of another ``policy`` from now on; no reduction may be under way."""
+        """Send weights and gradients with the codecs of another ``policy`` from now on.
+
+        No reduction may be under way.
+        """
         if policy.weights != self.policy.weights and isinstance(self.weight_gather, WeightGather):
             self.weights_changed("unchanged")
             self.weight_gather.secondary.let_go()
@@ -334,9 +359,10 @@ class Unit:
     # Schedules
 
     def _prepare_phases(self) -> None:
-        """Compile the gathers and reductions of all policies of a schedule, and allocate the memory that they keep.
+        """Compile the gathers and reductions of all policies of a schedule.
 
-        Policies that gather weights alike share a gather, so that hpZ's copy stays current from one to the next.
+        The memory of hpZ's copies and of carried errors is allocated here.  Policies that gather weights in the same
+        way share one gather, so that hpZ's copy stays current when the schedule changes between these policies.
         """
         known = {self.policy.gathering: self.weight_gather}
         for policy in self._phases:
@@ -353,9 +379,10 @@ class Unit:
         self.reduction.prepare(self._phases)
 
     def take_up(self, number: int) -> None:
-        """Send according to the schedule's policy with this ``number`` from now on; no pass may be running.
+        """Send with policy ``number`` of the schedule (``Policy.phases``, from 0) from now on.
 
-        If this policy gathers weights in another way, the next use of the unit gathers the weights themselves anew.
+        No pass may be running.  If this policy gathers weights in another way than the policy before, the next gather
+        sends the weights themselves.
         """
         policy, gather = self._phases[number], self._gathers[number]
         if gather is not self.weight_gather and isinstance(gather, WeightGather):
@@ -369,7 +396,11 @@ class Unit:
     # Gradients
 
     def drop_gradients(self) -> None:
-        """Forget gradients that were collected but not reduced, and gradients that a failed pass left in ``.grad``."""
+        """Forget the unit's local gradients that have not been reduced.
+
+        They are the gradients that passes have collected, and gradients that a failed pass left in ``.grad`` of the
+        model's parameters.  Carried errors are forgotten too.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # no values are needed
             for member in self.members:
                 member.parameter.grad = member.placeholder.grad = None
@@ -378,7 +409,14 @@ class Unit:
     # State of communication: carried errors by hop, and the copies that differences are taken from
 
     def communication_state(self) -> dict[str, Tensor]:
-        """Return this rank's carried errors and copies of weights, which a resumed run needs."""
+        """Return the tensors by name that this rank needs to resume a run, in addition to masters and optimizer state.
+
+        They are carried errors, the copies of weights from which differences are taken, the state of users' methods,
+        and the anchor and momentum of outer steps.
+
+        Raises:
+            ZeroError: if a user has written to masters in a way that torch does not count, while copies are kept.
+        """
         if self.geometry.trainable and self._keeps_copies:
             # The copies must be those of the present masters, which a user may have written.
             self.master_shard.adopt()
@@ -392,7 +430,7 @@ class Unit:
         return copies if errors is None else copies | errors.state()
 
     def check_communication_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise a ZeroError, which names this unit, unless ``state`` has the expected entries, shapes and types."""
+        """Raise a ZeroError unless ``state`` has the names, shapes and types of :meth:`communication_state`."""
         expected, shapes = (
             {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
             for tensors in (self.communication_state(), state)
@@ -404,7 +442,7 @@ class Unit:
             )
 
     def load_communication_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state that :meth:`check_communication_state` has accepted."""
+        """Continue from a ``state`` that :meth:`check_communication_state` has accepted."""
         if (errors := self.reduction.kept_errors()) is not None:
             errors.load(state)
         if self.reduction.own is not None:
@@ -418,18 +456,20 @@ class Unit:
     def check_hidden(self, place: str) -> None:
         """Raise a ZeroError if GatheredParameters shows a parameter of this unit.
 
-        ``place`` begins the message, such as "a pass inside" or "optimizer.step() under".
+        ``place`` is the beginning of the message, such as "a pass inside" or "optimizer.step() under".
         """
         for number in self.flat.shown:
             name = self.geometry.slots[number].spec.name
-            raise ZeroError(f"{place} GatheredParameters of {name!r} is refused: leave its context first")
+            raise ZeroError(f"{place} GatheredParameters of {name!r} is refused: leave that context first")
 
     def check_unchanged(self, *, training: bool) -> None:
-        """Raise a ZeroError if a user has changed what the engine relies on.
+        """Raise a ZeroError if a user has changed parameters or masters in a way that the engine does not support.
 
-        Refused are parameters that were replaced in their modules, and masters that were written in a way that
-        torch does not count while copies of the old values are kept.  If ``training``, parameters and masters
-        that were frozen, unfrozen or given gradient hooks are refused too.
+        These changes are not supported:
+
+        - another object was put into a module in place of a parameter;
+        - masters were written in a way that torch does not count, while copies of the old values are kept;
+        - in ``training``: parameters or masters were frozen or unfrozen, or got gradient hooks.
         """
         shown, trainable = self.state is State.UNSHARDED, self.geometry.trainable
         if trainable:
@@ -446,7 +486,7 @@ class Unit:
                     if held is not (parameter if shown else placeholder):
                         raise ZeroError(
                             f"parameter {slot.spec.name!r} was replaced by another object in its module "
-                            "after the model was sharded: write its values under GatheredParameters"
+                            "after the model was sharded: write the parameter's values under GatheredParameters"
                         )
                 if not training:
                     continue

@@ -11,7 +11,7 @@ A frame is one encoded shard, codes and scales, and has F bytes.
    axis ``node``, among the ranks of equal local index: (node, F) = (2, F) uint8.
 3. *The secondary shard is kept.*  The received frames are hpZ's secondary shard (section 3.2).
    :mod:`impl.unit.secondary_shard` keeps a copy of them, in another codec such as bf16 if the policy says so.
-   The frames are also, unchanged, the message of hop 2, unless the policy sends the copy there.
+   The received frames, unchanged, are also the message of hop 2, unless the policy sends the copy in hop 2.
 4. *Hop 2 stays inside the node*, along the axis ``local``: (local, node, F) = (2, 2, F) uint8.  Every rank now
    has every frame, including its own, and all ranks decode the same bytes, so their weights are bit-equal.
 5. *The frames are decoded* into the flat buffer (P,) of :mod:`impl.unit.flat_buffer`, viewed as
@@ -30,10 +30,10 @@ A frame is one encoded shard, codes and scales, and has F bytes.
 :meth:`impl.unit.unit.Unit.all_gather` starts this sequence, starts the gathers of units that run next, as
 :mod:`impl.plan.prefetch_schedule` says, and waits.  docs/design/engine.md has a table of a parameter's states.
 
-:mod:`impl.plan.hops` compiles the hops, once for each kind of gather (:data:`impl.plan.hops.Sends`): of the weights, of
-one plane of the weights, of differences, and from the secondary shard.  :class:`~impl.comm.all_gather.FrameGather` runs
-the hops; :class:`WeightGather` chooses the gather, writes the messages according to the ``source`` of their hops, keeps
-what the hops say, and decodes.
+There are several kinds of gathers (:data:`impl.plan.hops.Sends`): of the weights, of one plane of the weights, of
+differences, and from the secondary shard.  :mod:`impl.plan.hops` compiles the hops of each kind once.
+:class:`~impl.comm.all_gather.FrameGather` posts the messages of the hops.  :class:`WeightGather` chooses the kind of
+gather, writes the message of each hop as the hop's ``source`` says, keeps hpZ's copy, and decodes the frames.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from impl.unit.secondary_shard import SecondaryShard
 class WeightGather:
     """All-gathers one unit on one rank into its flat buffer, ``flat``.
 
-    The policy of ``context`` is the unit's own.
+    The policy of ``context`` is the policy for this unit (``Policy.for_unit``).
     """
 
     def __init__(
@@ -107,9 +107,10 @@ class WeightGather:
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
 
     def start(self, phase: Phase) -> None:
-        """Encode this rank's shard, or take frames from the secondary shard, and post the first hop.
+        """Post the first hop, with this rank's encoded shard or with frames from the secondary shard.
 
-        These are steps 1, 2 and 7 of the list above.  On a GPU, all later hops are enqueued on a side stream.
+        These are steps 1, 2 and 7 of the list in the module's docstring.  On a GPU, all later hops are enqueued here
+        too, on a side stream.
         """
         self._under_way = self._arrival = None  # an interrupted gather may have left them
         self.version = self.master_shard.version
@@ -132,7 +133,7 @@ class WeightGather:
     def finish(self) -> None:
         """Wait for all hops, keep hpZ's copy, and decode the frames into the flat buffer.
 
-        These are steps 3 to 5 of the list above.
+        These are steps 3 to 5 of the list in the module's docstring.
         """
         if self._arrival is not None:
             self.wire.join(self._arrival)
@@ -145,15 +146,18 @@ class WeightGather:
             self._under_way = None
 
     def state(self) -> dict[str, Tensor]:
-        """Return the copies that differences are taken from; empty without differences."""
+        """Return hpZ's copies, from which differences are taken; the dict is empty if the policy has no differences."""
         return self.secondary.state(self.master_shard.version)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take over the :meth:`state` that the same rank returned."""
+        """Continue from the ``state`` that :meth:`state` returned on this rank."""
         self.secondary.load(state, self.master_shard.version)
 
     def _write(self, hop: Hop, message: Tensor, received: Tensor | None = None) -> None:
-        """Write the ``message`` (bytes,) uint8 of a hop; ``received`` is what the hop before has received."""
+        """Write this rank's message of ``hop`` to ``message`` (bytes,) uint8.
+
+        ``received`` is what the hop before has received; None for the first hop.
+        """
         match hop.source:
             case "master" if hop.planes == ("rows",):
                 self.master_shard.write_frame(message)
@@ -175,7 +179,10 @@ class WeightGather:
                 forward(hop, message, received)
 
     def _keep(self, hop: Hop, received: Tensor) -> None:
-        """Make hpZ's copy of what the last ``hop`` between nodes has ``received``, or add this to the copy."""
+        """Update hpZ's copy with what the last ``hop`` between nodes has ``received``.
+
+        Received weights replace the copy, and received differences are added to the copy.
+        """
         frames = received.view(len(received), -1, hop.frame_bytes[0])
         if len(hop.planes) > 1:
             frames = _plane(frames, "columns")
@@ -195,9 +202,10 @@ class WeightGather:
                 turn(shard, bands, self._rows, back=True)
 
     def _write_planes(self, hop: Hop, message: Tensor) -> None:
-        """Encode the master once for each plane of ``hop``: with blocks along rows, or along columns.
+        """Encode the master into ``message``, once for each plane of ``hop``.
 
-        The forward pass decodes the plane of rows, the backward pass the plane of columns.
+        In the plane of rows, the codec's blocks run along the rows of a matrix; the forward pass decodes this plane.
+        In the plane of columns, the blocks run along the columns; the backward pass decodes this plane.
         """
         rank, count = self.wire.mesh.rank, len(hop.planes)
         planes = self.master_shard.master.expand(count, -1).clone()  # (planes, S)
@@ -207,5 +215,8 @@ class WeightGather:
 
 
 def _plane(frames: Tensor, plane: Plane) -> Tensor:
-    """Return one plane (..., F) of ``frames`` (..., 2 F) uint8, in which the columns follow the rows."""
+    """Return one plane (..., F) of ``frames`` (..., 2 F) uint8.
+
+    The first F bytes of each frame are the plane of rows, the other F bytes the plane of columns.
+    """
     return frames.chunk(2, -1)[plane == "columns"]

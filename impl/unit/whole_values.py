@@ -21,7 +21,10 @@ from impl.unit.unit import Unit
 
 
 class WholeValues:
-    """Reads, shows and overwrites the values of one unit; overwriting makes all copies of the weights stale."""
+    """Gathers, shows and overwrites the values of the parameters of one unit.
+
+    After values were overwritten, all copies of the weights are stale.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit, self._geometry, self._wire = unit, unit.geometry, unit.wire
@@ -32,9 +35,9 @@ class WholeValues:
         self._tag = Tag("step", "state", unit.geometry.name)
 
     def masters(self) -> list[Tensor]:
-        """Gather all parameters, and return one tensor (shape) fp32 per slot; all ranks must call this method.
+        """Gather all parameters of the unit, and return them as one whole tensor (shape) fp32 for each slot.
 
-        The tensors are views of one new buffer.
+        The tensors are views of one new buffer.  All ranks must call this method.
         """
         master = self._master_shard.master
         if self._master_shard.placement.shard:
@@ -44,21 +47,26 @@ class WholeValues:
         return [whole[slot.offset : slot.end].view(slot.spec.shape) for slot in self._geometry.slots]
 
     def gather_member(self, number: int, part: Tensor) -> Tensor:
-        """Gather and return member ``number``, (shape) fp32, from all ranks' parts; all ranks must call this method.
+        """Gather and return a tensor (shape) fp32 with the shape of member ``number``, from the parts of all ranks.
 
-        ``part`` (n,) is this rank's part.
+        ``part`` (n,) is this rank's part of the tensor, such as its masters or its mean gradient; n may be 0.  All
+        ranks must call this method.
         """
         part = part.to(self._wire.mesh.device)
         return assemble(self._geometry, number, part, self._axes, wire=self._wire, tag=self._tag)
 
     def part(self, number: int) -> tuple[int, int]:
-        """Return the bounds (start, end) of member ``number`` in this rank's shard; the part may be empty."""
+        """Return (start, end): this rank's shard has its part of member ``number`` at elements [start, end).
+
+        The part may be empty.
+        """
         return self._geometry.part(self._geometry.slots[number], self._wire.mesh.rank)
 
     def show(self, number: int, values: Tensor) -> nn.Parameter:
-        """Show ``values`` (shape) as member ``number``, to read and write.
+        """Give ``values`` (shape) to the parameter that modules hold for member ``number``, and return this parameter.
 
-        Returns the parameter that modules hold, which is the placeholder with these values.
+        A user can then read and write the values in the model.  The returned parameter is the placeholder of the
+        member, turned into a plain parameter.
         """
         unit, member = self._unit, self._unit.members[number]
         unit.wait()
@@ -71,7 +79,7 @@ class WholeValues:
         return member.placeholder
 
     def end_showing(self, number: int) -> None:
-        """Undo :meth:`show`; nothing is written back."""
+        """Undo :meth:`show`: turn the parameter into a placeholder again; its values are not written to the masters."""
         unit, member = self._unit, self._unit.members[number]
         member.place(member.placeholder)  # users may have replaced the placeholder, or its data
         values = unit.flat.shown.pop(number)
@@ -86,17 +94,20 @@ class WholeValues:
             member.parameter.__class__ = Placeholder
 
     def write_part(self, number: int, part: Tensor) -> None:
-        """Overwrite this rank's part of member ``number`` with ``part`` (n,) fp32."""
+        """Overwrite the masters of this rank's part of member ``number`` with ``part`` (n,) fp32."""
         self._master_shard.load_part(*self.part(number), part)
         self._unit.weights_changed()
 
     def load_shard(self, values: Tensor) -> None:
-        """Overwrite this rank's shard with ``values`` (S,) fp32."""
+        """Overwrite all masters of this rank's shard with ``values`` (S,) fp32."""
         self._master_shard.load_part(0, self._geometry.shard, values)
         self._unit.weights_changed()
 
     def load_codes(self, frame: Tensor) -> None:
-        """Overwrite weights that are held as codes with a ``frame`` of the same layout."""
+        """Overwrite frozen weights that are held as codes.
+
+        ``frame`` (F,) uint8 has the same codec and the same number of elements as these weights.
+        """
         self._master_shard.load_codes(frame)
         self._unit.weights_changed()
 
@@ -104,9 +115,10 @@ class WholeValues:
 def assemble(
     geometry: UnitGeometry, number: int, part: Tensor, axes: Sequence[Axis], *, wire: Wire, tag: Tag
 ) -> Tensor:
-    """Gather the parameter of slot ``number`` from the parts of all ranks along ``axes``; returns (shape) fp32.
+    """Gather and return a tensor (shape) fp32 with the shape of the parameter in slot ``number``.
 
-    ``part`` (n,) is this rank's part.
+    ``part`` (n,) is this rank's part of the tensor.  The parts come from all ranks along ``axes``, which must call this
+    function too.
     """
     slot = geometry.slots[number]
     bounds = [geometry.overlap(slot, rank) for rank in range(geometry.shards)]

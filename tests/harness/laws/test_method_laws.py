@@ -74,7 +74,7 @@ def test_one_fault_that_breaks_several_claims_is_printed_once(capsys: pytest.Cap
     own = "tests.support.methods:Needing"
     assert cli.main(["check", "method", "--examples", "2", own]) == command.VIOLATED
     out = capsys.readouterr().out
-    assert out.count("missing 1 required keyword-only argument: 'share'; `method.NAME` of a suite and") == 1
+    assert out.count("'share'; give arguments as `method.NAME` in a suite, or with") == 1
     assert (
         f"{own} breaks mean, advance, resume, apart, keep, unstarted, bytes, same_on_all_ranks, zero, exact: "
         in out

@@ -159,7 +159,7 @@ MISUSE: list[tuple[str, Misuse]] = [
     ("changed between its forward and its backward pass", _steps_between),
     ("asks for gradients of gradients, which a sharded model does not support", _asks_for_second_derivatives),
     ("parameter 'head.weight' was trained when the model was sharded and is now frozen", _freezes_later),
-    (OUTSIDE + ": to compute a loss with it, do so inside zero.unsharded.*use GatheredParameters",
+    (OUTSIDE + ": to compute a loss with the parameter, use zero.unsharded.*use GatheredParameters",
      lambda net, _: net.head.weight + 1),
     (OUTSIDE, lambda net, _: torch.exp(net.head(net.middle(torch.ones(2, WIDTH))))),  # past its own forward
     (r"deepcopy\(\) of a sharded model", lambda net, _: copy.deepcopy(net)),
