@@ -1,6 +1,6 @@
-"""Positive controls: spoils an engine on purpose, so that it trains worse.
+"""Spoils an engine on purpose, so that it trains worse, as a positive control for comparisons of losses.
 
-A comparison of losses that cannot tell a spoilt engine from a correct one has no power.
+A comparison of losses that cannot tell a spoilt engine from a correct engine has no power.
 """
 
 from __future__ import annotations

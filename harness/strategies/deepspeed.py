@@ -35,7 +35,7 @@ def version() -> str:
 def why_not(trial: Trial) -> str | None:
     """Return why DeepSpeed cannot run a trial on this machine.
 
-    Returns None if DeepSpeed can run the trial, or if the trial's strategy is not DeepSpeed.
+    Returns None if DeepSpeed can run the trial, or if the trial's strategy does not use DeepSpeed.
     """
     if family_of(trial.strategy) != DEEPSPEED:
         return None

@@ -70,7 +70,7 @@ class Strategy:
     wire: Wire | None  # carries a policy's messages; None for peers
     units: Sequence[UnitGeometry | GroupGeometry]  # units or parameter groups of a policy; empty for peers
     zero: Zero | None = None  # our own engine, if the strategy uses it
-    sharing: int | None = None  # ranks that share one copy of FSDP2's states; None for all
+    sharing: int | None = None  # number of ranks that share one copy of FSDP2's states; None for all ranks
     _begun: bool = field(default=False, init=False)  # whether a micro-batch has been trained
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
@@ -256,8 +256,8 @@ class Strategy:
 
         Returns:
             The bytes as counted, and the bytes that :mod:`impl.plan.memory` predicts.  For our engine both are peaks.
-            Other engines have counted bytes of masters, gradients and optimizer state only, and no prediction: their
-            second part is empty.
+            For other engines the bytes of masters, gradients and optimizer state are counted, without gathered weights.
+            They have no prediction: their second part is empty.
         """
         held = sum(optimizers.local_part(parameter).nbytes for parameter in self.model.parameters())
         states = optimizers.state_bytes(optimizer, optimizer.state)
@@ -306,9 +306,8 @@ class ByDeepSpeed(Strategy):
     _: KW_ONLY
     stepping: torch.optim.Optimizer  # the trial's optimizer, whose parameters are now DeepSpeed's shards
     _last: bool = True  # whether this micro-batch is the last of its step
-    _secondary: int | None = (
-        None  # bytes of hpZ's copy; measured before the first step, because a step frees the copy
-    )
+    # Bytes of hpZ's copy of the weights, measured before the first step, because a step frees the copy.
+    _secondary: int | None = None
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer that DeepSpeed was given together with the model."""

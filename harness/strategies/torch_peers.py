@@ -74,8 +74,8 @@ def algorithms(peer: Peer, settings: PeerSettings) -> dict[str, Any]:
 def _compress(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Reduce a bucket of DDP in bf16, by calling torch's ``bf16_compress_hook``.
 
-    DDP refuses to register ``bf16_compress_hook`` itself without NCCL, although gloo can sum bf16.  DDP recognises the
-    hook by its name, so this function with another name passes.
+    DDP refuses ``bf16_compress_hook`` itself without NCCL, although gloo can sum bf16.  DDP recognises that hook by its
+    name, so DDP accepts this function, which has another name.
     """
     return default_hooks.bf16_compress_hook(group, bucket)  # type: ignore[arg-type]
 

@@ -31,9 +31,8 @@ class Passes:
 
     losses: list[Tensor] = field(default_factory=list)  # one scalar for each of this rank's batches
     batches: list[tuple[Tensor, Any]] = field(default_factory=list)  # inputs and targets that the model read
-    events: list[Event] = field(
-        default_factory=list
-    )  # the passes; ``impl.plan.traffic`` predicts their messages
+    # The passes, for which ``impl.plan.traffic`` predicts the messages.
+    events: list[Event] = field(default_factory=list)
 
     @property
     def mean(self) -> float:

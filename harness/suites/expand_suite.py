@@ -71,8 +71,8 @@ def expand(file: SuiteTables, align: int | None = None) -> Suite:
 
     Args:
         file: The tables.
-        align: Elements on a multiple of which every parameter and shard starts, in all policies.  If it is None, it is
-            the least common multiple of the block sizes of all codecs in the suite.
+        align: The alignment of all policies: every parameter and every shard starts on a multiple of so many elements.
+            With None, the alignment is the least common multiple of the block sizes of all codecs in the suite.
 
     Raises:
         SuiteError: For the first mistake, with one line that names the table, the key and the way out.
@@ -374,7 +374,10 @@ def _run_key(trial: Trial) -> str:
 def _check_baselines(
     repeats: Repeats, trials: Sequence[Trial], roles: dict[str, str], also: Sequence[str]
 ) -> None:
-    """Refuse ``repeats = "until ..."`` if a setting has no baseline, because repeats end by ratios to the baseline."""
+    """Refuse ``repeats = "until ..."`` if a setting has no baseline.
+
+    The number of repeats then depends on the intervals of ratios to the baseline.
+    """
     if repeats.within is None:
         return
     named = BASELINE if not roles else "the suite's baseline"
@@ -423,7 +426,9 @@ def _roles(
         raise SuiteError(f"{key}: the baseline is {run}; let baseline and contrast match different runs")
     others = {name: trial for name, trial in others.items() if name not in bases}
     if not others:
-        raise SuiteError(f"{key}: every trial is the baseline, so none is left to compare; name fewer trials")
+        raise SuiteError(
+            f"{key}: every trial is the baseline, so no trial is left to compare; let it match fewer trials"
+        )
     also = compared_also([*bases.values()], [*others.values()])
     settings = [setting_of(trial, *also) for trial in bases.values()]
     if len({*settings}) < len(settings):

@@ -66,9 +66,8 @@ class SuiteError(ValueError):
 class Override(BaseModel, extra="forbid", frozen=True):
     """A table ``[[override]]``, which changes fields of the combinations that it matches."""
 
-    match: dict[
-        str, Any
-    ]  # values by field; it matches combinations that have all these values.  Empty: it matches all
+    # Values by field.  The table matches the combinations that have all these values; if empty, all combinations.
+    match: dict[str, Any]
     set: dict[str, Any]  # the new values, by field
 
 

@@ -305,7 +305,7 @@ class SpanChanges(_Varying):
     def _may_change(self) -> Self:
         """Refuse fields that a span does not have.
 
-        If the field is a field of the policy that must not change during a run, the error has the reason.
+        If such a field is a field of the policy that must not change during a run, the error has the reason.
         """
         for name in self.model_extra or {}:
             if name in PolicyChanges.model_fields:
@@ -361,9 +361,9 @@ class PolicyChanges(_Keys):
     @field_validator("schedule")
     @classmethod
     def _some(cls, value: tuple[SpanChanges, ...] | None) -> tuple[SpanChanges, ...] | None:
-        """Turn a schedule without spans into None.
+        """Turn a schedule without spans, ``[]``, into None.
 
-        A suite writes such a schedule, ``[]``, as the value of an axis that stands for no schedule.
+        In a suite that compares schedules, ``[]`` is the value for a configuration without a schedule.
         """
         return value or None
 
@@ -379,7 +379,7 @@ class PolicyChanges(_Keys):
         arguments: Mapping[str, Any] | None = None,
         gather_arguments: Mapping[str, Any] | None = None,
     ) -> Policy:
-        """Return a copy of a policy with these values in place of its fields.
+        """Return a copy of a policy with these values in place of its fields.  Fields that are None are kept.
 
         Args:
             base: The policy.
@@ -634,7 +634,7 @@ class Trial(_Frozen):
 
     @property
     def own_method(self) -> OwnMethod | None:
-        """The user's class that reduces gradients, with its arguments.  None if our own collectives reduce gradients.
+        """The user's class that reduces gradients, with its arguments.  None if no such class is named.
 
         If the strategy is a class of the user's too, the strategy gets the arguments ``method.*``, and the class that
         reduces gets none.
@@ -645,7 +645,7 @@ class Trial(_Frozen):
 
     @property
     def own_gather(self) -> OwnMethod | None:
-        """The user's class that gathers weights, with its arguments.  None if our own collectives gather weights."""
+        """The user's class that gathers weights, with its arguments.  None if no such class is named."""
         named = self.policy.gather if self.strategy not in PEERS else None
         return method(named, **self.gather_method) if named is not None and ":" in named else None
 

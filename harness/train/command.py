@@ -126,7 +126,10 @@ class Settings:
     ] = False
 
     def check(self) -> None:
-        """Raise a Refusal if flags contradict each other, or if a checkpoint cannot be read or written."""
+        """Raise a Refusal if a flag has an unsupported value or needs another flag.
+
+        Also if the checkpoint of ``--load`` cannot be read, or if the folder of ``--save`` cannot be written.
+        """
         for name in ("model_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"):
             if (size := getattr(self, name)) != 1:
                 flag = f"--{name.replace('_', '-')}"

@@ -103,7 +103,7 @@ class _Training:
         return self.loop.clock.steps
 
     def _resumed(self) -> int:
-        """Load the job's checkpoint, and return the number of steps that its run has done.
+        """Load the job's checkpoint, and return the number of steps that are done at this checkpoint.
 
         Returns 0 if the job has no checkpoint.  Options of the optimizer, such as the learning rate, come from this
         run's flags and configuration, not from the checkpoint.

@@ -78,7 +78,7 @@ class Collective:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The properties that are equal on all ranks of the group."""
+        """The properties that are equal on all ranks of the group: kind, elements, bytes of an element, and ranks."""
         return self.kind, self.elements, self.item, self.group
 
     def wire_bytes(self) -> float:

@@ -135,7 +135,7 @@ class _Streams:
     def attribute(self, marks: Marks) -> None:
         """Find the kernel that waits for each collective, even if the collective ended before its result was used.
 
-        The result's ``rules`` count how many kernels each rule has found.
+        The result's ``rules`` count the collectives by the rule that was applied to them.
         """
         waited = {other for others in self._waits.values() for other in others}
         by_launch = sorted(range(len(self._kernels)), key=lambda place: self._launched[place])

@@ -129,8 +129,9 @@ def _groups_and_lengths(
     """Return the names of the process groups, and the seconds of each step.
 
     Returns:
-        The name of each process group by the group's ranks; the group of all ranks is called ``0``, as in torch.  Then,
-        for each step, the seconds from its beginning on the first rank to its end on the last rank.
+        A dict with the name of each process group by the group's ranks.  The group of all ranks is called ``0``, as in
+        torch.  Then a list with the seconds of each step, from its beginning on the first rank to its end on the last
+        rank.
     """
     found, lengths = set[tuple[int, ...]](), [0.0] * len(steps)
     for rank in ranks:
@@ -276,7 +277,8 @@ class _Events:
     def _stream(self, track: str) -> int:
         """Return the number of the stream that stands for a track.
 
-        The track ``stream 7`` has the number of the traced stream, 7.  Other tracks get numbers from 101 on.
+        The track ``stream 7`` has the number of the traced stream, 7.  The track of computation has the number 7 too,
+        and all other tracks get numbers from 101 on.
         """
         if track not in self.streams:
             own = track.removeprefix("stream ")

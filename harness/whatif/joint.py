@@ -206,9 +206,9 @@ def _check_alike(traces: Sequence[Trace], ranks: Mapping[int, RankStep]) -> None
 
 
 def match_collectives(ranks: Mapping[int, RankStep]) -> list[dict[int, int]]:
-    """Find for each collective of a step which of each rank's collectives it is.
+    """Find the number that each collective of a step has on each of its ranks.
 
-    The n-th collective of a process group on one rank is the n-th collective of this group on all its ranks.
+    The n-th collective of a process group on one rank is the n-th collective of this group on all other ranks.
 
     Returns:
         For each collective, a dict from rank to the collective's number among the collectives of this rank.
@@ -229,7 +229,7 @@ def match_collectives(ranks: Mapping[int, RankStep]) -> list[dict[int, int]]:
 def _offsets(
     traces: Sequence[Trace], steps: Sequence[Mapping[int, RankStep]], bases: Mapping[int, float]
 ) -> dict[int, float]:
-    """Return by rank how many seconds later the rank's clock is than the clock of the first rank.
+    """Return by how many seconds the clock of each rank is ahead of the clock of the first rank.
 
     A collective ends on all hosts at about the same time.  The difference between the clocks of two hosts is therefore
     the median difference between the times at which collectives ended on them.  Ranks of one host have the same clock.
@@ -251,7 +251,7 @@ def _offsets(
 def _aligned(
     hosts: Mapping[int, str], steps: Sequence[Mapping[int, RankStep]], bases: Mapping[int, float]
 ) -> dict[int, float]:
-    """Return by rank how many seconds later the rank's clock is than the clock of the first rank.
+    """Return by how many seconds the clock of each rank is ahead of the clock of the first rank.
 
     The seconds follow from the times at which collectives ended.  A host that has no collective in common with the
     first host is aligned through other hosts.

@@ -224,7 +224,7 @@ def _steps(path: Path, events: Sequence[Event]) -> list[Step]:
     if len(marks) < 2 or not all(number.isdecimal() for number in numbers):
         raise Refusal(
             f"{path}: has {len(marks)} complete steps, and two or more are needed: trace at least five with "
-            "schedule(active=5), and call profiler.step() after each"
+            "schedule(active=5), and call profiler.step() after each step"
         )
     steps = [
         Step(int(number), mark.thread, mark.begin, mark.end)

@@ -47,11 +47,14 @@ class Prediction:
 
 
 def check_replay(traced: Traced) -> list[float]:
-    """Replay each traced step with its traced messages, and return the relative error of each replay's duration.
+    """Replay each traced step with its traced messages, and return the error of the duration of each replay.
+
+    An error is relative: 0.01 if the replay takes 1 % longer than the traced step.
 
     Raises:
-        Refusal: If the median of the errors' absolute values is above :data:`CLOSE`, if a traced step takes no time, or
-            if a step's messages need longer than the step at the rate that the user gave.
+        Refusal: If the median of the errors' absolute values is above :data:`CLOSE`, or if a traced step takes no time.
+            Also if the user gave the traced rate, and the messages of a step would need longer than the step at this
+            rate.
     """
     for step in traced.steps:
         if step.seconds <= 0:

@@ -130,7 +130,8 @@ def _note_host(result: RankStep, begin: float, end: float) -> None:
 def note_computing(result: RankStep, moment: float, seconds: float) -> None:
     """Add seconds of computation to a step's record.
 
-    They count as the optimizer's step if ``moment`` is its beginning or later, and as forward and backward otherwise.
+    The seconds count as the optimizer's step if ``moment`` is not before the beginning of this step.  Otherwise they
+    count as forward and backward.
     """
     if moment < result.marks.optimizer:
         result.computed.append((moment, seconds))

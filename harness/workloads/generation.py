@@ -49,7 +49,7 @@ _SPENT: Final = ("exposed", "inter_bytes", "intra_bytes")
 
 
 class Generator:
-    """Continues one batch of prompts, as often as asked, and stores the seconds, waits and bytes of each token.
+    """Continues one batch of prompts in each :meth:`run`, and stores the seconds, waits and bytes of each token.
 
     ``count`` returns the :data:`Counts` of this rank so far.  Their growth during a token is stored with the token.
     """

@@ -28,7 +28,7 @@ class Experience:
     This is not a dataclass, because engines cast the tensors in dataclasses to 16 bits.
 
     Args:
-        targets: The next token of each token, (B, T) int64; ``NO_TARGET`` inside prompts.
+        targets: The token that follows each token, (B, T) int64; ``NO_TARGET`` inside prompts (:func:`targets_of`).
         advantages: The advantage of each sequence, (B,) fp32 (:func:`group_advantages`).
         reference: Log probabilities of the targets under the reference model, (B, T) fp32.
         kl: Weight of the divergence from the reference model.
