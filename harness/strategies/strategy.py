@@ -561,7 +561,7 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
 
 
 def shard_model(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
-    """Shard ``model`` with our engine; all ranks must call this."""
+    """Shard ``model`` with our engine, and return the strategy that trains it.  All ranks must call this."""
     groups = optimizers.group_of(trial.optimizer, model)
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed, group_of=groups)
     spoil(zero, trial.control)

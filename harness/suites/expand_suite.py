@@ -228,7 +228,8 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 def _path_of(error: ErrorDetails, point: Point) -> str:
     """Return the path of ``point`` to which an error of pydantic belongs.
 
-    If the error's own path is not in ``point``, it is shortened from its end until a path of ``point`` begins with it.
+    If ``point`` does not have the path that the error names, the last parts of this path are removed, until a path of
+    ``point`` begins with the rest.
     """
     parts = [str(part) for part in error["loc"]]
     for length in range(len(parts), 0, -1):

@@ -120,8 +120,8 @@ def _followed(
     Args:
         source: The source.
         file: The source's file.
-        added_folders: Folders that sources may add to ``sys.path``.  If this source changes ``sys.path``, its folders
-            are appended.
+        added_folders: Folders that sources may add to ``sys.path``.  If this source changes ``sys.path``, the folders
+            that it may have added are appended to this list.
         folders: As in :func:`files_of`.
     """
     holder = source.name.partition(" of ")[2] or source.name
