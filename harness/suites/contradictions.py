@@ -52,7 +52,8 @@ def check(trial: Trial) -> None:
     if (trial.validate_every or 0) > total:
         every = f"validate_every = {trial.validate_every}"
         raise ValueError(
-            f"{every}: the trial has {total} steps in all; set at most {total}, or 0 to validate after the last step"
+            f"{every}: the trial has {total} steps in all; set at most {total}, or 0 to validate only after the last "
+            "step"
         )
     trial.schedule()  # raises if the warm-up is longer than the trial
     for rules in (

@@ -338,7 +338,7 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
 
 
 def _runs(trials: Sequence[Trial]) -> list[Trial]:
-    """Return for each trial the trial that runs in its place.
+    """Return for each trial the trial that runs in its place, which may be the trial itself.
 
     If several trials resolve to the same run, the trial that changes the fewest fields of its preset runs for all of
     them.

@@ -31,7 +31,7 @@ class Peer:
     says: str  # what the peer does, in a few words, for tables and documentation
     tuned: bool = False  # DDP: gradients are views of its buckets, and the graph is static
     compressed: bool = False  # DDP: buckets are reduced in bf16 (its ``bf16_compress_hook``)
-    prefetch: bool = False  # FSDP2: asynchronous all-gathers begin `AHEAD` blocks early, without streams
+    prefetch: bool = False  # FSDP2: all-gathers begin `AHEAD` blocks early, and are asynchronous (`async_op`)
     kept: bool = False  # FSDP2: all weights stay gathered until backward, not only the root's weights
     hpz: bool = False  # DeepSpeed: each node keeps a second copy of the weights
     # DeepSpeed: keys of the section ``zero_optimization``, unless the trial's ``deepspeed_config`` sets them.

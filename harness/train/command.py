@@ -126,9 +126,11 @@ class Settings:
     ] = False
 
     def check(self) -> None:
-        """Raise a Refusal if a flag has an unsupported value or needs another flag.
+        """Check the flags before anything is planned.
 
-        Also if the checkpoint of ``--load`` cannot be read, or if the folder of ``--save`` cannot be written.
+        Raises:
+            Refusal: If a flag has an unsupported value or needs another flag, if the checkpoint of ``--load`` cannot be
+                read, or if nothing can be written into the folder of ``--save``.
         """
         for name in ("model_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"):
             if (size := getattr(self, name)) != 1:

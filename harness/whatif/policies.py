@@ -2,7 +2,7 @@
 
 A policy of :data:`REWRITES` keeps the schedule of the traced program and changes its messages.  ``bf16`` and ``fp16``
 change the type of messages, and ``kept`` leaves out the gathers of backward.  A preset of :mod:`impl.policy.presets` is
-a policy of our engine.  Then the step is simulated with our engine's schedule, hops and messages
+a policy of our engine.  A step under a preset is simulated with our engine's schedule, hops and messages
 (:mod:`impl.plan.step_time`), and with the traced computation of each unit.
 """
 

@@ -228,8 +228,8 @@ def _simulated(step: Simulated, topology: Topology) -> Callable[[int], RankSched
 def _posted(posted: PostedMessage, rank: int) -> Message | None:
     """Return the messages that ``rank`` sends and receives in one hop, in the form of a collective.
 
-    In a hop of kind ``shift`` each rank sends only to the next rank.  Traces have no such collective, so the hop becomes
-    an all-to-all with the same number of bytes.  Returns None if the messages belong to no hop.
+    In a hop of kind ``shift`` each rank sends only to the next rank.  No collective in a trace does this, so the hop
+    becomes an all-to-all with the same number of bytes.  Returns None if the messages belong to no hop.
     """
     hop, nbytes = posted.hop.hop, posted.hop.nbytes
     if hop is None:
