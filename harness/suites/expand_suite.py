@@ -377,7 +377,7 @@ def _check_baselines(
 ) -> None:
     """Refuse ``repeats = "until ..."`` if a setting has no baseline.
 
-    The number of repeats then depends on the intervals of ratios to the baseline.
+    With ``until``, the number of repeats depends on the intervals of ratios to the baseline.
     """
     if repeats.within is None:
         return

@@ -41,7 +41,7 @@ class ExperienceBatch:
     drawn: list[Batch]  # the batches that the prompts were taken from
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
-        """See :class:`Batches`."""
+        """See :meth:`Batches.step`."""
         yield [self.batch]
 
 
@@ -52,7 +52,7 @@ class FirstSequences:
     batches: Batches
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
-        """See :class:`Batches`."""
+        """See :meth:`Batches.step`."""
         for micro in self.batches.step(index):
             yield [(inputs[:1], targets[:1]) for inputs, targets in micro]
 
@@ -92,7 +92,7 @@ class RankBatches:
             ]
 
     def step(self, index: int) -> Iterator[list[Batch]]:
-        """See :class:`Batches`."""
+        """See :meth:`Batches.step`."""
         for micro_batch in range(self._trial.accumulation):
             yield [self._batch(index, micro_batch, part) for part in self.ranks]
 
