@@ -289,7 +289,7 @@ def _control(trial: Trial) -> Iterator[str]:
         reached = math.prod(axis.size for axis, _ in axes)
         if engine_policy is None or len(axes) < 2 or reached < topology.world:
             found = f"{strategy} on {topology} reduces gradients in {len(axes)} hops"
-            yield f"{found}; this control needs two hops over all ranks"
+            yield f"{found}; this control needs two hops over all ranks: choose a strategy with qgZ"
     scheduled = policy is not None and bool(policy.schedule)
     if trial.control == "late_schedule" and not scheduled:
         yield f"{strategy} has no policy.schedule that could be late; set policy.schedule, or remove control"

@@ -386,7 +386,7 @@ def _check_baselines(
         if not any(is_baseline(trial, roles) for trial in setting):
             present = ", ".join(dict.fromkeys(trial.strategy for trial in setting))
             why = f"needs ratios over {named}, which is missing in the setting of {present}"
-            raise SuiteError(f"repeats: {repeats}: {why}; add it to this setting, or set repeats to a number")
+            raise SuiteError(f"repeats ({repeats}) {why}; add it to this setting, or set repeats to a number")
 
 
 def _roles(

@@ -83,8 +83,9 @@ def files_of(
         folders: Folders in which a file that a source names is sought if the source's folder does not have it.
 
     Returns:
-        Two dicts.  The first has the file of each module, by the module's dotted name.  The second has all other files:
-        a file that a source names by ``<name in the source> of <module>``, and a file that ``texts`` names by its text.
+        Two dicts.  The first has the file of each module; its keys are the modules' dotted names.  The second has all
+        other files.  If a source names the file, the key is ``<name in the source> of <module>``.  If ``texts`` names
+        the file, the key is this text.
     """
     importlib.invalidate_caches()
     names = [*modules]
