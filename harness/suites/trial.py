@@ -532,8 +532,8 @@ class Trial(_Frozen):
         """Return the trial as JSON-ready data, with rates in Mbit/s, ``latency`` in ms and ``memory_limit`` in bytes.
 
         A field that was added after the first version is left out if it has its default, so that older trials keep
-        their ids.  The names of hosts and Slurm's options are left out too, as are fields that the workload does not
-        use.
+        their ids.  The names of hosts and Slurm's options are left out, and so are ``generate`` and ``rlhf`` for
+        workloads that do not use them.
         """
         data = self.used()
         parts = ("cluster", "optimizer", "policy", *(("peer",) if "peer" in data else ()))

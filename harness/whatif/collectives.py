@@ -85,7 +85,7 @@ class Collective:
         """Return the bytes that one rank sends to its neighbour if the collective runs as a ring.
 
         With W bytes in all and N ranks, an all-reduce sends ``2 W (N - 1) / N``, a broadcast W, and every other
-        collective ``W (N - 1) / N``.
+        collective ``W (N - 1) / N``.  If ``as_all_reduce`` is set, a reduce-scatter counts as an all-reduce.
         """
         size, turns = len(self.group), 2 if self.kind == "all_reduce" or self.as_all_reduce else 1
         whole = self.elements * self.item

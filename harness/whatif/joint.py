@@ -341,8 +341,8 @@ def _rate(steps: Sequence[JointStep]) -> float:
 def _timed(step: JointStep, rate: float) -> JointStep:
     """Return the step with the time of each collective divided into time on the link and overhead.
 
-    The time on the link of a collective between nodes is its bytes divided by ``rate``, in bytes a second.  The time of
-    a collective inside a node is not divided: all of it counts as time on the link.
+    The time on the link of a collective between nodes is its bytes divided by ``rate``, in bytes a second.  The pure
+    time of a collective inside a node is not divided: all of it counts as time on the link.
     """
     by_number, free = dict[int, Joined](), 0.0
     order = sorted(range(len(step.collectives)), key=lambda number: step.collectives[number].seen.ran[0])
