@@ -1,8 +1,7 @@
 """The strategies that a trial can train with: every policy of `impl`, the peers for comparison, and users' own.
 
-``from harness.strategies import Strategy`` gives the base class of a strategy of one's own
-(docs/guide/own_method.md).  It imports torch, which commands that only plan do not need; so it is imported on first
-use.
+``from harness.strategies import Strategy`` gives the base class of a user's own strategy (docs/guide/own_method.md).
+The class is imported on first use, because its module imports torch, which commands that only plan do not need.
 """
 
 from typing import Any

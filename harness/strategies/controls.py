@@ -1,6 +1,6 @@
-"""Positive controls: spoils an engine on purpose, so that it trains worse.
+"""Spoils an engine on purpose, so that it trains worse, as a positive control for comparisons of losses.
 
-A comparison of losses that cannot tell a spoilt engine from a correct one has no power.
+A comparison of losses that cannot tell a spoilt engine from a correct engine has no power.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from impl.zero import Zero
 
 
 def spoil(zero: Zero, control: str | None) -> None:
-    """Spoil an engine in place.  Only ``late_schedule`` changes the bytes that it sends.
+    """Spoil an engine in place, so that it trains worse.
+
+    With ``late_schedule`` the engine also sends other bytes than an unspoilt engine; with all other controls it sends
+    the same bytes.
 
     Args:
         zero: The engine.
@@ -27,7 +30,7 @@ def spoil(zero: Zero, control: str | None) -> None:
             - ``late_secondary``: secondary shards keep the weights of the step before;
             - ``unordered``: gradients are not reordered before the two hops of qgZ.  With N nodes of L ranks, rank l
               of node n then ends with slice ``l * N + n`` instead of ``n * L + l`` (paper section 3.3);
-            - ``late_schedule``: each span of the policy's schedule begins one step late.
+            - ``late_schedule``: each span of the policy's schedule, except the first, begins one step late.
 
             Any other value changes nothing.
     """
@@ -53,7 +56,10 @@ def spoil(zero: Zero, control: str | None) -> None:
 
 
 def _keep_old(secondary: SecondaryShard, *, forever: bool) -> None:
-    """Make a secondary shard keep old weights: the first gathered ones (``forever``), or the last step's weights."""
+    """Make a secondary shard keep old weights.
+
+    With ``forever`` these are the weights of the first all-gather; otherwise they are the weights of the step before.
+    """
     keep, gathered = secondary.keep, dict[int, Tensor]()  # the last two, by torch's version of the master
 
     def keep_old(received: Tensor, version: Version, *, step: int = 0) -> None:

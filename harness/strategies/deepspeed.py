@@ -23,7 +23,7 @@ MISSING: Final = "DeepSpeed is not installed: pip install -c constraints.txt -e 
 
 
 def why_missing() -> str | None:
-    """Return how to install DeepSpeed; None if it is installed."""
+    """Return a text that says how to install DeepSpeed.  Returns None if DeepSpeed is installed."""
     return None if importlib.util.find_spec(DEEPSPEED) is not None else MISSING
 
 
@@ -33,7 +33,10 @@ def version() -> str:
 
 
 def why_not(trial: Trial) -> str | None:
-    """Return why DeepSpeed cannot run a trial here; None if it can, or if the trial has another strategy."""
+    """Return why DeepSpeed cannot run a trial on this machine.
+
+    Returns None if DeepSpeed can run the trial, or if the trial's strategy does not use DeepSpeed.
+    """
     if family_of(trial.strategy) != DEEPSPEED:
         return None
     if (reason := why_missing()) is not None:
@@ -48,7 +51,11 @@ def why_not(trial: Trial) -> str | None:
 
 
 def configuration(trial: Trial) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: the trial's table, completed with the trial's batch, clipping and type."""
+    """Return the configuration with which DeepSpeed trains a trial.
+
+    It consists of the trial's DeepSpeed configuration (:meth:`~harness.suites.trial.Trial.peer_configuration`), and of
+    keys for the trial's batch size, accumulation, gradient clipping and type (fp32 or bf16).
+    """
     table = trial.peer_configuration()
     return {key: value for key, value in table.items() if key not in ("fp16", "train_batch_size")} | {
         "train_micro_batch_size_per_gpu": trial.tokens_per_rank // trial.sequence,
@@ -65,7 +72,7 @@ def initialise(
     """Return DeepSpeed's engine for ``model``; the model is changed in place.  All ranks must call this.
 
     Raises:
-        Refusal: with DeepSpeed's own error, if it refuses the configuration.
+        Refusal: if DeepSpeed raises an error; the message contains DeepSpeed's error.
     """
     import torch
     import torch.distributed as dist

@@ -27,9 +27,10 @@ _STEP_MUON: Final = bare_step(torch.optim.Muon)  # calls no hooks
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> int:
-    """Return an optimizer's bytes of state for each fp32 element, measured in a step on a small tensor.
+    """Return how many bytes of state an optimizer holds for each fp32 element that it steps.
 
-    For Muon these are the bytes of elements that are stepped by AdamW.
+    The optimizer takes one step on a tensor of 64 elements, and the size of its state is divided by 64.  Muon takes no
+    step: its result is 8, the bytes of AdamW, which steps all parameters except matrices.
 
     Raises:
         Refusal: if the optimizer cannot be built, or cannot take the step.
@@ -47,16 +48,17 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise a Refusal if an optimizer is neither elementwise nor Muon.
+    """Raise a Refusal if our engine cannot step shards with an optimizer.
 
-    The engine would refuse such an optimizer too, but only after the ranks have started.
+    The engine can use Muon, and every elementwise optimizer: an optimizer whose step of an element does not depend on
+    other elements.  The engine itself would refuse any other optimizer only after the ranks have started.
     """
     if optimizer.orthogonalises:
         _check_muon(optimizer)
     elif issubclass(kind := _kind(optimizer), torch.optim.Muon):
         raise Refusal(
-            f"optimizer.name = {optimizer.name!r} needs whole matrices, and the engine gives it shards: set "
-            f"optimizer.name = {MUON!r}, whose matrices have owners"
+            f"optimizer.name = {optimizer.name!r} needs whole matrices, but the engine holds shards: set "
+            f"optimizer.name = {MUON!r}, which gathers each matrix on one rank"
         )
     elif kind not in ELEMENTWISE:
         few = nn.Parameter(torch.zeros(8, 8))
@@ -65,9 +67,10 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def group_of(optimizer: Optimizer, model: nn.Module) -> GroupOf | None:
-    """Return a function (name, parameter) -> number of the parameter's optimizer group, for ``shard()``.
+    """Return a function that gives the number of a parameter's optimizer group, as ``shard()`` expects it.
 
-    Returns None if all parameters are in one group.
+    The function takes a parameter's name and the parameter.  Returns None if all parameters are in one group, as with
+    every optimizer except Muon.
     """
     if not optimizer.orthogonalises:
         return None
@@ -76,10 +79,10 @@ def group_of(optimizer: Optimizer, model: nn.Module) -> GroupOf | None:
 
 
 def muon_arguments(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of Muon, and those of the AdamW that steps everything else.
+    """Return the arguments for Muon, and the arguments for AdamW, which steps the parameters that Muon does not step.
 
     Raises:
-        Refusal: if ``adamw`` is no table.
+        Refusal: if the argument ``adamw`` is no table.
     """
     arguments = dict(optimizer.arguments)
     adamw = arguments.pop("adamw", {})
@@ -93,7 +96,7 @@ def muon_arguments(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]
 
 
 def _check_muon(optimizer: Optimizer) -> None:
-    """Raise a Refusal if Muon, or the AdamW beside it, does not take its arguments."""
+    """Raise a Refusal if Muon rejects its arguments, or if AdamW rejects the arguments in ``adamw``."""
     muon, adamw = muon_arguments(optimizer)
     with _raising(optimizer):
         check_arguments(muon, adamw)
@@ -113,7 +116,7 @@ class UnshardedMuon(WithAdamW):
         self._muon = torch.optim.Muon([{"params": groups[MATRICES]}], **muon)
 
     def step_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """See :meth:`WithAdamW.step_matrices`."""
+        """Step the matrices in ``groups`` with ``torch.optim.Muon``; see :meth:`WithAdamW.step_matrices`."""
         self._muon.param_groups, self._muon.state = groups, self.state
         _STEP_MUON(self._muon)
 
@@ -133,9 +136,11 @@ def of_model(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def owned_shapes(trial: Trial, model: nn.Module) -> list[tuple[int, ...]]:
-    """Return the shapes of the matrices that Muon orthogonalises on the rank with most operations; empty without Muon.
+    """Return the shapes of the matrices that Muon orthogonalises on one rank.
 
-    With DDP and in a single process, every rank orthogonalises all matrices.
+    With our engine, each matrix has an owner, and the rank is the owner that needs the most operations for its
+    matrices.  With DDP and in a single process, every rank orthogonalises all matrices.  The list is empty if the trial
+    does not use Muon.
     """
     if (groups := group_of(trial.optimizer, model)) is None:
         return []
@@ -153,12 +158,13 @@ def owned_shapes(trial: Trial, model: nn.Module) -> list[tuple[int, ...]]:
 def of_share(
     optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], parameters: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Build the trial's optimizer for one rank's share of the model, so that its step can be timed by itself.
+    """Build an optimizer for the tensors that one rank steps, so that this step can be timed without a model.
 
     Args:
-        optimizer: Name and arguments.
-        shapes: Shapes of matrices of zeros that Muon steps (:func:`owned_shapes`).
-        parameters: 1-D parameters that the optimizer, or the AdamW beside Muon, steps.
+        optimizer: Name and arguments of the trial's optimizer.
+        shapes: Shapes of the matrices that Muon steps (:func:`owned_shapes`).  This function makes these matrices and
+            their gradients, filled with zeros.  Other optimizers ignore the shapes.
+        parameters: The rank's other parameters, 1-D.  If the optimizer is Muon, AdamW steps them.
 
     Raises:
         Refusal: as :func:`build`.
@@ -187,7 +193,11 @@ def of_engine(optimizer: Optimizer, zero: Zero) -> torch.optim.Optimizer:
 
 
 def _kind(optimizer: Optimizer) -> type[torch.optim.Optimizer]:
-    """Return the class of the trial's optimizer; raise a Refusal if there is no class of this name."""
+    """Return the class of the trial's optimizer.
+
+    Raises:
+        Refusal: if there is no class of this name, or if the class is no optimizer.
+    """
     try:
         user_class = import_object(optimizer.name) if ":" in optimizer.name else None
     except NamedObjectError as error:
@@ -212,7 +222,8 @@ def build(
     Args:
         optimizer: Name and arguments.
         parameters: Parameters or parameter groups.
-        unwrapped: Call the bare methods, without torch's wrappers, which import torch's compiler (1.5 s).
+        unwrapped: Leave out the wrappers that torch puts around ``step`` and ``add_param_group``.  These wrappers
+            import torch's compiler, which takes 1.5 s.
 
     Raises:
         Refusal: if there is no such optimizer, or its arguments do not fit.
@@ -227,7 +238,14 @@ def build(
 
 
 def set_rates(optimizer: torch.optim.Optimizer, schedule: Schedule | None, step: int) -> None:
-    """Set the learning rate of every parameter group for step ``step``, counted from 0; without a schedule, keep it."""
+    """Set the learning rate of every parameter group to the value that a schedule has at a step.
+
+    Args:
+        optimizer: The optimizer.
+        schedule: Gives the factor by which a group's initial learning rate is multiplied.  If it is None, learning
+            rates stay as they are.
+        step: Number of the step, counted from 0.
+    """
     if schedule is None:
         return
     for group in optimizer.param_groups:
@@ -239,7 +257,10 @@ def _is_optimizer(kind: object) -> TypeGuard[type[torch.optim.Optimizer]]:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> int:
-    """Return the bytes of the optimizer's state for ``parameters`` on this rank, without scalars (step counters)."""
+    """Return how many bytes of state an optimizer holds on this rank for ``parameters``.
+
+    Scalars, such as step counters, are not counted.
+    """
     return sum(
         local_part(value).nbytes
         for parameter in parameters
@@ -254,5 +275,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def _raising(optimizer: Optimizer) -> contextlib.AbstractContextManager[None]:
-    """Return a context that turns any error in its body into a Refusal that names the optimizer."""
+    """Return a context manager that turns any exception in its body into a Refusal.
+
+    The Refusal's message begins with ``optimizer.arguments of`` and the optimizer's name.
+    """
     return raising(Refusal, f"optimizer.arguments of {optimizer.name}:")

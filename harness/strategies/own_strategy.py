@@ -1,7 +1,8 @@
-"""Strategies of one's own: a class that changes how our engine trains, named as ``strategy = "mine:DiLoCo"``.
+"""Defines the base class of a user's own strategy, which a suite names as ``strategy = "mine:DiLoCo"``.
 
-Such a class is for methods that are more than a reduction of gradients: local steps with an outer optimizer, stale
-weights, optimizers that communicate.  docs/guide/own_method.md is the guide, ``examples/local_steps.py`` an example.
+A strategy changes how our engine trains.  It suits methods that change more than the reduction of gradients: local
+steps with an outer optimizer, stale weights, optimizers that communicate.  docs/guide/own_method.md is the guide, and
+``examples/local_steps.py`` is an example.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from impl.policy.policy import Policy
 
 
 class OwnStrategy(Sharded):
-    """Base class of strategies of one's own; as it is, it trains ZeRO-3 with the trial's ``policy.*``.
+    """Base class of a user's own strategy.  Without overrides it trains with ZeRO-3 and the trial's ``policy.*``.
 
-    A step is, for each micro-batch, :meth:`begin`, a call of the model and :meth:`backward`; then :meth:`step`.
-    Override :meth:`configure` and whichever of these should be different.  All ranks call them in the same order.
+    For each micro-batch the training loop calls :meth:`begin`, the model and :meth:`backward`.  Once a step it then
+    calls :meth:`step`.  A subclass overrides :meth:`configure`, to take its arguments, and any of these three methods.
+    All ranks call the methods in the same order.
 
     Attributes:
         zero: the engine of the sharded model (:class:`impl.engine.engine.Zero`), with ``policy.*`` of the suite.
-        messages: sends tensors along axes of the mesh (:class:`impl.comm.method_wire.MethodWire`).  Its bytes are in
-            the ledger with purpose ``state``; they are measured, not predicted.
+        messages: sends tensors along axes of the mesh (:class:`impl.comm.method_wire.MethodWire`).  The ledger counts
+            the bytes of these messages with purpose ``state``; the bytes are measured, not predicted.
     """
 
     messages: MethodWire
 
     @classmethod
     def make(cls, trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Self:
-        """Shard ``model`` and make the trial's strategy of it; all ranks must call this.
+        """Shard ``model`` and return the strategy that trains it; all ranks must call this.
 
         Raises:
             Refusal: if :meth:`configure` raises an exception.
@@ -55,14 +57,17 @@ class OwnStrategy(Sharded):
         return made
 
     def configure(self, **arguments: Any) -> None:
-        """Take the arguments that the suite gives as ``method.*``; called once, after the model was sharded.
+        """Take the arguments that the suite gives as ``method.*``.
+
+        The harness calls this method once, after the model was sharded.  This base class takes no arguments.
 
         Raises:
-            TypeError: for an argument that the class does not know.
+            TypeError: if an argument is given that the class does not take.
         """
         if arguments:
             raise TypeError(
-                f"unexpected arguments {', '.join(arguments)}: remove them from method, or let configure() take them"
+                f"configure() takes no arguments {', '.join(arguments)}: remove them from method, or define a "
+                "configure() that takes them"
             )
 
     @property
@@ -74,22 +79,30 @@ class OwnStrategy(Sharded):
         return [master.detach() for master in self.zero.masters]
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """Step the optimizer once; an override can call this method and then communicate, for example.
+        """Clip the gradients and step the optimizer once.
+
+        An override may, for example, call this method and then average weights over ranks.
+
+        Args:
+            optimizer: The trial's optimizer, which steps :attr:`masters`.
+            clip: Largest global 2-norm of the gradient; None does not clip.
 
         Returns:
-            The norm of the gradient before clipping, if it was computed, and whether the step was taken.
+            The global norm of the gradient before clipping (None if it was not computed), and whether the optimizer
+            stepped.
         """
         return super().step(optimizer, clip)
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """Purposes of messages that are measured and not predicted.
+        """Purposes of the messages whose bytes are measured and not predicted.
 
-        They are ``state``, the purpose of :attr:`messages`, and those of methods that declare no bytes.
+        ``state``, the purpose of :attr:`messages`, is always among them.  ``weights`` or ``gradients`` is among them if
+        a class of the user's own sends these messages without declaring their bytes.
         """
         return ("state", *super().unpredicted)
 
     def close(self) -> None:
-        """Receive what was sent through :attr:`messages`, and free shared memory."""
+        """Wait for the messages that this rank still expects, drop their contents, and free shared memory."""
         self.messages.drain()
         super().close()

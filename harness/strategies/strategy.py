@@ -1,4 +1,4 @@
-"""Training strategies behind one interface: policies of ``impl``, peers, and policies inside torch's engines.
+"""Defines training strategies with one interface, and makes the strategy of a trial (:func:`prepare`).
 
 - :class:`Sharded`: a policy, run by our own engine;
 - :class:`Hosted`: a policy inside FSDP2 or DDP (``fsdp2+qgz``), which communicate through our collectives;
@@ -6,8 +6,8 @@
 - :class:`ByDeepSpeed`: DeepSpeed as a peer;
 - :class:`~harness.strategies.own_strategy.OwnStrategy`: a class of the user's own, with our engine.
 
-Messages through our wire are booked in a ledger, which can be compared with a prediction.  Peers send outside the wire,
-so they have neither a ledger nor a prediction.  :func:`prepare` makes the strategy of a trial.
+Our wire counts its messages in a ledger, which can be compared with a prediction.  Peers do not send through our wire,
+so they have neither a ledger nor a prediction.
 """
 
 from __future__ import annotations
@@ -48,37 +48,46 @@ from impl.policy.shard_layout import UnitGeometry
 from impl.unit.own_gather import OwnWeightGather
 from impl.zero import Zero, shard
 
-# What one rank sent through our wire (None if it sends outside), and the bytes it copied between host and device.
+# The messages that one rank sent through our wire (None for peers), and the bytes that the rank copied between host
+# and device.
 Books = tuple[dict[LedgerKey, Sent] | None, dict[CopyKey, int]]
-Memories = tuple[dict[str, int], dict[str, int]]  # bytes by part: counted, and predicted (empty for peers)
-TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "staged": "staged"}  # others are torch's backends
+# Bytes by part of memory, such as "masters": counted, and predicted (empty unless our engine trains).
+Memories = tuple[dict[str, int], dict[str, int]]
+# Transports of a suite that the wire provides itself; all other transports are backends of torch.
+TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "staged": "staged"}
 
 
 @dataclass(slots=True)
 class Strategy:
-    """A wrapped model and the operations of a training step; this class is for DDP, FSDP2 and a single process.
+    """A wrapped model with the operations of a training step.
 
-    A step is, for each micro-batch, :meth:`begin`, a call of ``model`` and :meth:`backward`; then :meth:`step`.
+    For each micro-batch the training loop calls :meth:`begin`, ``model`` and :meth:`backward`.  Once a step it then
+    calls :meth:`step`.  This class itself is the strategy of the peers DDP, FSDP2 and a single process.
     """
 
     model: nn.Module  # called like the unwrapped model
     describe: Callable[[], dict[str, Any]]  # returns the algorithms and transports used, for the record
-    wire: Wire | None  # carries a policy's messages; None for peers, which do not use it
+    wire: Wire | None  # carries a policy's messages; None for peers
     units: Sequence[UnitGeometry | GroupGeometry]  # units or parameter groups of a policy; empty for peers
     zero: Zero | None = None  # our own engine, if the strategy uses it
-    sharing: int | None = None  # ranks that share one copy of FSDP2's states; None for all
+    sharing: int | None = None  # number of ranks that share one copy of FSDP2's states; None for all ranks
     _begun: bool = field(default=False, init=False)  # whether a micro-batch has been trained
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
-        """Build the trial's optimizer; raises a Refusal as :func:`harness.strategies.optimizers.build` does."""
+        """Build the trial's optimizer.
+
+        Raises:
+            Refusal: as :func:`harness.strategies.optimizers.build`.
+        """
         return optimizers.of_model(setting, self.model)
 
     def begin(self, *, last: bool) -> None:
-        """Begin a micro-batch.
+        """Begin a micro-batch, and decide whether its backward pass reduces gradients.
 
-        DDP reduces gradients in the last micro-batch only.  FSDP2 reduces in each, since it holds only shards of
-        gradients.  With a static graph, DDP learns the graph in a backward pass that reduces, so its very first
-        micro-batch reduces too; this does no harm, since a mean that is averaged again stays the same.
+        DDP reduces gradients in the last micro-batch of a step only.  FSDP2 reduces gradients in each micro-batch,
+        since it holds only shards of gradients.  A DDP with a static graph also reduces in the first micro-batch of the
+        run, because it learns the graph in a backward pass that reduces.  The result of that step is the same, since a
+        mean that is averaged again does not change.
 
         Args:
             last: Whether this is the last micro-batch of its step.
@@ -89,27 +98,31 @@ class Strategy:
         self._begun = True
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of ``loss``, multiplied by the loss scale if there is one."""
+        """Run the backward pass of ``loss`` times :attr:`loss_scale`."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether our own engine reduces gradients in every micro-batch, and not only in the last one of a step.
+        """Whether our own engine reduces gradients in every micro-batch, and not only in the last of a step.
 
-        True for other engines, whose predictions do not depend on it.
+        True for all other engines: their predictions do not depend on this property.
         """
         return self.zero is None or self.zero.policy.reduces_each_micro_batch
 
     @property
     def loss_scale(self) -> float:
-        """The factor that :meth:`backward` multiplies losses by at present."""
+        """The factor by which :meth:`backward` multiplies the loss at present; 1 without loss scaling."""
         return 1.0 if self.zero is None else self.zero.scaler.scale
 
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
-        """Return this rank's part of a layout's reduced gradient.
+        """Return this rank's part of the mean gradient of one unit, or of one parameter group of FSDP2.
+
+        Args:
+            layout: The unit or group, and how its elements form a matrix with ``layout.row`` columns.
 
         Returns:
-            The number of its first row, and its rows (n, row) fp32.
+            The number of the first row of this matrix that the rank holds, and the rank's rows: (n, ``layout.row``)
+            fp32.  A rank of DDP holds all rows.
         """
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             whole = self.model.module.named_parameters()
@@ -121,20 +134,21 @@ class Strategy:
         return dist.get_rank() % (self.sharing or dist.get_world_size()), layout.part(parts)
 
     def forget_gradients(self) -> None:
-        """Drop all gradients, and everything else that a pass outside training leaves behind."""
+        """Drop all gradients and all gathered weights, so that passes outside training do not affect the next step."""
         for parameter in self.model.parameters():
             parameter.grad = None
         self.weights_changed()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """Clip gradients and step the optimizer; the step may be skipped if fp16 gradients overflowed.
+        """Clip gradients and step the optimizer.  Our engine skips the step if fp16 gradients overflowed.
 
         Args:
             optimizer: The optimizer of :meth:`make_optimizer`.
             clip: Largest global 2-norm of the gradient; None does not clip.
 
         Returns:
-            The norm before clipping, if it was computed, and whether the step was taken.
+            The global norm of the gradient before clipping (None if it was not computed), and whether the optimizer
+            stepped.
         """
         norm = None if clip is None else self.clip(clip)
         optimizer.step()
@@ -153,7 +167,10 @@ class Strategy:
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Undo, after the body of ``with``, what its passes change in gradients, buffers and the state of codecs."""
+        """Context whose forward and backward passes have no effect on later training.
+
+        On leaving, gradients and gathered weights are dropped; buffers and the state of codecs are restored.
+        """
         kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         yield
         with torch.no_grad():
@@ -162,7 +179,7 @@ class Strategy:
         self.forget_gradients()
 
     def forget_gathered(self) -> None:
-        """Free all gathered weights, so that they are gathered again although they have not changed."""
+        """Free all gathered weights, so that the next pass gathers them again even if they have not changed."""
         if self.zero is None:
             self.weights_changed()
         else:
@@ -170,47 +187,78 @@ class Strategy:
 
     @property
     def decisions(self) -> Sequence[Decision]:
-        """The codecs that a bit budget has chosen so far."""
+        """The choices of codecs that a bit budget of the policy has made so far; empty without a bit budget."""
         return () if self.zero is None or self.zero.renewal is None else self.zero.renewal.decisions
 
     def ledger(self) -> dict[LedgerKey, Sent] | None:
-        """Return what this rank has sent through our wire so far; None for peers, which do not use the wire."""
+        """Return the bytes and messages that this rank has sent through our wire so far.
+
+        Returns None for peers, which do not use the wire.
+        """
         return None if self.wire is None else self.wire.ledger.rows()
 
     def books(self) -> Books:
-        """Return what this rank has sent so far, and what it has copied between host and device for offloading."""
+        """Return the messages and the copies of this rank so far.
+
+        Returns:
+            The :meth:`ledger`, and the bytes that this rank has copied between host and device for offloading.  For
+            engines other than ours the second part is empty.
+        """
         return self.ledger(), {} if self.zero is None else self.zero.copied()
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict the :meth:`books` after the passes and steps in ``events``; (None, {}) for peers."""
+        """Predict what :meth:`books` returns after the passes and steps in ``events``.
+
+        Returns (None, {}) for peers.
+        """
         return None, {}
 
     def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
-        """Return (bytes to other nodes, bytes inside the node) that this rank should have sent until each step.
+        """Predict how many bytes this rank has sent in training at the end of each step.
 
-        The first pair is what was sent after the events ``before``; then follows a pair for each step in ``events``.
-        Evaluations are not counted.  The list is empty for peers.
+        Args:
+            before: The passes before the first step.
+            events: The passes and steps that follow.
+
+        Returns:
+            Pairs (bytes to other nodes, bytes inside the node), counted from the start of training.  The first pair
+            belongs to the end of ``before``; each further pair belongs to the end of one step.  Messages of evaluations
+            are not counted.  The list is empty unless our engine trains.
         """
         return []
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """Purposes of messages that are measured and not predicted, because a method declares no bytes."""
+        """Purposes of the messages whose bytes are measured and not predicted.
+
+        ``weights`` or ``gradients`` is among them if a class of the user's own sends these messages without declaring
+        their bytes.
+        """
         return ()
 
     def exposed_seconds(self) -> float | None:
-        """Return the seconds that this rank, or its GPU stream, has waited for messages so far; None for peers."""
+        """Return the seconds that this rank has waited for messages so far.
+
+        On a GPU, these are the seconds that the rank's stream has waited.  Returns None for peers.
+        """
         return None if self.wire is None else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """Return a function that returns the :meth:`exposed_seconds` at the time of this call; None for peers.
+        """Mark this moment, and return a function that returns the :meth:`exposed_seconds` until this moment.
 
-        On a GPU, call the function only after the device has passed this moment.
+        On a GPU, call the returned function only after the device has done all work that was queued before this moment.
+        Returns None for peers.
         """
         return None if self.wire is None else self.wire.mark_exposed()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """Return (counted, predicted) peak bytes on this rank, by part; :mod:`impl.plan.memory` predicts them."""
+        """Return the bytes of this rank's states, by part of memory, such as ``masters``.
+
+        Returns:
+            The bytes as counted, and the bytes that :mod:`impl.plan.memory` predicts.  For our engine both are peaks.
+            For other engines the bytes of masters, gradients and optimizer state are counted, without gathered weights.
+            They have no prediction: their second part is empty.
+        """
         held = sum(optimizers.local_part(parameter).nbytes for parameter in self.model.parameters())
         states = optimizers.state_bytes(optimizer, optimizer.state)
         return {"masters": held, "gradients": held, "optimizer": states}, {}
@@ -223,18 +271,21 @@ class Strategy:
 
 @dataclass(slots=True)
 class Hosted(Strategy):
-    """A policy inside FSDP2 or DDP: torch's engine, which communicates through our collectives."""
+    """The strategy that trains with FSDP2 or DDP of torch, and sends their messages through our collectives."""
 
     _: KW_ONLY
     joined: InFSDP2 | InDDP  # the adapter between torch's engine and our collectives
 
     def exposed_seconds(self) -> float | None:
-        """See :meth:`Strategy.exposed_seconds`; None on a GPU's streams, since FSDP2 waits for messages by itself."""
+        """See :meth:`Strategy.exposed_seconds`.
+
+        Returns None if messages are received on a GPU's streams: there FSDP2 waits for messages by itself.
+        """
         assert self.wire is not None  # noqa: S101  # the adapter sends over it
         return None if self.wire.streams else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """See :meth:`Strategy.mark_exposed`; None where :meth:`exposed_seconds` is None."""
+        """See :meth:`Strategy.mark_exposed`.  Returns None if :meth:`exposed_seconds` returns None."""
         assert self.wire is not None  # noqa: S101  # the adapter sends over it
         return None if self.wire.streams else self.wire.mark_exposed()
 
@@ -243,7 +294,7 @@ class Hosted(Strategy):
         return float(self.joined.clip_grad_norm_(largest))
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """See :meth:`Strategy.predicted`; computed by ``impl.adapters.traffic``."""
+        """See :meth:`Strategy.predicted`.  ``impl.adapters.traffic`` predicts the messages; there are no copies."""
         return self.joined.predict(events), {}
 
 
@@ -255,7 +306,8 @@ class ByDeepSpeed(Strategy):
     _: KW_ONLY
     stepping: torch.optim.Optimizer  # the trial's optimizer, whose parameters are now DeepSpeed's shards
     _last: bool = True  # whether this micro-batch is the last of its step
-    _secondary: int | None = None  # bytes of hpZ's copy, measured before the first step, which frees the copy
+    # Bytes of hpZ's copy of the weights, measured before the first step, because a step frees the copy.
+    _secondary: int | None = None
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer that DeepSpeed was given together with the model."""
@@ -268,7 +320,8 @@ class ByDeepSpeed(Strategy):
     def backward(self, loss: Tensor) -> None:
         """See :meth:`Strategy.backward`.
 
-        DeepSpeed's ``step()`` must be called after every micro-batch; after the last one :meth:`step` does that.
+        DeepSpeed's ``step()`` must be called after every micro-batch.  This method calls it, except after the last
+        micro-batch of a step: then :meth:`step` calls it.
         """
         self.model.backward(loss, scale_wrt_gas=False)  # the loss is already divided by the accumulation
         if not self._last:
@@ -283,11 +336,18 @@ class ByDeepSpeed(Strategy):
         return Stepped(None if clip is None else float(self.model.get_global_grad_norm()), done=True)
 
     def weights_changed(self) -> None:
-        """See :meth:`Strategy.weights_changed`; parameters below DeepSpeed's persistence threshold stay gathered."""
+        """See :meth:`Strategy.weights_changed`.
+
+        Parameters that are smaller than DeepSpeed's persistence threshold stay gathered.
+        """
         self.model.empty_partition_cache()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """See :meth:`Strategy.memory`; weights' shards count as masters; gradients are assumed to be as large."""
+        """See :meth:`Strategy.memory`.
+
+        ``masters`` counts the fp32 masters and the shards of the weights.  ``gradients`` is assumed to be as large as
+        the fp32 masters.  ``secondary`` is the size of hpZ's copy of the weights, if there is such a copy.
+        """
         masters: list[Tensor] = list(optimizer.state)  # DeepSpeed empties the groups between steps
         weights = [getattr(weight, "ds_tensor", weight) for weight in self.model.parameters()]
         distinct = {tensor.data_ptr(): tensor.nbytes for tensor in (*masters, *weights)}
@@ -304,11 +364,14 @@ class Sharded(Strategy):
     zero: Zero
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
-        """See :meth:`Strategy.make_optimizer`; the optimizer steps this rank's shards of the master weights."""
+        """See :meth:`Strategy.make_optimizer`.  The optimizer steps this rank's shards of the master weights."""
         return optimizers.of_engine(setting, self.zero)
 
     def begin(self, *, last: bool) -> None:
-        """See :meth:`Strategy.begin`; a policy that accumulates locally reduces in the last micro-batch only."""
+        """See :meth:`Strategy.begin`.
+
+        The policy decides whether gradients are reduced in every micro-batch, or in the last of a step only.
+        """
         if not self.reduces_each_micro_batch:
             self.zero.accumulate(on=not last)
 
@@ -317,14 +380,21 @@ class Sharded(Strategy):
         self.zero.scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]
 
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
-        """See :meth:`Strategy.mean_gradient`; with local accumulation, only after a step's last micro-batch."""
+        """See :meth:`Strategy.mean_gradient`.
+
+        If the policy reduces in the last micro-batch only, call this only after a step's last micro-batch.
+        """
         (unit,) = (unit for unit in self.zero.units if unit.geometry == layout.geometry)
         mean = unit.master_shard.mean_gradient()
         mean = torch.zeros(unit.geometry.shard) if mean is None else mean
         return unit.geometry.bounds(self.zero.wire.mesh.rank)[0] // layout.row, mean.view(-1, layout.row)
 
     def forget_gradients(self) -> None:
-        """See :meth:`Strategy.forget_gradients`; also resets error feedback, users' methods and the noise of codecs."""
+        """See :meth:`Strategy.forget_gradients`.
+
+        This method also drops the carried errors, resets the state of classes of the user's own that reduce or gather,
+        and lets the rounding noise begin again as in the first micro-batch of a step.
+        """
         self.zero.model.zero_grad()
         for unit in self.zero.units:
             unit.reduction.clear_feedback()
@@ -348,7 +418,7 @@ class Sharded(Strategy):
             yield
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """See :meth:`Strategy.predicted`; computed by ``impl.plan.traffic``."""
+        """See :meth:`Strategy.predicted`.  ``impl.plan.traffic`` predicts the messages and copies."""
         book = self._book(events)
         return book.sent, book.copied
 
@@ -358,7 +428,7 @@ class Sharded(Strategy):
         return [(sent.get("inter", 0), sent.get("intra", 0)) for sent in totals]
 
     def _book(self, events: Sequence[Event]) -> Book:
-        """Predict the messages and copies of all ``events``."""
+        """Predict this rank's messages, and its copies between host and device, in all ``events``."""
         policy, mesh = self.zero.policy, self.zero.wire.mesh
         kept: dict[str, Any] = {"buffer_bytes": self.zero.buffers.nbytes, "decisions": self.decisions}
         kept["methods"], kept["gathers"] = self._declared(), self._declared_gathers()
@@ -367,19 +437,22 @@ class Sharded(Strategy):
 
     @property
     def owners(self) -> Owners | None:
-        """The owners of matrices; None unless Muon steps the model."""
+        """The owner of each matrix that Muon steps.  None unless Muon steps the model."""
         return owners_of(self.zero.policy, self.zero.wire.mesh.topology, self.units)
 
     def _declared(self) -> Declared:
-        """Return, for each unit that a user's own method reduces, the messages that it declares for a reduction."""
+        """Return by unit the messages of one reduction, as the user's own method declares them.
+
+        Units that our own collectives reduce are left out.  The value of a unit is None if its method declares nothing.
+        """
         topology = self.zero.wire.mesh.topology
         owns = {unit.geometry.name: unit.reduction.own for unit in self.zero.units}
         return {name: own.messages(topology) for name, own in owns.items() if own is not None}
 
     def _declared_gathers(self) -> DeclaredGathers:
-        """Return, for each unit that a user's own method gathers, a function that returns the messages of one gather.
+        """Return by unit a function that returns the messages of one gather, as the user's own method declares them.
 
-        The method itself declares these messages.
+        Units that our own collectives gather are left out.
         """
         topology = self.zero.wire.mesh.topology
         gathers = {unit.geometry.name: unit.weight_gather for unit in self.zero.units}
@@ -397,7 +470,7 @@ class Sharded(Strategy):
         return [purpose for purpose, own in owns.items() if own is not None and not declares(own)]
 
     def close(self) -> None:
-        """Receive what users' own methods have sent, and free shared memory."""
+        """Wait for the messages of users' own methods that have not arrived, and free shared memory."""
         for unit in self.zero.units:
             if unit.reduction.own is not None:
                 unit.reduction.own.drain()
@@ -406,7 +479,7 @@ class Sharded(Strategy):
         self.zero.wire.close()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """See :meth:`Strategy.memory`; the prediction for a frozen model is that of forward passes only."""
+        """See :meth:`Strategy.memory`.  For a frozen model the prediction covers forward passes only."""
         held = self.zero.memory() | {"optimizer": 0, "host_optimizer": 0}
         for master_shard in (unit.master_shard for unit in self.zero.units):
             part = "host_optimizer" if master_shard.placement.shard else "optimizer"
@@ -422,7 +495,7 @@ class Sharded(Strategy):
 
 
 def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) -> Strategy:
-    """Wrap ``model`` in the trial's strategy; the model is changed in place.  All ranks must call this.
+    """Make the strategy of a trial from ``model``, which is changed in place.  All ranks must call this.
 
     Raises:
         Refusal: if a peer or the optimizer cannot be set up.
@@ -463,7 +536,7 @@ def strategy_class(name: str) -> Any:
     """Import the subclass of :class:`~harness.strategies.own_strategy.OwnStrategy` that a trial's ``strategy`` names.
 
     Raises:
-        Refusal: if the class cannot be imported, or is no such subclass.
+        Refusal: if the class cannot be imported, or is not derived from OwnStrategy.
     """
     try:
         kind = import_object(name)
@@ -488,7 +561,7 @@ def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
 
 
 def shard_model(trial: Trial, model: nn.Module, wire: Wire, policy: Policy) -> Sharded:
-    """Shard ``model`` with our engine; all ranks must call this."""
+    """Shard ``model`` with our engine, and return the strategy that trains it.  All ranks must call this."""
     groups = optimizers.group_of(trial.optimizer, model)
     zero = shard(model, mesh=wire.mesh, policy=policy, wire=wire, seed=trial.seed, group_of=groups)
     spoil(zero, trial.control)

@@ -23,14 +23,17 @@ def wrap(
     settings: PeerSettings | None = None,
     ranks_per_node: int = 1,
 ) -> nn.Module:
-    """Wrap ``model`` for a peer of torch; the model is changed in place.  All ranks must call this.
+    """Wrap ``model`` in DDP or FSDP2, or return it for a single process.  All ranks must call this.
+
+    The model is changed in place.
 
     Args:
         peer: Library and options.
         model: The model.
         device: The device that the model is on.
         settings: Types, groups and buckets; None for the defaults.
-        ranks_per_node: Number of ranks of each node; with ``peer.group = "node"`` they share one copy of the states.
+        ranks_per_node: Number of ranks of each node.  With ``peer.group = "node"`` FSDP2 shards weights, gradients and
+            optimizer states over the ranks of a node, and replicates them between nodes.
     """
     settings = settings or PeerSettings()
     if peer.family == "fsdp2":
@@ -51,7 +54,12 @@ def wrap(
 
 
 def algorithms(peer: Peer, settings: PeerSettings) -> dict[str, Any]:
-    """Return the collectives that a peer of torch uses, for the record."""
+    """Describe the collectives of DDP, FSDP2 or a single process, for the trial's record.
+
+    Returns:
+        Texts under the keys ``gather`` (of weights) and ``reduce`` (of gradients), such as ``"all_gather of gloo,
+        bf16"``.  A text is ``"none"`` if there is no such collective.
+    """
     backend, wire = dist.get_backend(), peer.wire(settings.compute, settings.reduce_dtype)
     if peer.family == "single":
         return {"gather": "none", "reduce": "none"}
@@ -64,9 +72,10 @@ def algorithms(peer: Peer, settings: PeerSettings) -> dict[str, Any]:
 
 
 def _compress(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Call torch's ``bf16_compress_hook``.
+    """Reduce a bucket of DDP in bf16, by calling torch's ``bf16_compress_hook``.
 
-    DDP recognises that hook by its name and refuses it without NCCL, although gloo can sum bf16.
+    DDP refuses ``bf16_compress_hook`` itself without NCCL, although gloo can sum bf16.  DDP recognises that hook by its
+    name, so DDP accepts this function, which has another name.
     """
     return default_hooks.bf16_compress_hook(group, bucket)  # type: ignore[arg-type]
 
@@ -106,7 +115,7 @@ def _in_fsdp2(
 
 
 def _prefetch(model: Any, blocks: list[Any]) -> None:
-    """Make every unit start the all-gathers of the units that run next, in forward and in backward."""
+    """Make every unit start the all-gathers of the next two units, in forward and in backward passes."""
     model._set_unshard_async_op(async_op=True)  # noqa: SLF001  # torch documents it under this private name
     forward, backward = [model, *blocks], [model, *reversed(blocks)]
     for place in range(len(forward)):

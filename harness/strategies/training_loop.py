@@ -31,7 +31,8 @@ class Passes:
 
     losses: list[Tensor] = field(default_factory=list)  # one scalar for each of this rank's batches
     batches: list[tuple[Tensor, Any]] = field(default_factory=list)  # inputs and targets that the model read
-    events: list[Event] = field(default_factory=list)  # the passes, from which ``impl.plan.traffic`` predicts
+    # The passes, for which ``impl.plan.traffic`` predicts the messages.
+    events: list[Event] = field(default_factory=list)
 
     @property
     def mean(self) -> float:
@@ -46,10 +47,10 @@ def run_passes(
 
     Args:
         trial: The trial.
-        strategy: Its strategy, which reduces the gradients.
-        data: Where batches come from.
-        index: Number of the step, from 0 at the first warm-up step.
-        clock: Times the passes, if given.
+        strategy: The trial's strategy, which reduces the gradients.
+        data: Gives the batches of each step.
+        index: Number of the step; the first warm-up step is 0.
+        clock: Adds up the seconds of the forward and backward passes.  With None nothing is timed.
     """
     passes, clock = Passes(), clock or StepClock()
     for number, micro in enumerate(data.step(index)):
@@ -71,20 +72,27 @@ class TrainingLoop:
     """Runs the training steps of a trial on one rank.  The strategy must not have trained yet."""
 
     def __init__(self, trial: Trial, strategy: Strategy, data: RankBatches, device: torch.device) -> None:
-        """Build the optimizer; raises a Refusal if it cannot be built."""
+        """Build the trial's optimizer.
+
+        Raises:
+            Refusal: if the optimizer cannot be built.
+        """
         self.trial, self.strategy, self.data = trial, strategy, data
         self.optimizer, self.schedule = strategy.make_optimizer(trial.optimizer), trial.schedule()
-        self.clock = StepClock(strategy.mark_exposed, device)  # has the times and losses of steps so far
+        self.clock = StepClock(
+            strategy.mark_exposed, device
+        )  # holds the times and losses of the steps so far
         self.events: list[Event] = []  # all passes and steps so far
         self.checks: TrainingChecks | None = None  # called at every step, if set
-        # Makes the batch of a step, if set (workload rlhf); otherwise `data` gives it.
+        # A function that makes the batch of a step (workload rlhf).  If it is None, `data` gives the batch.
         self.collect: Callable[[int, StepClock], ExperienceBatch] | None = None
 
     def step(self, index: int, *, warmup: bool = False) -> Stepped:
         """Run the passes of step ``index`` and take one optimizer step; all ranks must call this.
 
         Returns:
-            The norm of the gradient before clipping, if it was computed, and whether the optimizer took the step.
+            The global norm of the gradient before clipping (None if it was not computed), and whether the optimizer
+            stepped.
         """
         clock, strategy = self.clock, self.strategy
         clock.begin()
@@ -113,7 +121,7 @@ class TrainingLoop:
 
     @property
     def seconds(self) -> float:
-        """Seconds that all steps so far took together."""
+        """Total seconds of all steps so far."""
         return math.fsum(step.total for step in self.clock.steps)
 
 
@@ -127,19 +135,20 @@ def collect(
     index: int,
     clock: StepClock,
 ) -> ExperienceBatch:
-    """Make a rank's batch of step ``index`` of workload ``rlhf``: prompts, each continued ``rlhf.group`` times.
+    """Make the batch on which one rank trains in one step of workload ``rlhf``.
 
-    The actor decodes the continuations, one forward pass for each token; then the judges score whole sequences in one
+    The prompts are the beginnings of the first sequences that ``data`` gives.  The actor continues each prompt
+    ``rlhf.group`` times, with one forward pass for each token.  The judges then score whole sequences in one forward
     pass.  If the models are sharded, all ranks must call this.
 
     Args:
         trial: The trial.
-        data: Gives the batches whose beginnings are the prompts.
+        data: Gives the sequences whose beginnings are the prompts.
         actor: The model that is trained.
         judges: The frozen models (:class:`~harness.workloads.reinforcement.Judges`).
-        rank: Decides, with seed and step, the tokens that are drawn.
+        rank: Number of this rank.  Seed, step and rank determine which tokens are sampled.
         index: Number of the step.
-        clock: Times parts ``generate`` and ``score``.
+        clock: Adds up the seconds of decoding as part ``generate``, and the seconds of the judges as part ``score``.
     """
     generate, group = trial.generate, trial.rlhf.group
     drawn = [*batches_of(data, index)]

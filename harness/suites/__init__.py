@@ -1,4 +1,4 @@
-"""Suites as data: reads a suite file, and expands it into the trials that answer its question.
+"""Reads a suite file, and expands the suite into the trials that answer its question.
 
-Nothing here imports torch, so that a suite is checked within a second.
+No module of this package imports torch, so that a suite is checked within a second.
 """

@@ -16,7 +16,11 @@ LEAST_STEPS: Final = 100  # training steps; after fewer, losses hardly depend on
 ChosenQuantity = Literal["", "loss", "step", "bytes", "error", "memory", "trials"]
 """Values of a suite's key ``answer``; the empty text lets :func:`quantity` choose."""
 Quantity = Literal["loss", "step", "bytes", "error", "memory", "trials", "rate", "nodes", "size", "tokens"]
-"""All quantities: ``rate`` is a break-even bandwidth, ``nodes`` scaling, ``size`` the largest model that fits."""
+"""All quantities.
+
+``rate`` is a break-even bandwidth, ``nodes`` is how the step time grows with the number of nodes, ``size`` is the
+largest model that fits, and ``tokens`` is tokens per second.
+"""
 
 
 def quantity(trials: Sequence[Trial], answer: ChosenQuantity = "") -> Quantity:
@@ -24,15 +28,16 @@ def quantity(trials: Sequence[Trial], answer: ChosenQuantity = "") -> Quantity:
 
     Args:
         trials: The suite's trials.
-        answer: The suite's own choice.  If it is empty, the first of these rules that applies decides:
+        answer: The suite's key ``answer``.  If it is not empty, it is returned.  If it is empty, the first rule that
+            applies decides:
 
             - ``tokens`` if all trials decode;
             - ``size`` if a trial has a memory limit;
             - ``loss`` if a trial is validated repeatedly, or once after :data:`LEAST_STEPS` steps or more;
-            - ``memory`` if offload varies;
-            - ``error`` if quantisation errors of a single strategy are measured;
-            - ``rate`` if the rate of the link varies;
-            - ``nodes`` if the number of nodes varies;
+            - ``memory`` if trials differ in offload;
+            - ``error`` if a trial measures quantisation errors, and all trials have the same strategy;
+            - ``rate`` if trials differ in the rate of the link;
+            - ``nodes`` if trials differ in the number of nodes;
             - otherwise ``step``.
     """
     if answer:

@@ -52,7 +52,8 @@ def check(trial: Trial) -> None:
     if (trial.validate_every or 0) > total:
         every = f"validate_every = {trial.validate_every}"
         raise ValueError(
-            f"{every}: the trial has {total} steps in all; choose at most {total}, or 0 to validate only after the last"
+            f"{every}: the trial has {total} steps in all; set at most {total}, or 0 to validate only after the last "
+            "step"
         )
     trial.schedule()  # raises if the warm-up is longer than the trial
     for rules in (
@@ -79,7 +80,7 @@ def check(trial: Trial) -> None:
 
 
 def _threads(trial: Trial) -> Iterator[str]:
-    """Yield an error for each field that threads as ranks do not support, such as a link's rate or another library."""
+    """Yield an error for each field that is not supported if ranks are threads, such as the rate of the link."""
     cluster, usual, threads = trial.cluster, Cluster(), "cluster.ranks = 'threads'"
     if cluster.ranks == "processes":
         return
@@ -109,7 +110,10 @@ def _threads(trial: Trial) -> Iterator[str]:
 
 
 def _cluster(trial: Trial) -> Iterator[str]:
-    """Yield why the link cannot be shaped as asked, or why the transport cannot carry the trial's messages."""
+    """Yield an error for each field of ``cluster`` that contradicts another field of ``cluster`` or the strategy.
+
+    For example, ``cluster.link = "none"`` has no rate, and ``cluster.transport = "staged"`` carries no peer's messages.
+    """
     cluster, transport = trial.cluster, f"cluster.transport = {trial.cluster.transport!r}"
     shapes, rate = cluster.link in ("auto", "namespaces"), cluster.rate
     if cluster.link == "none" and rate is not None:
@@ -174,7 +178,7 @@ def _own_strategy(trial: Trial) -> Iterator[str]:
 
 
 def _workload(trial: Trial) -> Iterator[str]:
-    """Yield an error for each field that has no effect, or an impossible value, with the trial's workload."""
+    """Yield an error for each field that has no effect with the trial's workload, or whose value does not fit it."""
     generate, usual, workload = trial.generate, Trial(), f"workload = {trial.workload!r}"
     length = generate.prompt + generate.tokens
     lengths = f"generate.prompt = {generate.prompt} and generate.tokens = {generate.tokens}"
@@ -202,7 +206,10 @@ def _workload(trial: Trial) -> Iterator[str]:
 
 
 def _muon(trial: Trial) -> Iterator[str]:
-    """Yield why Muon cannot step the trial's model, or that ``optimizer.matrices`` is set although Muon is not used."""
+    """Yield why Muon cannot step the trial's model.
+
+    If the trial does not use Muon, yield an error if ``optimizer.matrices`` is set.
+    """
     optimizer, strategy = trial.optimizer, f"strategy {trial.strategy!r}"
     if not optimizer.orthogonalises:
         if optimizer.matrices:
@@ -228,7 +235,8 @@ def _muon(trial: Trial) -> Iterator[str]:
 def _own_gather(trial: Trial) -> Iterator[str]:
     """Yield an error if a trial of workload rlhf gathers weights with a class of the user's own.
 
-    The first loss of such a class is compared with that of a single process, which has no generated batch.
+    If a user's class gathers weights, the first training loss is compared with the loss of a single process.  With rlhf
+    the training batch is generated, and the single process does not generate it.
     """
     if trial.own_gather is not None and trial.workload == "rlhf":
         gather = f"policy.gather = {trial.policy.gather!r}"
@@ -238,7 +246,10 @@ def _own_gather(trial: Trial) -> Iterator[str]:
 
 
 def _local_steps(trial: Trial) -> Iterator[str]:
-    """Yield why a trial cannot take local steps, such as its workload, optimizer, control, or too few steps."""
+    """Yield an error for each field that prevents local steps, such as the workload or the optimizer.
+
+    Yield nothing if the trial takes no local steps.
+    """
     policy, total = trial.resolved_policy(), trial.warmup + trial.steps
     if policy is None or (every := policy.local_steps) is None:
         return
@@ -263,9 +274,10 @@ def _local_steps(trial: Trial) -> Iterator[str]:
 
 
 def _control(trial: Trial) -> Iterator[str]:
-    """Yield why the trial has nothing that its ``control`` could spoil, such as a secondary shard or a second hop.
+    """Yield why the trial's ``control`` cannot spoil the training of this trial.
 
-    A control is a fault that is put into the engine on purpose (:mod:`harness.strategies.controls`).
+    A control is a fault that is put into the engine on purpose (:mod:`harness.strategies.controls`).  For example,
+    ``stale_secondary`` needs a secondary shard.
     """
     policy, topology = trial.resolved_policy(), trial.topology()
     engine_policy = None if trial.host is not None else policy
@@ -277,7 +289,7 @@ def _control(trial: Trial) -> Iterator[str]:
         reached = math.prod(axis.size for axis, _ in axes)
         if engine_policy is None or len(axes) < 2 or reached < topology.world:
             found = f"{strategy} on {topology} reduces gradients in {len(axes)} hops"
-            yield f"{found}; this control needs two hops over all ranks"
+            yield f"{found}; this control needs two hops over all ranks: choose a strategy with qgZ"
     scheduled = policy is not None and bool(policy.schedule)
     if trial.control == "late_schedule" and not scheduled:
         yield f"{strategy} has no policy.schedule that could be late; set policy.schedule, or remove control"
@@ -292,7 +304,10 @@ def _control(trial: Trial) -> Iterator[str]:
 
 
 def _configured(trial: Trial) -> Iterator[str]:
-    """Yield an error for each field that a DeepSpeed configuration contradicts, or one if the strategy reads none."""
+    """Yield an error for each field that contradicts the trial's DeepSpeed configuration.
+
+    If the strategy does not read a DeepSpeed configuration, yield an error if the trial has one.
+    """
     sequences = trial.tokens_per_rank // trial.sequence
     if family_of(trial.strategy) == DEEPSPEED:
         yield from _for_deepspeed(trial, sequences)
@@ -304,7 +319,7 @@ def _configured(trial: Trial) -> Iterator[str]:
 
 
 def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
-    """Yield an error for each field that contradicts the configuration of strategy ``recipe``.
+    """Yield an error for each field that contradicts the DeepSpeed configuration of strategy ``recipe``.
 
     ``sequences`` is the trial's number of sequences in a micro-batch.
     """
@@ -323,7 +338,7 @@ def _for_recipe(trial: Trial, sequences: int) -> Iterator[str]:
 
 
 def _for_deepspeed(trial: Trial, sequences: int) -> Iterator[str]:
-    """Yield an error for each field that contradicts the configuration that the peer DeepSpeed reads.
+    """Yield an error for each field that contradicts the DeepSpeed configuration of a peer from DeepSpeed.
 
     ``sequences`` is the trial's number of sequences in a micro-batch.
     """
@@ -349,7 +364,7 @@ def _for_deepspeed(trial: Trial, sequences: int) -> Iterator[str]:
 
 
 def _unequal(name: str, value: Any, key: str, configured: Any) -> Iterator[str]:
-    """Yield a message if a field of the trial and a key of its DeepSpeed configuration differ."""
+    """Yield an error if a field of the trial and a key of the trial's DeepSpeed configuration have unequal values."""
     if value != configured:
         other = f"deepspeed_config has {key} = {json.dumps(configured)}"
         yield f"{name} = {json.dumps(value)}, but {other}: set both to the same value"

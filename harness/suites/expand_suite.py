@@ -2,17 +2,19 @@
 
 :func:`expand` works in this order (docs/guide/suites.md describes it for users):
 
-1. The axes of ``[matrix]`` and ``[[zip]]`` are multiplied; each combination is laid over ``[defaults]``.
-2. ``[[exclude]]`` removes combinations, and ``[[override]]`` changes those that it matches, in file order.
-3. Fields that would turn a strategy into another one are left out of it, such as quantised weights for ``zero3``.
-   Such a field is set all the same if it comes from a ``[[zip]]`` or ``[[override]]`` that names the strategy, or
-   if the suite has only one policy.
+1. Every combination of the values of the axes in ``[matrix]`` and ``[[zip]]`` is made.  The values of a combination
+   replace the values of ``[defaults]``.
+2. ``[[exclude]]`` removes the combinations that it matches.  ``[[override]]`` then changes the combinations that it
+   matches, in file order.
+3. A policy field is left out of a combination if it would turn the strategy into another strategy, such as quantised
+   weights for ``zero3``.  The field is kept if a ``[[zip]]`` or ``[[override]]`` that names the strategy sets it, or if
+   the suite has only one policy.
 4. Each combination becomes a :class:`~harness.suites.trial.Trial`, which is checked.
-5. All policies get one common alignment, combinations that resolve to the same run are merged, and each trial
-   gets its role in the comparison: baseline or contrast.
+5. All policies get one common alignment.  Combinations that resolve to the same run are merged.  Each trial gets its
+   role in the comparison: baseline or contrast.
 
-A combination in progress is a ``Point``: its values by dotted path, each with the table that set it, so that an
-error message can name the table.
+A combination that is not yet a trial is a ``Point``: its values by dotted path, each with the name of the table that
+set the value.  Error messages name this table.
 """
 
 from __future__ import annotations
@@ -69,8 +71,8 @@ def expand(file: SuiteTables, align: int | None = None) -> Suite:
 
     Args:
         file: The tables.
-        align: The alignment of all policies in elements, where it is known; by default it follows from the
-            codecs' blocks.
+        align: The alignment of all policies: every parameter and every shard starts on a multiple of so many elements.
+            With None, the alignment is the least common multiple of the block sizes of all codecs in the suite.
 
     Raises:
         SuiteError: For the first mistake, with one line that names the table, the key and the way out.
@@ -129,7 +131,11 @@ def expand(file: SuiteTables, align: int | None = None) -> Suite:
 
 
 def _configurations(file: SuiteTables) -> dict[str, str]:
-    """Read the DeepSpeed configurations that the suite names as files; returns their JSON text by path."""
+    """Read the files of DeepSpeed configurations that a suite names.
+
+    Returns:
+        The JSON text of each configuration, by the path that the suite file has for it.
+    """
     overrides = (table for override in file.override for table in (override.match, override.set))
     tables = (file.defaults, file.matrix, *file.zip, *file.exclude, *overrides, file.baseline, file.contrast)
     values = [table.get(_CONFIGURATION) for table in tables]
@@ -138,7 +144,11 @@ def _configurations(file: SuiteTables) -> dict[str, str]:
 
 
 def _axes(file: SuiteTables) -> list[list[Point]]:
-    """Return each axis as a list of points that set some fields; all columns of a zip make one axis."""
+    """Return the axes of ``[matrix]`` and ``[[zip]]``, each as a list of points.
+
+    A field of ``[matrix]`` is an axis; each of its points sets this field.  A ``[[zip]]`` is one axis; each of its
+    points sets all fields of the ``[[zip]]``.
+    """
     tables = [({path: values}, "[matrix]") for path, values in flatten(file.matrix)]
     tables += [(dict(flatten(table)), f"[[zip]] #{number}") for number, table in enumerate(file.zip, 1)]
     if sum(len(columns) for columns, _ in tables) > MOST_AXES:
@@ -159,14 +169,14 @@ def _axes(file: SuiteTables) -> list[list[Point]]:
             taken.append(path)
         if len({len(values) for values in columns.values()}) > 1:
             counts = ", ".join(f"{path} has {len(values)}" for path, values in columns.items())
-            raise SuiteError(f"{table}: {counts} values; expected equal numbers")
+            raise SuiteError(f"{table}: {counts} values; list equally many values for each field")
         rows = zip(*columns.values(), strict=True)
         axes.append([_settings(dict(zip(columns, row, strict=True)), table) for row in rows])
     return axes
 
 
 def _settings(table: dict[str, Any], name: str) -> Point:
-    """Return a table's values by dotted path, each with the table's name."""
+    """Return the point with the values of one table of the suite file; ``name`` is the table's name."""
     settings = {path: Setting(value, name) for path, value in flatten(table)}
     if "repeat" in settings:
         raise SuiteError(f"{name} repeat: cannot be set; use the key `repeats` at the top of the file")
@@ -174,7 +184,12 @@ def _settings(table: dict[str, Any], name: str) -> Point:
 
 
 def _trial(point: Point) -> Trial:
-    """Make a validated trial of one point; values of another type than the field's are refused, not converted."""
+    """Make a trial of one point.
+
+    Raises:
+        SuiteError: If a field does not exist, or if a value is invalid.  A value of another type than the field's is
+            not converted.
+    """
     nested: dict[str, Any] = {}
     for path, (value, table) in point.items():
         *tables, leaf = path.split(".")
@@ -214,7 +229,11 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _path_of(error: ErrorDetails, point: Point) -> str:
-    """Return the path, among those that the suite sets, that is nearest to the path in pydantic's error."""
+    """Return the path of ``point`` to which an error of pydantic belongs.
+
+    If ``point`` does not have the path that the error names, the last parts of this path are removed, until a path of
+    ``point`` begins with the rest.
+    """
     parts = [str(part) for part in error["loc"]]
     for length in range(len(parts), 0, -1):
         where = ".".join(parts[:length])
@@ -226,8 +245,11 @@ def _path_of(error: ErrorDetails, point: Point) -> str:
 def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
     """Return for each point whether its trial has all the values that the table ``match`` names.
 
-    A list in ``match`` stands for any of its values.  Values are parsed before they are compared, so that
-    ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``.  ``name`` is the table's name, for error messages.
+    If ``match`` has a list for a field, the trial needs one value of the list.  Values are parsed before they are
+    compared, so that ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``.  ``name`` is the table's name, for error messages.
+
+    Raises:
+        SuiteError: If the table matches no trial, or if no trial has one of the table's values.
     """
     written, wanted = dict[str, list[Any]](), dict[str, list[Any]]()
     for path, value in flatten(match):
@@ -246,10 +268,11 @@ def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
 
 
 def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[str]]:
-    """Leave out of each point the fields that would turn its strategy into another one.
+    """Leave out of each point the policy fields that would turn its strategy into another strategy.
 
     Returns:
-        The remaining points, and for each field that was left out a line that says where and why.
+        The points without these fields, and the lines for the user: for each field that was left out, a line names the
+        strategies and the reason.
     """
     named = {f"[[zip]] #{n}" for n, table in enumerate(file.zip, 1) if "strategy" in table}
     named |= {f"[[override]] #{n} set" for n, rule in enumerate(file.override, 1) if "strategy" in rule.match}
@@ -274,19 +297,23 @@ def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[
 
 
 def _readable(trial: Trial) -> bool:
-    """Return whether the block sizes of all of a trial's codecs are known without importing a codec of the user's."""
+    """Return whether the block sizes of all codecs of a trial may be read.
+
+    The block size of a user's codec may not be read by a command that imports no modules of the suite.
+    """
     policy = trial.resolved_policy()
     return policy is None or policy.readable
 
 
 def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
-    """Give all policies one alignment: ``align`` or, if it is None, the least common multiple of their block sizes.
+    """Return the trials with one common alignment, and without the fields that a trial does not use.
 
-    Policies with a codec whose block may not be read (:attr:`impl.policy.policy.Policy.readable`) do not count.
+    The alignment is ``align`` or, if that is None, the least common multiple of the block sizes of all policies.  A
+    policy whose block sizes may not be read (:attr:`impl.policy.policy.Policy.readable`) is left out of this multiple.
 
-    Fields that a trial does not use are reset, so that they do not change its id: the policy of a peer and the
-    ``peer`` fields of other libraries, the ``peer`` fields of all other trials, and ``method`` and ``gather_method``
-    without a class of one's own.
+    A field that the trial does not use gets its default, so that the field does not change the trial's id.  A peer uses
+    no policy, and only the ``peer`` fields that its library reads; other trials use no ``peer`` fields.  ``method`` and
+    ``gather_method`` are used only with a class of the user's own.
     """
     try:
         policies = [trial.resolved_policy() for trial in trials if _readable(trial)]
@@ -314,9 +341,10 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
 
 
 def _runs(trials: Sequence[Trial]) -> list[Trial]:
-    """Return for each trial the trial that is run in its place.
+    """Return for each trial the trial that runs in its place, which may be the trial itself.
 
-    Of several trials that resolve to the same run, only the trial that changes fewest fields of its preset is run.
+    If several trials resolve to the same run, the trial that changes the fewest fields of its preset runs for all of
+    them.
     """
     kept: dict[str, Trial] = {}
     keys = [_run_key(trial) for trial in trials]
@@ -350,7 +378,10 @@ def _run_key(trial: Trial) -> str:
 def _check_baselines(
     repeats: Repeats, trials: Sequence[Trial], roles: dict[str, str], also: Sequence[str]
 ) -> None:
-    """Refuse ``repeats = "until ..."`` if some setting has no baseline to form ratios with."""
+    """Refuse ``repeats = "until ..."`` if a setting has no baseline.
+
+    With ``until``, the number of repeats depends on the intervals of ratios to the baseline.
+    """
     if repeats.within is None:
         return
     named = BASELINE if not roles else "the suite's baseline"
@@ -358,20 +389,26 @@ def _check_baselines(
         if not any(is_baseline(trial, roles) for trial in setting):
             present = ", ".join(dict.fromkeys(trial.strategy for trial in setting))
             why = f"needs ratios over {named}, which is missing in the setting of {present}"
-            raise SuiteError(f"repeats: {repeats}: {why}; add it there, or give a number of repeats")
+            raise SuiteError(f"repeats ({repeats}) {why}; add it to this setting, or set repeats to a number")
 
 
 def _roles(
     file: SuiteTables, points: list[Point], runs: list[Trial]
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Resolve the suite's keys ``baseline`` and ``contrast``.
+    """Determine which trials are the baseline and the contrast, from the suite's keys ``baseline`` and ``contrast``.
 
-    Several combinations may resolve to one run.  This run then has the role of the combination that the key matches.
-    Without ``contrast``, all trials other than the baseline are the contrast.
+    Without the key ``contrast``, all trials other than the baseline are the contrast.  Several combinations may resolve
+    to one run: the run is the baseline if ``baseline`` matches one of its combinations.
+
+    Args:
+        file: The suite file's tables.
+        points: All combinations.
+        runs: For each combination, the trial that runs for it.
 
     Returns:
-        The role of each trial that has one, by the trial's id; and the training fields in which configurations
-        differ besides the usual fields (:func:`~harness.suites.repeat_order.compared_also`).
+        Two parts.  The first is ``baseline`` or ``contrast`` by the id of each trial that has a role; it is empty
+        without the key ``baseline``.  The second is the training fields, such as ``optimizer``, that belong to the
+        configuration in this suite (:func:`~harness.suites.repeat_order.compared_also`).
     """
     if not file.baseline:
         if file.contrast:
@@ -383,15 +420,19 @@ def _roles(
     base = _hits(file.baseline, "baseline", points)
     against = _hits(file.contrast, "contrast", points) if file.contrast else [not hit for hit in base]
     if both := sum(map(operator.and_, base, against)):
-        raise SuiteError(f"{key}: {both} trials match both baseline and contrast; name two distinct groups")
+        raise SuiteError(
+            f"{key}: {both} trials match both baseline and contrast; let the two match different trials"
+        )
     bases = {trial.id: trial for trial, hit in zip(runs, base, strict=True) if hit}
     others = {trial.id: trial for trial, hit in zip(runs, against, strict=True) if hit}
     if file.contrast and (same := bases.keys() & others.keys()):
         run = f"the same run as a trial of the contrast (both run as {bases[min(same)].strategy})"
-        raise SuiteError(f"{key}: is {run}; name two distinct groups")
+        raise SuiteError(f"{key}: the baseline is {run}; let baseline and contrast match different runs")
     others = {name: trial for name, trial in others.items() if name not in bases}
     if not others:
-        raise SuiteError(f"{key}: every trial is the baseline, so none is left to compare; name fewer trials")
+        raise SuiteError(
+            f"{key}: every trial is the baseline, so no trial is left to compare; let it match fewer trials"
+        )
     also = compared_also([*bases.values()], [*others.values()])
     settings = [setting_of(trial, *also) for trial in bases.values()]
     if len({*settings}) < len(settings):
@@ -413,7 +454,10 @@ def _roles(
 def _check_nearest(
     key: str, file: SuiteTables, bases: Sequence[Trial], others: Sequence[Trial], also: Sequence[str]
 ) -> None:
-    """Refuse several baselines in a setting, unless each trial of the contrast has a single nearest baseline."""
+    """Refuse several baselines in one setting if a trial of the contrast is equally near to two of them.
+
+    ``repeats = "until ..."`` does not allow several baselines in one setting at all.
+    """
     several = f"{key}: matches several configurations of one setting"
     if file.repeats.within is not None:
         raise SuiteError(f'{several}, which repeats = "{file.repeats}" does not allow; let it match only one')
@@ -422,13 +466,16 @@ def _check_nearest(
         if len(nearest_baselines(trial, here)) > 1:
             where = _difference(trial, [other for other in others if other is not trial] or bases)
             raise SuiteError(
-                f"{several}, and a trial with {where} differs from several of these in equally few fields; let the "
-                "baseline match only one, or name a contrast"
+                f"{several}, and a trial with {where} is equally near to two of these baselines; let the baseline "
+                "match only one, or name a contrast"
             )
 
 
 def _without_baseline(alone: Sequence[Trial], bases: Sequence[Trial], total: int) -> str:
-    """Return why trials of the contrast have nothing to be compared with, and the way out."""
+    """Return the end of an error message about trials of the contrast that have no baseline in their setting.
+
+    ``alone`` are these trials, ``bases`` the baselines, and ``total`` is the number of all trials of the contrast.
+    """
     where = _difference(alone[0], bases)
     count = f"{len(alone)} of {total} other trials have no baseline in their setting, the first with {where}"
     fields = ", ".join((*CONFIGURATION, *TRAINING))
@@ -437,7 +484,10 @@ def _without_baseline(alone: Sequence[Trial], bases: Sequence[Trial], total: int
 
 
 def _difference(trial: Trial, others: Sequence[Trial]) -> str:
-    """Return the fields in which a trial's setting differs from the setting of the most similar other trial."""
+    """Return a text with the fields in which a trial's setting differs from the most similar setting in ``others``.
+
+    The text has the trial's values, such as ``cluster.nodes = 2, seed = 1``.
+    """
     kept = {name: value for name, value in trial.canonical().items() if name not in CONFIGURATION}
     mine, fewest = dict(flatten(kept)), list[str]()
     for other in others:
@@ -448,7 +498,10 @@ def _difference(trial: Trial, others: Sequence[Trial]) -> str:
 
 
 def expected_text(errors: Sequence[ErrorDetails]) -> str:
-    """Return what a field accepts, in words, from pydantic's errors about one value."""
+    """Return a text that says what a field accepts, such as ``expected 'cpu' or 'cuda'``.
+
+    ``errors`` are pydantic's errors about one value; a field that accepts several types has an error for each type.
+    """
     alternatives = []
     for error in errors:
         message = error["msg"].removeprefix("Value error, ").replace("Input should be", "expected")

@@ -1,6 +1,7 @@
-"""Remembers, once per process, the folder to which paths and modules in a suite are relative.  No torch.
+"""Stores the folder to which the paths and modules that a suite names are relative.  No torch.
 
-It is the folder of the suite file.  Before a suite is read, and for commands without one, it is the working folder.
+A process has one such folder.  After a suite file is read, it is the folder of this file.  Before, and in commands
+without a suite, it is the working folder.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _folder: Path | None = None
 
 
 def find_from(folder: Path) -> None:
-    """From now on look in ``folder`` for the files and modules that a suite names."""
+    """Make this process look in ``folder`` for the files and modules that a suite names."""
     global _folder  # noqa: PLW0603  # state of the process, like its working folder
     _folder = folder.resolve()
     named_object.see(_folder)
@@ -26,5 +27,8 @@ def current() -> Path:
 
 
 def path_of(path: str) -> Path:
-    """Resolve a path of a suite, which is relative to the suite's folder; ``~`` is expanded."""
+    """Return the absolute path for a path in a suite.
+
+    A relative path begins at the suite's folder (:func:`current`).  ``~`` at the beginning stands for the user's home.
+    """
     return current() / os.path.expanduser(path)  # noqa: PTH111  # Path.expanduser raises for an unknown user

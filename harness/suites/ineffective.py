@@ -1,8 +1,7 @@
-"""Refuses parts of a suite that have no effect: settings that no trial uses, an answer that no trial can give.
+"""Refuses parts of a suite that have no effect, such as settings that no trial uses.  No torch.
 
-Such a line is nearly always a mistake, and a suite that runs in spite of it answers another question than its
-author believes.  Contradictions inside a single trial are refused by :mod:`harness.suites.contradictions`.
-No torch.
+A line without effect is nearly always a mistake.  If the suite ran in spite of the line, it would answer another
+question than its author believes.  :mod:`harness.suites.contradictions` refuses contradictions inside one trial.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from harness.suites.suite import SuiteError, SuiteTables
 from harness.suites.trial import KEYS, MUON, Trial
 from impl.policy.setting import Scope
 
-_OF_SECONDS: Final = ("step", "rate", "nodes", "tokens")  # quantities that are seconds
+_OF_SECONDS: Final = ("step", "rate", "nodes", "tokens")  # quantities that are computed from seconds
 _LATE: Final = 0.25  # a margin in steps is measured over this last share of training
 
 
 class Setting(NamedTuple):
-    """A value, and the name of the suite's table that sets it, for error messages."""
+    """A value that a suite sets, with the name of the table that sets it, such as ``[defaults]``."""
 
     value: Any
     table: str
 
 
 Point = dict[str, Setting]
-"""Settings by dotted path: one combination of the axes' values, or a part of one."""
+"""Settings by dotted path: a combination of values of all axes, or a part of a combination."""
 
-# Each function returns why a trial does not use a field, to follow the words "has no effect with"; None if the trial
-# uses the field.
+# Each function returns why a trial does not use a field, as the end of a sentence that begins with "has no effect
+# with".  It returns None if the trial uses the field.
 
 
 def _trains(trial: Trial) -> str | None:
@@ -86,7 +85,8 @@ _OF_POLICIES: Final[dict[Scope, Callable[[Trial], str | None]]] = {
     "stage 3": _of_stage_3,
 }
 _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
-    # Each key is the beginning of a path.  The first key that fits decides, so longer keys come first.
+    # Each key is the beginning of a path.  The first key with which a field's path begins decides, so longer keys come
+    # first.
     **{f"policy.{name}": _OF_POLICIES[each.scope] for name, each in KEYS.items()},
     "policy.gradients": lambda trial: (
         _with_policy(trial)
@@ -159,7 +159,11 @@ def check_tables(
 ) -> None:
     """Refuse empty tables, and axes that list a value twice.
 
-    Values are compared as ``parsed`` reads them, so that ``"1 Gbit/s"`` and ``"1000 Mbit/s"`` count as one value.
+    Two values of an axis count as equal if ``parsed`` makes the same trial of them.  ``"1 Gbit/s"`` and
+    ``"1000 Mbit/s"`` are therefore equal.
+
+    Raises:
+        SuiteError: For the first such table or value.
     """
     roles: tuple[str, ...] = ("baseline", "contrast")
     declared: dict[str, Any] = {name: getattr(file, name) for name in roles if name in file.model_fields_set}
@@ -168,7 +172,7 @@ def check_tables(
     declared |= {f"[[override]] #{number} set": rule.set for number, rule in enumerate(file.override, 1)}
     for name, table in declared.items():
         if not table:
-            raise SuiteError(f"{name} = {{}}: names no field of a trial; name one, or remove it")
+            raise SuiteError(f"{name} = {{}}: names no field of a trial; name a field, or remove the table")
     for axis in axes:
         seen = set[str]()
         for row in axis:
@@ -186,7 +190,7 @@ def check_members(
     name: str,
     trials: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Refuse a value that a table such as ``[[exclude]]`` matches although no trial has the value.
+    """Refuse a table such as ``[[exclude]]`` if it names a value that no trial has.
 
     Args:
         written: Values of the table by path, as the file writes them.
@@ -204,7 +208,11 @@ def check_members(
 
 
 def check_overrides(file: SuiteTables, axes: Sequence[Sequence[Point]], points: Sequence[Point]) -> None:
-    """Refuse an override that later overrides undo everywhere, or that replaces all values of an axis with one."""
+    """Refuse an ``[[override]]`` without effect, and an axis that an ``[[override]]`` leaves without effect.
+
+    An ``[[override]]`` has no effect if later overrides replace its value in every combination.  An axis has no effect
+    if overrides replace all its values with the same value.
+    """
     standing = {(setting.table, path) for point in points for path, setting in point.items()}
     for number, override in enumerate(file.override, 1):
         table = f"[[override]] #{number} set"
@@ -231,7 +239,7 @@ def check_settings(given: Sequence[Point], points: Sequence[Point], trials: Sequ
 
     Args:
         given: For each trial, the settings that the suite's tables give it.
-        points: The same, without the settings that do not apply to the trial's strategy.
+        points: For each trial, the same settings without those that do not apply to the trial's strategy.
         trials: The trials.
     """
     usual = Trial().model_dump(mode="json")
@@ -255,7 +263,7 @@ def check_settings(given: Sequence[Point], points: Sequence[Point], trials: Sequ
 
 
 def _why_unused(trial: Trial, path: str) -> str | None:
-    """Return why a trial does not use a field; None if it does."""
+    """Return why a trial does not use the field at a dotted path.  Returns None if the trial uses the field."""
     for beginning, why in _WHY_UNUSED.items():
         if f"{path}.".startswith(f"{beginning}."):
             return why(trial)
@@ -263,7 +271,11 @@ def _why_unused(trial: Trial, path: str) -> str | None:
 
 
 def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
-    """Refuse an ``answer`` that the trials cannot give, and a ``margin`` or ``seconds`` that need longer curves."""
+    """Refuse values of ``answer``, ``margin``, ``seconds`` and ``repeats`` for which the trials measure too little.
+
+    For example, ``answer = "loss"`` needs trials with validation, and ``margin`` needs two validations in the last
+    quarter of the steps.
+    """
     for reason in _unanswered(file.answer, trials):
         raise SuiteError(f'answer = "{file.answer}": {reason}, or remove answer')
     if any(not trial.measures_time for trial in trials):
@@ -279,8 +291,8 @@ def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
             )
     if file.seconds == file.name:
         raise SuiteError(
-            f'seconds = "{file.seconds}": is this suite, whose own seconds count anyway: name another suite, or remove '
-            "seconds"
+            f'seconds = "{file.seconds}": names this suite itself, whose seconds are used in any case: name another '
+            "suite, or remove seconds"
         )
     if file.seconds and not any(map(_has_curve, trials)):
         raise SuiteError(
@@ -290,13 +302,13 @@ def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
 
 
 def _has_curve(trial: Trial) -> bool:
-    """Return whether a trial trains long enough for a loss, and is validated at least twice."""
+    """Return whether a trial trains at least :data:`LEAST_STEPS` steps, and is validated at least twice."""
     total, every = trial.warmup + trial.steps, trial.validate_every
     return trial.workload == "train" and total >= LEAST_STEPS and every is not None and 0 < every < total
 
 
 def _check_untimed(file: SuiteTables, trials: Sequence[Trial]) -> None:
-    """Refuse a question about seconds, and repeats that depend on them, if ranks are threads."""
+    """Refuse a quantity that needs seconds, and ``repeats = "until ..."``, in a suite whose ranks are threads."""
     why = "cluster.ranks = 'threads' measures no seconds"
     if (found := quantity(trials, file.answer)) in _OF_SECONDS:
         given = f'answer = "{file.answer}"' if file.answer else f"the suite's answer would be {found!r}"
@@ -304,12 +316,15 @@ def _check_untimed(file: SuiteTables, trials: Sequence[Trial]) -> None:
         raise SuiteError(f"{given}: {why}; set answer to one of {others}, or cluster.ranks = 'processes'")
     if file.repeats.within is not None:
         raise SuiteError(
-            f"repeats: until intervals are narrow, but {why}; set a number, or cluster.ranks = 'processes'"
+            f"repeats = 'until ...' needs seconds, but {why}; set repeats to a number, or cluster.ranks = 'processes'"
         )
 
 
 def _unanswered(answer: str, trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield why the trials cannot answer with this quantity, and what would let them."""
+    """Yield why the trials do not measure the quantity ``answer``, and which setting would let them measure it.
+
+    Yield nothing if they measure it.
+    """
     ours = {configuration_of(trial) for trial in trials if trial.strategy not in PEERS}
     for trial in trials if answer == "loss" else ():
         total = trial.warmup + trial.steps

@@ -1,4 +1,7 @@
-"""Finds the fields in which trials differ, and formats their values for tables and messages.  No torch."""
+"""Finds the fields in which trials differ, and formats values of these fields for tables and messages.  No torch.
+
+A *canonical* trial is the JSON-ready data of a trial (:meth:`harness.suites.trial.Trial.canonical`).
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,14 @@ from impl.policy import spans
 from impl.policy.shard_layout import MUCH_PADDING
 
 NONE: Final = "-"
-PADDED: Final = "¶"  # marks bytes and sizes of a model whose units are padded by more than MUCH_PADDING
-INTERFACES: Final = "*"  # marks bytes that the nodes' network interfaces counted, where there is no ledger
+PADDED: Final = "¶"  # marks bytes and sizes of a model in which padding is more than the share MUCH_PADDING
+# Marks bytes that the nodes' network interfaces counted, because peers have no ledger.
+INTERFACES: Final = "*"
 INTERFACES_IN_WORDS: Final = (
     f"{INTERFACES}: counted by the interfaces of the nodes, headers included: peers have no ledger."
 )
 _RATES: Final = ("cluster.rate", "cluster.inner_rate")
-# Fields whose values follow from the suite as a whole, so that its question is never about them.
+# Fields whose values follow from the suite as a whole, so that no suite asks about them.
 _FOLLOWS: Final = ("policy.align", "policy.max_padding")
 
 
@@ -29,7 +33,10 @@ def counted(count: int, noun: str) -> str:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) for every value that is not itself a table; ``prefix`` begins each path."""
+    """Yield (dotted path, value) for every value in a nested table that is not itself a table.
+
+    ``{"cluster": {"nodes": 2}}`` gives ``("cluster.nodes", 2)``.  Every path begins with ``prefix``.
+    """
     for key, value in table.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")
@@ -45,9 +52,10 @@ def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def look_up(trial: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path of a canonical trial; the field's default if the trial leaves it out.
+    """Return the value at a dotted path of a canonical trial.
 
-    The dotted path may also be a key of ``trial``.
+    Returns the field's default if the trial leaves the field out.  ``trial`` may also be flat, with dotted paths as
+    keys.
     """
     value: Any = trial
     for key in [path] if path in trial else path.split("."):
@@ -64,29 +72,42 @@ def _defaults() -> dict[str, Any]:
 
 
 def varying_paths(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the paths in which trials differ, without paths of the memory layout, which no suite asks about."""
+    """Return the dotted paths in which canonical trials differ, in field order.
+
+    ``repeat`` is left out.  ``policy.align`` and ``policy.max_padding`` are left out too, since no suite asks about
+    them.
+    """
     return [path for path in differing(trials) if path not in _FOLLOWS]
 
 
 def pad_mark(share: float) -> str:
-    """Return the mark for a model with this share of padding; the empty text if the share is small."""
+    """Return the mark ``¶``, after a space, for a model with more padding than the share ``MUCH_PADDING``.
+
+    Returns the empty text for a model with less padding.  ``share`` is the model's share of padding.
+    """
     return f" {PADDED}" if share > MUCH_PADDING else ""
 
 
 def pad_note(shares: Iterable[float]) -> str:
-    """Return the footnote that explains the mark, for models with these shares of padding; empty if none is marked."""
+    """Return the footnote that explains the mark ``¶`` and names the largest share of padding.
+
+    ``shares`` are the shares of padding of all models in a table.  Returns the empty text if no model has the mark.
+    """
     most = max(shares, default=0.0)
     added = f"padding adds more than {MUCH_PADDING:.0%} to the model's elements, at most {most:.1%}"
     return f"{PADDED}: {added}; padding is sent and held like elements." if most > MUCH_PADDING else ""
 
 
 def at(trial: Mapping[str, Any], path: str) -> str:
-    """Format the value at a dotted path of a canonical trial as a suite file writes it."""
+    """Format the value at a dotted path of a canonical trial as a user writes it in a suite file, without quotes."""
     return as_written(path, look_up(trial, path))
 
 
 def as_written(path: str, value: Any) -> str:
-    """Format ``value``, which belongs to the dotted path ``path`` of a canonical trial, as a suite file writes it."""
+    """Format a value as a user writes it in a suite file, without quotes: ``200 Mbit/s``, ``unshaped``, ``48 MiB``.
+
+    ``path`` is the dotted path to which the value belongs, and ``value`` is the value in a canonical trial.
+    """
     if path == "memory_limit" and value is not None:
         return f"{value / 2**30:.12g} GiB" if value >= 2**30 else f"{value / 2**20:.12g} MiB"
     if path == "policy.schedule":
@@ -108,7 +129,7 @@ def schedule_in_words(schedule: Sequence[Mapping[str, Any]] | None) -> str:
 
 
 def in_words(value: Any) -> str:
-    """Format any value of a trial on one line."""
+    """Format any value of a canonical trial on one line, without units; ``-`` stands for None and for empty values."""
     if value is None or value == "":
         return NONE
     if isinstance(value, list):
@@ -119,6 +140,6 @@ def in_words(value: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Format a value as JSON, which is how a suite writes it; cut to 80 characters."""
+    """Format a value as JSON, for error messages.  A text of more than 80 characters is cut to 80, with ``...``."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."

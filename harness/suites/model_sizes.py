@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-MOST_LAYERS: Final = 1000  # of a preset model; published ones have at most 128
+MOST_LAYERS: Final = 1000  # largest number of layers of a preset model; published models have at most 128
 IMAGE_SIDE: Final = 32  # pixels of an image in each direction
 IMAGE_CLASSES: Final = 256
 
@@ -15,7 +15,7 @@ class _Sizes:
     """Sizes that all transformers have."""
 
     layers: int  # number of blocks
-    width: int  # of the residual stream, h
+    width: int  # width of the residual stream, h
     heads: int  # number of attention heads; a divisor of ``width``
 
 
@@ -23,7 +23,7 @@ class _Sizes:
 class GPTShape(_Sizes):
     """Sizes of a GPT."""
 
-    vocab: int = 256  # number of tokens, V; 256 where a token is a byte
+    vocab: int = 256  # number of different tokens, V; 256 if a token is a byte
     tied: bool = False  # whether head and embedding share their weights
 
 
@@ -31,7 +31,7 @@ class GPTShape(_Sizes):
 class BERTShape(_Sizes):
     """Sizes of a BERT."""
 
-    vocab: int = 256  # number of tokens, V, without the mask
+    vocab: int = 256  # number of different tokens, V, without the mask token
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,15 @@ PATCHES: Final = {(IMAGE_SIDE // side) ** 2: side for side in (32, 16, 8, 4, 2, 
 def step_flops(shape: Shape, *, sequences: int, length: int, recompute: bool) -> float:
     """Count the floating-point operations of one forward and backward pass (arXiv 2104.04473, section 5.1).
 
-    With B sequences of s tokens, a block takes ``24 B s h^2 (1 + s / 6h)`` operations forward and twice as many
-    backward.  Both passes together, the logits of a GPT or BERT take ``6 B s h V`` operations, and the patch
-    embedding and the C classes of a ViT take ``4 B 1024 h + 6 B h C``.
+    With B sequences of s tokens, the forward pass of one block takes ``24 B s h^2 (1 + s / 6h)`` operations, and its
+    backward pass takes twice as many.  The logits of a GPT or BERT take ``6 B s h V`` operations in both passes
+    together.  Instead of logits, a ViT has a patch embedding with ``4 B 1024 h`` operations and C classes with
+    ``6 B h C`` operations.
 
     Args:
-        shape: Sizes of the model.
-        sequences: B, of all ranks together.
-        length: s, tokens (or patches) of a sequence.
+        shape: Sizes of the model, with h and V.
+        sequences: B, the number of sequences of all ranks together.
+        length: s, the number of tokens (or patches) of a sequence.
         recompute: Whether the backward pass runs the blocks' forward pass again (activation checkpointing).
     """
     layers, width = shape.layers, shape.width

@@ -14,27 +14,44 @@ CANONICAL: Final = {"canonical": True}
 
 
 def parse_rate(value: object) -> float | None:
-    """Parse ``"50 Mbit/s"`` into Mbit/s, and ``"unshaped"`` into None; raises a ValueError for other values."""
+    """Return the number of Mbit/s that a text such as ``"50 Mbit/s"`` or ``"1 Gbit/s"`` names.
+
+    Returns None for ``"unshaped"``, and if the value is None.  Raises a ValueError for other values.
+    """
     valid = "kbit/s, Mbit/s or Gbit/s, from 1 kbit/s to 100,000 Gbit/s, or 'unshaped'"
     units = {"kbit/s": 1e-3, "Mbit/s": 1.0, "Gbit/s": 1e3}
     return _parsed(None if value == "unshaped" else value, units, 1e-3, 1e8, valid)
 
 
 def parse_latency(value: object) -> float | None:
-    """Parse ``"2 ms"`` or ``"50 us"`` into milliseconds; raises a ValueError for other values."""
+    """Return the number of milliseconds that a text such as ``"2 ms"`` or ``"50 us"`` names.
+
+    Returns None if the value is None.  Raises a ValueError for other values.
+    """
     return _parsed(value, {"us": 1e-3, "ms": 1.0}, 0.0, 1e3, "us or ms, and at most 1000 ms")
 
 
 def parse_size(value: object) -> int | None:
-    """Parse ``"48 MiB"`` into bytes; raises a ValueError for other values."""
+    """Return the number of bytes that a text such as ``"48 MiB"`` or ``"2 GiB"`` names.
+
+    Returns None if the value is None.  Raises a ValueError for other values.
+    """
     size = _parsed(value, {"MiB": 2.0**20, "GiB": 2.0**30}, 0.0, 2.0**62, "MiB or GiB, below 2^63")
     return None if size is None else round(size)
 
 
 def _parsed(value: object, units: Mapping[str, float], least: float, most: float, valid: str) -> float | None:
-    """Parse a number with one of ``units`` and check that it is positive and from ``least`` to ``most``.
+    """Return the number in a text such as ``"50 Mbit/s"``, multiplied by the factor of its unit.
 
-    ``valid`` says in the error message which values are valid.
+    Args:
+        value: The text.  If it is None, None is returned.
+        units: The factor of each unit.
+        least: Smallest valid product.  The product must also be above 0.
+        most: Largest valid product.
+        valid: Names the valid units and values in the error message.
+
+    Raises:
+        ValueError: If the value is no such text, or if the product is not valid.
     """
     if value is None:
         return None
@@ -46,7 +63,11 @@ def _parsed(value: object, units: Mapping[str, float], least: float, most: float
 
 
 def text_or_number(parse_text: Callable[[object], object]) -> BeforeValidator:
-    """Return a validator that parses a suite's text, and leaves the number in a trial's canonical JSON as it is."""
+    """Return a validator for a field that is a text with a unit in suites, and a number in canonical JSON.
+
+    The validator calls ``parse_text`` with the text.  If the validation context is :data:`CANONICAL`, it returns the
+    value unchanged.
+    """
 
     def read(value: object, info: ValidationInfo) -> object:
         return value if info.context == CANONICAL else parse_text(value)

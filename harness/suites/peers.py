@@ -1,4 +1,4 @@
-"""Describes the peers as data: DDP, FSDP2 and DeepSpeed, as shipped and tuned, and a single process.  No torch.
+"""Describes the peers as data: DDP, FSDP2 and DeepSpeed, as shipped or tuned, and a single process.  No torch.
 
 A peer trains with its library's own engine and messages.  :mod:`harness.strategies` builds it from this description.
 """
@@ -25,22 +25,23 @@ AHEAD: Final = 2  # blocks that FSDP2 prefetches; with 1, fewer all-gathers over
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """How one peer is set up; all else is as its library ships it."""
+    """The settings of one peer.  Everything that is not set here is as the peer's library ships it."""
 
     family: Family
     says: str  # what the peer does, in a few words, for tables and documentation
     tuned: bool = False  # DDP: gradients are views of its buckets, and the graph is static
     compressed: bool = False  # DDP: buckets are reduced in bf16 (its ``bf16_compress_hook``)
-    prefetch: bool = False  # FSDP2: asynchronous all-gathers begin `AHEAD` blocks early, without streams
-    kept: bool = False  # FSDP2: all weights stay gathered until backward, not only the root's
+    prefetch: bool = False  # FSDP2: all-gathers begin `AHEAD` blocks early, and are asynchronous (`async_op`)
+    kept: bool = False  # FSDP2: all weights stay gathered until backward, not only the root's weights
     hpz: bool = False  # DeepSpeed: each node keeps a second copy of the weights
-    # DeepSpeed: keys of its section ``zero_optimization``; those of ``deepspeed_config`` replace them.
+    # DeepSpeed: keys of the section ``zero_optimization``, unless the trial's ``deepspeed_config`` sets them.
     zero: Mapping[str, int | bool] = field(default_factory=dict)
 
     def wire(self, compute: Compute, reduce_dtype: ReduceDtype = "compute") -> str:
         """Return the type in which the peer sends weights and gradients: ``fp32``, ``bf16``, or ``bf16 and fp32``.
 
-        Under autocast DDP still has gradients in fp32, and so sends fp32 unless it compresses them.
+        DDP sends gradients in fp32 even if it computes in bf16, since autocast leaves gradients in fp32.  A DDP that
+        compresses its gradients sends bf16.
 
         Args:
             compute: The type in which the peer computes (``peer.compute``).
@@ -97,14 +98,18 @@ QUANTISERS: Final = (
 
 
 def family_of(strategy: str) -> Family | None:
-    """Return the family of a strategy that is a peer; None for a policy."""
+    """Return the library of a peer, such as ``ddp``.  Returns None if the strategy is no peer."""
     return PEERS[strategy].family if strategy in PEERS else None
 
 
 def configuration(peer: Peer, ranks_per_node: int, table: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return DeepSpeed's configuration without batch sizes and types: ``table`` or, without one, plain ZeRO-3.
+    """Return the DeepSpeed configuration of a peer, without batch sizes and types.
 
-    The peer's own keys, and hpZ's group size for a peer with hpZ, are filled in unless ``table`` sets them.
+    Args:
+        peer: The peer.
+        ranks_per_node: Number of ranks of a node; the size of hpZ's groups if the peer has hpZ.
+        table: The configuration that a suite gives.  The peer's settings are added to the keys of ``table``, but
+            replace none of them.  Without a table, the peer's settings are added to plain ZeRO-3.
     """
     own = dict(peer.zero) | ({"zero_hpz_partition_size": ranks_per_node} if peer.hpz else {})
     if table is None:
@@ -118,11 +123,14 @@ def _zero(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def quantising_keys(table: dict[str, Any]) -> list[str]:
-    """Return the keys with which a DeepSpeed configuration switches on quantisation, whose kernels need a GPU."""
+    """Return the keys with which a DeepSpeed configuration switches on quantisation.
+
+    DeepSpeed's kernels for quantisation need a GPU.
+    """
     return [name for name in QUANTISERS if _zero(table).get(name)]
 
 
 def zero_stage(table: dict[str, Any]) -> int:
-    """Return the ZeRO stage that a DeepSpeed configuration sets; if it sets none, DeepSpeed's default of 0."""
+    """Return the ZeRO stage that a DeepSpeed configuration sets.  Returns 0, the default, if it sets no stage."""
     stage = _zero(table).get("stage", 0)
     return stage if isinstance(stage, int) else 0

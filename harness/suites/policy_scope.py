@@ -1,4 +1,4 @@
-"""Decides which ``policy.*`` keys apply to a strategy, and which would turn it into another one.  No torch.
+"""Decides which ``policy.*`` keys of a suite apply to a strategy.  No torch.
 
 A suite may set ``policy.weights = "int8:256"`` for all its strategies.  The key applies to ``qwz``, which quantises
 its weights anyway.  ``zero3`` with quantised weights would no longer be ``zero3``, so ``zero3`` runs without the key.
@@ -11,13 +11,16 @@ from typing import Final
 from harness.suites.trial import KEYS, Trial
 from impl.adapters.traffic import carries
 
-_CODECS: Final = ("weights", "gradients")  # an exact strategy keeps its own, whatever a suite gives
+_CODECS: Final = ("weights", "gradients")  # fields that an exact strategy keeps, whatever a suite sets
 
 
 def unfitting_changes(trial: Trial) -> dict[str, str]:
-    """Return the reasons why policy changes do not fit the trial's preset, by the dotted path of the change.
+    """Return the policy fields that a trial sets although they do not fit its strategy.
 
-    Each reason is the beginning of a sentence that ends with the preset's name.
+    Returns:
+        The reason why a field does not fit, by the field's dotted path, such as ``policy.weights``.  The caller adds
+        the name of the strategy to the reason: "it would make another strategy of" and "zero3".  The result is empty
+        for peers and for a strategy of the user's own.
     """
     try:
         base = trial.base_policy()

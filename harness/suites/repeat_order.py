@@ -1,11 +1,11 @@
 """Defines how often a suite's trials are repeated, in which order, and which trials are compared.  No torch.
 
-Trials of one *setting* differ only in their *configuration* (strategy, policy and the like), and are compared with
-that setting's baseline.  They run next to each other in each repeat, in an order that changes with the repeat, so
-that slow drift of the machine affects all configurations alike.
+Trials of one *setting* differ only in their *configuration* (strategy, policy and the like).  They are compared with
+the baseline of this setting.  In each repeat they run one directly after the other.  Their order changes from repeat to
+repeat, so that slow drift of the machine affects all configurations alike.
 
-A sweep runs all repeats once.  Each sweep continues the numbers of repeats where the sweep before ends, so that
-another sweep leaves the ids of earlier trials as they were.
+A sweep runs all repeats once.  The second sweep numbers its repeats from where the first sweep ends, so that a further
+sweep does not change the ids of earlier trials.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from harness.suites.trial import Trial
 
 BASELINE: Final = "zero3"  # the strategy that ratios divide by, unless the suite names a baseline
 LEAST: Final = 6  # least number of repeats for a confidence interval
-BEYOND: Final = 3  # repeats that are added once an interval is narrow enough, since it may be so by chance
+# Repeats that follow after an interval became narrow enough, since it may be narrow by chance.
+BEYOND: Final = 3
 MOST: Final = 20  # largest number of repeats, unless the suite gives one
 CONFIGURATION: Final = (
     "strategy",
@@ -32,9 +33,9 @@ CONFIGURATION: Final = (
     "deepspeed_config",
     "control",
 )
-"""The fields of a configuration; all others but ``seed`` and ``repeat`` make up the setting."""
+"""The fields of a configuration.  All other fields, except ``seed`` and ``repeat``, make up the setting."""
 TRAINING: Final = ("optimizer", "clip", "activation_checkpointing")
-"""Fields that belong to the configuration as well if the suite's baseline lacks some of their values."""
+"""Fields that may belong to the configuration instead of the setting (:func:`compared_also`)."""
 _UNTIL: Final = re.compile(r"until (\d+(?:\.\d+)?) ?%(?:, at most (\d+))?")
 
 
@@ -50,7 +51,11 @@ class Repeats:
 
     @classmethod
     def parse(cls, value: Any) -> Repeats:
-        """Parse a number, ``until 2 %`` or ``until 2 %, at most 30``; raises a ValueError for other values."""
+        """Parse the value of a suite's key ``repeats``.
+
+        Valid are a whole number above 0, ``until 2 %`` and ``until 2 %, at most 30``.  Raises a ValueError for other
+        values.
+        """
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return cls(value, None, value)
         match = _UNTIL.fullmatch(value) if isinstance(value, str) else None
@@ -67,7 +72,10 @@ class Repeats:
 
 
 def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
-    """Group trials that differ only in their configuration and the fields ``also``, in order of appearance."""
+    """Group the trials that differ only in their configuration and in the fields ``also``.
+
+    Groups, and the trials of a group, are in the order of ``trials``.
+    """
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(setting_of(trial, *also), []).append(trial)
@@ -75,7 +83,10 @@ def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
 
 
 def setting_of(trial: Trial, *also: str) -> str:
-    """Return a key of a trial's setting: equal for trials that differ only in configuration and ``also``."""
+    """Return a text that is equal for two trials if they differ only in configuration and in the fields ``also``.
+
+    By default, trials with unequal ``seed`` or ``repeat`` have unequal texts.
+    """
     data = {name: value for name, value in trial.canonical().items() if name not in (*CONFIGURATION, *also)}
     return json.dumps(data, sort_keys=True)
 
@@ -92,9 +103,9 @@ def configuration_of(trial: Trial, also: Sequence[str] = ()) -> str:
 def compared_also(bases: Sequence[Trial], others: Sequence[Trial]) -> tuple[str, ...]:
     """Return the fields of :data:`TRAINING` that belong to the configuration in this suite.
 
-    A field belongs if a trial of ``others`` has a value that no trial of ``bases`` has.  If the baseline uses AdamW and
-    the contrast uses SGD, the suite compares optimizers.  If the baseline is run with both optimizers, each optimizer
-    is a setting with a baseline of its own.
+    A field belongs to the configuration if a trial of ``others`` has a value that no trial of ``bases`` has.  If the
+    baseline uses AdamW and the contrast uses SGD, the suite compares optimizers, so the field is part of the
+    configuration.  If the baseline runs with both optimizers, the suite has a setting with a baseline for each.
     """
     if not bases:
         return ()
@@ -107,17 +118,25 @@ def compared_also(bases: Sequence[Trial], others: Sequence[Trial]) -> tuple[str,
 
 
 def is_baseline(trial: Trial, roles: Mapping[str, str]) -> bool:
-    """Return whether ratios divide by this trial: by its role or, in suites without roles, by its strategy."""
+    """Return whether a trial is a baseline, which ratios divide by.
+
+    ``roles`` has ``baseline`` or ``contrast`` by the id of a trial's repeat 0.  If it is empty, the baseline is every
+    trial with strategy :data:`BASELINE`.
+    """
     if roles:
         return roles.get(trial.model_copy(update={"repeat": 0}).id) == "baseline"
     return trial.strategy == BASELINE
 
 
 def nearest_baselines(trial: Trial, baselines: Sequence[Trial]) -> list[Trial]:
-    """Return the baselines of the trial's setting that differ from the trial in the fewest fields.
+    """Return the baselines that differ from a trial in the fewest fields; several if they are equally near.
 
-    A suite may have several baselines in a setting, such as one with a codec of 4 bits and one with a codec of 8 bits.
-    Each trial is then compared with the baseline that is nearest to it.
+    A suite may have several baselines in a setting, such as a baseline with 4-bit codecs and a baseline with 8-bit
+    codecs.  Each trial is then compared with the nearest baseline.
+
+    Args:
+        trial: The trial.
+        baselines: The baselines of the trial's setting.
     """
     fields = dict(flatten(trial.canonical()))
 
@@ -133,9 +152,9 @@ def nearest_baselines(trial: Trial, baselines: Sequence[Trial]) -> list[Trial]:
 
 
 def interleave(settings: Sequence[Trial], repeat: int) -> Iterator[Trial]:
-    """Yield every trial as repeat number ``repeat``.
+    """Yield a copy of every trial with ``repeat`` as its repeat, in the order in which the trials run.
 
-    Trials of one setting are adjacent.  Their order is rotated from repeat to repeat, and reversed in every other
+    Trials of one setting are adjacent.  Their order is rotated from repeat to repeat, and reversed in every second
     repeat, so that slow drift of the machine affects all configurations alike.
     """
     for index, block in enumerate(_rotated(comparable_groups(settings, "repeat"), repeat)):

@@ -20,14 +20,18 @@ Kind = Literal["crashed", "disk", "killed", "link", "lost", "memory", "refused",
 
 
 class FailureResponse(BaseModel, extra="forbid", frozen=True):
-    """What a sweep does once a trial has failed: go on, run the trial again, or stop."""
+    """How a sweep responds to a failed trial: it goes on, runs the trial again, or stops."""
 
     retries: int = 0  # how often the trial is run again, immediately
     stop: bool = False  # whether the sweep ends if the trial still fails
 
     @classmethod
     def parse(cls, value: Any) -> Self:
-        """Parse ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``; raises a ValueError for other values."""
+        """Parse ``skip``, ``stop``, ``retry 2`` or ``retry 2, then stop``.
+
+        Raises:
+            ValueError: For other values, and for more than 10 retries.
+        """
         match = _RESPONSE.fullmatch(value) if isinstance(value, str) else None
         if match is None:
             raise ValueError('expected "skip", "stop", "retry 2" (at most 10), or "retry 2, then stop"')
@@ -38,29 +42,33 @@ SKIP: Final = FailureResponse()
 
 
 class SuiteKeys(BaseModel, extra="forbid", frozen=True):
-    """The keys at the top of a suite file, which hold for the whole suite."""
+    """The keys at the top of a suite file.  They apply to the whole suite."""
 
     name: str = Field(pattern=f"^{NAME}$", max_length=LONGEST_NAME)
     question: str = Field(min_length=1)
-    time: str = "not stated"  # how long a run takes, in words
+    time: str = "not stated"  # text for readers that says how long a sweep takes
     repeats: Annotated[Repeats, BeforeValidator(Repeats.parse)] = Repeats()  # how often each trial is run
     # The response to each kind of failure; kinds that are not listed get `SKIP`.
     on_failure: dict[Kind, Annotated[FailureResponse, BeforeValidator(FailureResponse.parse)]] = {}
     answer: ChosenQuantity = ""  # the quantity that answers the question; if empty, it is inferred
-    margin: int = Field(0, ge=0)  # steps of training by which a loss may be worse; 0: 1 % of the loss
-    # Name of the suite whose records have the seconds of this suite's steps, for net speed-ups; if empty, its own have.
+    # Non-inferiority margin of losses, in training steps: the margin is how far the baseline's loss falls in so many
+    # steps, at its mean rate over the last quarter of training.  With 0 the margin is 1 % of the baseline's loss.
+    margin: int = Field(0, ge=0)
+    # Name of another suite, whose records have the seconds of a step for net speed-ups.  If it is empty, this suite's
+    # records have these seconds.
     seconds: str = Field("", pattern=f"^({NAME})?$", max_length=LONGEST_NAME)
 
 
 class SuiteError(ValueError):
-    """A suite file is invalid; the message is one line with the file, key and value, and what is allowed."""
+    """Raised if a suite file is invalid.  The message is one line with the key, the value, and what is allowed."""
 
 
 class Override(BaseModel, extra="forbid", frozen=True):
     """A table ``[[override]]``, which changes fields of the combinations that it matches."""
 
-    match: dict[str, Any]  # a partial match; if empty, it matches all
-    set: dict[str, Any]  # the new values
+    # Values by field.  The table matches the combinations that have all these values; if empty, all combinations.
+    match: dict[str, Any]
+    set: dict[str, Any]  # the new values, by field
 
 
 class SuiteTables(SuiteKeys):
@@ -78,20 +86,21 @@ class SuiteTables(SuiteKeys):
 class Suite(SuiteKeys):
     """A question and the trials that answer it."""
 
-    combinations: tuple[Trial, ...] = ()  # one trial per distinct run, as its repeat 0
-    merged: tuple[str, ...] = ()  # the axes' values of each combination that resolves to another's run
+    combinations: tuple[Trial, ...] = ()  # one trial for each distinct run, with repeat 0
+    # Combinations that are not run, because another combination is the same run: the values of their axes, as text.
+    merged: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()  # a line for each field that does not apply to some strategies
-    # Whether the alignment of its policies, and so the ids of its trials, are known.  They are unknown if a policy has
-    # a user's codec and the command imports no modules of the suite, since the codec's block cannot be read then.
+    # Whether the ids of the suite's trials are known.  They are unknown if a policy has a user's codec and the command
+    # imports no modules of the suite: the codec's block size, which determines the alignment, cannot be read then.
     ids_known: bool = True
-    roles: dict[str, str] = {}  # baseline or contrast, by the id of a trial's repeat 0
+    roles: dict[str, str] = {}  # "baseline" or "contrast", by the id of a trial's repeat 0
     compared_also: tuple[str, ...] = ()  # training fields that belong to the configuration (`repeat_order`)
     file: str = ""  # name of the suite file; empty if there is none
     text: str = ""  # content of the suite file
-    configurations: dict[str, str] = {}  # JSON of the DeepSpeed configurations that it names, by path
+    configurations: dict[str, str] = {}  # JSON of the DeepSpeed configurations that the suite names, by path
 
     def role_of(self, trial: Trial) -> str:
-        """Return the trial's role in the suite's comparison: ``baseline``, ``contrast``, or empty."""
+        """Return the trial's role in the suite's comparison: ``baseline``, ``contrast``, or an empty text."""
         return self.roles.get(trial.model_copy(update={"repeat": 0}).id, "")
 
     @property
@@ -100,16 +109,16 @@ class Suite(SuiteKeys):
         return self.sweep(0)
 
     def sweep(self, number: int) -> tuple[Trial, ...]:
-        """Return the trials with which sweep ``number`` begins, in the order in which they run.
+        """Return the trials that sweep ``number``, counted from 0, runs in any case, in the order in which they run.
 
-        With ``repeats = "until ..."`` further repeats follow (:mod:`harness.runs.further_repeats`).
+        With ``repeats = "until ..."`` the sweep may run further repeats (:mod:`harness.runs.further_repeats`).
         """
         first = number * self.repeats.most
         repeats = range(first, first + self.repeats.least)
         return tuple(trial for repeat in repeats for trial in interleave(self.combinations, repeat))
 
     def all_repeats(self, sweeps: int) -> dict[str, Trial]:
-        """Return by id all trials that the first ``sweeps`` sweeps may run."""
+        """Return all trials that the first ``sweeps`` sweeps may run, by their ids."""
         repeats = range(sweeps * self.repeats.most)
         trials = (
             setting.model_copy(update={"repeat": repeat})
@@ -122,7 +131,7 @@ class Suite(SuiteKeys):
         """Return the trial of the first ``sweeps`` sweeps whose id begins with ``identity``.
 
         Raises:
-            Refusal: unless there is exactly one such trial.
+            Refusal: if there is no such trial, or if there are several.
         """
         trials = [trial for name, trial in self.all_repeats(sweeps).items() if name.startswith(identity)]
         if len(trials) != 1:

@@ -17,17 +17,21 @@ from harness.suites.labels import value_text
 from harness.suites.suite import Suite, SuiteError, SuiteTables
 from impl import regular_file
 
-MOST_BYTES: Final = 1 << 20  # of a suite file
-MOST_KEYS: Final = 1000  # of all tables together; more are taken for a mistake
-_DEEPEST: Final = 40  # of nested tables and lists
+MOST_BYTES: Final = 1 << 20  # largest size of a suite file
+MOST_KEYS: Final = 1000  # largest number of keys of all tables together; more are taken for a mistake
+_DEEPEST: Final = 40  # largest depth of nested tables and lists
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line feeds
 
 
 def load(path: Path, align: int | None = None) -> Suite:
-    """Read a suite file and expand it into trials; ``align`` is as in :func:`harness.suites.expand_suite.expand`.
+    """Read a suite file and expand it into trials.
 
-    From then on this process looks in the file's folder for the files and modules that the suite names
+    After this call, the process looks in the file's folder for the files and modules that the suite names
     (:mod:`harness.suites.folder`).
+
+    Args:
+        path: The suite file.
+        align: As in :func:`harness.suites.expand_suite.expand`.
 
     Raises:
         SuiteError: For the first mistake, with one line that begins with the file.
@@ -41,7 +45,9 @@ def load(path: Path, align: int | None = None) -> Suite:
 
 
 def name_of(path: Path) -> str:
-    """Return the name in a suite file without expanding the suite, so that no module of the user's is imported.
+    """Return the value of the key ``name`` in a suite file.
+
+    The suite is not expanded, so that no module of the user's is imported.
 
     Raises:
         SuiteError: If the file cannot be read, or one of its keys is unknown, missing or invalid.
@@ -53,7 +59,11 @@ def name_of(path: Path) -> str:
 
 
 def _parse(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return a file's text and its parsed tables."""
+    """Return the text of a suite file and its parsed tables.
+
+    Raises:
+        SuiteError: If the file cannot be read or is not TOML, or if it has too many keys or a forbidden value.
+    """
     try:
         content = regular_file.read_bytes(path, MOST_BYTES)
     except OSError as error:
@@ -79,7 +89,10 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _count_keys(value: Any, depth: int = 0) -> int:
-    """Return the number of keys in all tables; raises a ValueError if they are nested too deeply."""
+    """Return the number of keys in ``value`` and in all tables inside it.
+
+    Raises a ValueError if tables and lists are nested more than 40 deep.
+    """
     if depth > _DEEPEST:
         raise ValueError(f"tables and lists are nested more than {_DEEPEST} deep: nest them less")
     own = len(value) if isinstance(value, dict) else 0
@@ -88,14 +101,15 @@ def _count_keys(value: Any, depth: int = 0) -> int:
 
 
 def _check_values(value: Any, where: str = "") -> None:
-    """Refuse control characters, which a terminal would act on, and integers beyond TOML's 64 bits.
+    """Refuse control characters in texts and keys, and integers of more than 64 bits.
 
-    ``where`` is the dotted path of ``value`` in the file.
+    A terminal would act on control characters in an error message.  TOML's integers have 64 bits.  ``where`` is the
+    dotted path of ``value`` in the file.
     """
     if isinstance(value, str) and (match := _CONTROL.search(value)):
         raise SuiteError(f"{value_text(value)}: has the control character {match[0]!r}; remove it")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise SuiteError(f"{where} = {value_text(value)}: expected a number below 2^63")
+        raise SuiteError(f"{where} = {value_text(value)}: expected a number from -2^63 to 2^63 - 1")
     for key, part in value.items() if isinstance(value, dict) else ():
         _check_values(key)
         _check_values(part, f"{where}.{key}" if where else key)
@@ -104,7 +118,11 @@ def _check_values(value: Any, where: str = "") -> None:
 
 
 def _validated(tables: dict[str, Any]) -> SuiteTables:
-    """Validate the tables; pydantic's first error becomes a SuiteError."""
+    """Validate the tables of a suite file.
+
+    Raises:
+        SuiteError: With pydantic's first error, if a key or a value is invalid.
+    """
     try:
         return SuiteTables.model_validate(tables, strict=True)
     except ValidationError as error:

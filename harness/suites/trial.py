@@ -1,11 +1,13 @@
 """Defines a trial as data: its fields, which values they may have, and what they resolve to.  No torch.
 
 A :class:`Trial` is one run, and is defined by its fields alone.  Its id is a hash of its canonical JSON
-(:meth:`Trial.canonical`), so that the same trial has the same id in every suite and on every machine.  A field that is
-added to the schema later is left out of that JSON while it has its default, so that older trials keep their ids.
+(:meth:`Trial.canonical`), so that the same trial has the same id in every suite and on every machine.  Fields that were
+added after the first version are left out of the canonical JSON if they have their default, so that older trials keep
+their ids.
 
-A policy is resolved in two steps: the strategy names a preset (:data:`impl.policy.presets.PRESETS`) or, for strategy
-``recipe``, a DeepSpeed configuration gives the policy; then :class:`PolicyChanges` replaces single fields.
+A policy is resolved in two steps.  First the strategy gives a policy: a preset (:data:`impl.policy.presets.PRESETS`)
+or, for strategy ``recipe``, the policy that a DeepSpeed configuration asks for.  Then :class:`PolicyChanges` replaces
+single fields of this policy.
 """
 
 from __future__ import annotations
@@ -66,13 +68,14 @@ from impl.policy.spans import VARYING, Span, SpanError, refusal
 from impl.policy.topology import Topology
 
 RECIPE: Final = "recipe"  # the strategy whose policy comes from a DeepSpeed configuration
+# All strategies that have a name; a strategy of the user's own is given as ``module:Class``.
 STRATEGIES: Final = (*PEERS, *HOSTED, *PRESETS, RECIPE)
 
 _LARGEST_LR: Final = 1e3
 _LONGEST_SECONDS: Final = 10_000_000  # 116 days; the clock's own limit depends on the system
 
 
-_FIRST: Final = frozenset((  # fields of the first schema; later ones are left out while they have their default
+_FIRST: Final = frozenset((  # fields of the first version; others are left out of canonical JSON if they have defaults
     "strategy", "policy", "cluster", "model", "corpus", "sequence", "tokens_per_rank", "accumulation",
     "optimizer", "clip", "steps", "warmup", "validate_every", "validation_batches", "seed", "repeat",
     "threads", "timeout_seconds", "measure_quantisation", "nodes", "ranks_per_node", "link", "rate", "device",
@@ -82,12 +85,15 @@ _FIRST: Final = frozenset((  # fields of the first schema; later ones are left o
 
 
 class _Frozen(BaseModel):
-    """Base class of a trial's parts: immutable; refuses unknown fields, infinity and NaN."""
+    """Base class of a trial's parts.  Its objects are immutable, and it refuses unknown fields, infinity and NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def used(self) -> dict[str, Any]:
-        """Return the fields as JSON-ready data, except those added to the schema later that have their default."""
+        """Return the fields as JSON-ready data, by name.
+
+        A field that was added after the first version is left out if it has its default.
+        """
         fields, data = type(self).model_fields, self.model_dump(mode="json")
         return {
             name: value
@@ -97,7 +103,10 @@ class _Frozen(BaseModel):
 
 
 class Model(_Frozen):
-    """A model: a preset's name or ``module:function``, and arguments that replace the preset's or function's own."""
+    """A model: the name of a preset or of a user's function (``module:function``), and arguments.
+
+    The arguments replace sizes of the preset, or are passed to the function.
+    """
 
     name: str = "gpt-small"
     arguments: dict[str, int | float | str | bool] = {}
@@ -113,12 +122,16 @@ class Model(_Frozen):
 
 
 _OwnBackend = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.\w+)+$")]  # package.module
-# A host, with or without ``user@`` before it.  Neither may begin with "-", which ssh would read as an option.
+# A host, with or without ``user@`` before it.  Neither host nor user may begin with "-", which ssh would read as an
+# option.
 _HOST: Final = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?([A-Za-z0-9_][A-Za-z0-9_.-]*)")
 
 
 def _host(text: str) -> str:
-    """Validate a host for ssh: a name or an address, maybe after ``user@``; brackets around IPv6 are removed."""
+    """Return a host for ssh without the brackets around an IPv6 address.
+
+    A host is a name or an address, with or without ``user@`` before it.  Raises a ValueError for other texts.
+    """
     user, at, name = text.rpartition("@")
     address = name.removeprefix("[").removesuffix("]") if name.startswith("[") == name.endswith("]") else name
     plain = f"{user}{at}{address}"
@@ -136,7 +149,10 @@ _Hca = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class Cluster(_Frozen):
-    """Where a trial's ranks run, and the link between nodes; rates in Mbit/s per node and direction, latency in ms."""
+    """Where a trial's ranks run, and the link between nodes.
+
+    Rates are in Mbit/s for each node and direction, and latency is in ms.
+    """
 
     nodes: int = Field(2, ge=1, le=4096)
     ranks_per_node: int = Field(2, ge=1, le=64)
@@ -165,13 +181,15 @@ class LearningRates(_Frozen):
     floor: float = Field(0.0, ge=0, le=1)
 
 
-MUON: Final = "Muon"  # the optimizer whose matrices have owners
+MUON: Final = "Muon"  # name of the optimizer with which each matrix has an owner
 
 
 class Optimizer(_Frozen):
-    """``Muon``, or an elementwise optimizer: a class of ``torch.optim`` by its name, or ``module:class``.
+    """An optimizer: ``Muon``, the name of an elementwise class of ``torch.optim``, or a user's ``module:class``.
 
-    Muon steps matrices, and AdamW everything else; the argument ``adamw`` is a table of AdamW's arguments.
+    With Muon, AdamW steps the parameters that Muon does not step.  Muon's argument ``adamw`` is a table of AdamW's
+    arguments.  If ``matrices`` is a pattern, Muon steps the parameters whose names match it; otherwise it steps the
+    matrices in the model's blocks.
     """
 
     name: str = "AdamW"
@@ -200,7 +218,7 @@ class Optimizer(_Frozen):
 
     @property
     def orthogonalises(self) -> bool:
-        """Whether matrices are stepped by Muon."""
+        """Whether the optimizer is Muon, which orthogonalises the update of each matrix."""
         return self.name == MUON
 
     def group(self, name: str, shape: Sequence[int], *, hidden: bool) -> int:
@@ -208,14 +226,14 @@ class Optimizer(_Frozen):
 
         Args:
             name: The parameter's name.
-            shape: Its shape.
-            hidden: Whether it is a parameter of a block of the model, and no embedding.
+            shape: The parameter's shape.
+            hidden: Whether the parameter belongs to a block of the model, and is no embedding.
         """
         chosen = fnmatchcase(name, self.matrices) if self.matrices else hidden and len(shape) == 2
         return MATRICES if self.orthogonalises and chosen else 0
 
 
-# A user's own class, which is not imported here.
+# The name of a user's own class, ``module:Class``.  The class is not imported here.
 OwnClass = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 
 
@@ -228,10 +246,10 @@ KEYS: Final = {name: _SETTINGS[name] for name in sorted(_SETTINGS, key=_PLACES._
 
 
 def _key(each: Setting) -> tuple[Any, Any]:
-    """Return the type and the pydantic field that validate the suite's key of one policy setting.
+    """Return the type and the pydantic field that validate the value of one ``policy.*`` key of a suite.
 
-    The key's default, which is None for most keys, keeps the strategy's value.  Where the policy's field is a class of
-    the user's, the key is the class's name.
+    The default of the key keeps the strategy's value; it is None for most keys.  If the policy's field may be a user's
+    class, the key takes the name of the class.
     """
     kinds = get_args(each.kind) if get_origin(each.kind) in (Union, UnionType) else (each.kind,)
     if each.read is not None:
@@ -251,7 +269,11 @@ _Varying: Any = create_model(
 
 
 def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a policy by name, parsed from the keys and values that a suite gives."""
+    """Return the fields of a policy by name, parsed from ``policy.*`` keys and values of a suite.
+
+    If ``weights`` is a pair of codecs with unequal texts, the first is the field ``inside``: the codec for messages
+    inside hpZ's groups.  The second is the field ``weights``.
+    """
     values = {name: KEYS[name].parsed(value) for name, value in given.items()}
     if isinstance(texts := given.get("weights"), tuple):  # of hops inside an hpZ group, and of earlier hops
         inside, values["weights"] = values["weights"]
@@ -260,9 +282,9 @@ def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SpanChanges(_Varying):
-    """A span of ``policy.schedule``: until when it lasts, and the policy fields that differ in its steps.
+    """A span of ``policy.schedule``: the step at which it ends, and the policy fields that differ in its steps.
 
-    None keeps the policy's own value.  Fields have the same forms as in :class:`PolicyChanges`.
+    A field that is None keeps the policy's value.  Fields have the same forms as in :class:`PolicyChanges`.
     """
 
     until: Annotated[int, Field(strict=True)] | str | None = None
@@ -275,13 +297,16 @@ class SpanChanges(_Varying):
     @field_validator("until")
     @classmethod
     def _ends(cls, value: int | str | None) -> int | str | None:
-        """Refuse what is neither a number of steps nor a share of a run."""
+        """Refuse a value that is neither a number of steps nor a share of the run, such as ``"50 %"``."""
         Span(until=value)
         return value
 
     @model_validator(mode="after")
     def _may_change(self) -> Self:
-        """Refuse fields of the policy that must not change, with the reason."""
+        """Refuse fields that a span does not have.
+
+        If such a field is a field of the policy that must not change during a run, the error has the reason.
+        """
         for name in self.model_extra or {}:
             if name in PolicyChanges.model_fields:
                 raise ValueError(refusal(name))
@@ -296,20 +321,20 @@ class SpanChanges(_Varying):
 
     @model_serializer(mode="wrap")
     def _only_given(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out fields with their default, so that fields that are added later change no trial's id."""
+        """Leave out fields that have their default, so that a new field does not change the ids of existing trials."""
         fields = type(self).model_fields
         return {
             name: value for name, value in dump(self).items() if getattr(self, name) != fields[name].default
         }
 
     def span(self) -> Span:
-        """Return the span with its fields as a policy has them."""
+        """Return this span as :class:`impl.policy.spans.Span`, with the text forms of its fields parsed."""
         given = {name: value for name, value in self if value is not None and name not in ("until", "every")}
         return Span(until=self.until, every=self.every, **_as_fields(given))
 
 
 def _checked(value: Any, info: ValidationInfo) -> Any:
-    """Check that a key's text, or each of its texts, can be parsed; returns the value unchanged."""
+    """Check that the text of a ``policy.*`` key, or each text of a pair, can be parsed; return the value unchanged."""
     if value is not None:
         KEYS[str(info.field_name)].parsed(value)
     return value
@@ -318,7 +343,7 @@ def _checked(value: Any, info: ValidationInfo) -> Any:
 class PolicyChanges(_Keys):
     """Values that replace fields of the strategy's ``Policy``, its ``MemoryLimits`` and its ``Offload``.
 
-    None keeps the preset's value.  Codecs and the like are given in their text form.
+    A field that is None keeps the strategy's value.  Codecs and other objects are given as text, such as ``int8:256``.
     """
 
     schedule: tuple[SpanChanges, ...] | None = None
@@ -336,7 +361,10 @@ class PolicyChanges(_Keys):
     @field_validator("schedule")
     @classmethod
     def _some(cls, value: tuple[SpanChanges, ...] | None) -> tuple[SpanChanges, ...] | None:
-        """Turn a schedule without spans, which a suite writes in an axis, into None."""
+        """Turn a schedule without spans, ``[]``, into None.
+
+        In a suite that compares schedules, ``[]`` is the value for a configuration without a schedule.
+        """
         return value or None
 
     @field_validator("secondary_format")
@@ -351,9 +379,15 @@ class PolicyChanges(_Keys):
         arguments: Mapping[str, Any] | None = None,
         gather_arguments: Mapping[str, Any] | None = None,
     ) -> Policy:
-        """Return ``base`` with these fields in place of its own; raises a PolicyError if no topology could run it.
+        """Return a copy of a policy with these values in place of its fields.  Fields that are None are kept.
 
-        A class that ``reduce`` names gets ``arguments``; a class that ``gather`` names gets ``gather_arguments``.
+        Args:
+            base: The policy.
+            arguments: Arguments of the user's class that ``reduce`` names.
+            gather_arguments: Arguments of the user's class that ``gather`` names.
+
+        Raises:
+            PolicyError: If no topology could run the resulting policy.
         """
         values = _as_fields({name: value for name, value in self if value is not None and name != "schedule"})
         if ":" in (self.reduce or ""):
@@ -372,7 +406,10 @@ class PolicyChanges(_Keys):
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a trial's fields; for a vision preset, add its defaults: corpus ``glyphs``, and 64 patches."""
+    """Return a trial's fields; if the model is a vision preset, with the defaults for images.
+
+    These defaults are corpus ``glyphs``, and 64 patches of an image (``sequence``).
+    """
     model = fields.get("model")
     name = model.get("name") if isinstance(model, dict) else None
     images = isinstance(MODELS.get(str(name)), ViTShape)
@@ -380,10 +417,10 @@ def following_model(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class Generate(_Frozen):
-    """Lengths of the sequences that are decoded."""
+    """Lengths of prompts and continuations, for workloads that decode."""
 
-    prompt: int = Field(32, ge=1)  # tokens of the corpus that are read first
-    tokens: int = Field(32, ge=2)  # tokens that are decoded after them
+    prompt: int = Field(32, ge=1)  # tokens of a prompt, which is read from the corpus
+    tokens: int = Field(32, ge=2)  # tokens that are decoded after the prompt
 
 
 class Reinforcement(_Frozen):
@@ -394,7 +431,11 @@ class Reinforcement(_Frozen):
 
 
 def configuration_text(value: Any) -> Any:
-    """Return a DeepSpeed configuration as JSON text; a suite gives it as a table, as a file's path, or as text."""
+    """Return a DeepSpeed configuration as JSON text.
+
+    ``value`` may be a table, the path of a file, or the text of a configuration in JSON or HJSON.  JSON text and other
+    values are returned unchanged.
+    """
     if isinstance(value, str) and not value.startswith("{"):
         value = load_configuration(folder.path_of(value))
     elif isinstance(value, str) and not _is_json(value):
@@ -403,7 +444,7 @@ def configuration_text(value: Any) -> Any:
 
 
 def _is_json(text: str) -> bool:
-    """Return whether a configuration's text is JSON rather than HJSON; JSON text is kept as it is."""
+    """Return whether a configuration's text is valid JSON; DeepSpeed also reads HJSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -424,7 +465,7 @@ class PeerSettings(_Frozen):
     def read_by(self, family: Family) -> PeerSettings:
         """Return a copy of these settings in which every setting that ``family`` does not read has its default."""
         unread = {name for name, families in READ_BY.items() if family not in families}
-        unread |= {"reduce_dtype"} if self.compute == "fp32" else set()  # which are fp32 then in any case
+        unread |= {"reduce_dtype"} if self.compute == "fp32" else set()  # gradients are fp32 then in any case
         return self.model_copy(update={name: getattr(PeerSettings(), name) for name in unread})
 
 
@@ -475,20 +516,24 @@ class Trial(_Frozen):
     @field_validator("control", "tokenizer", mode="before")
     @classmethod
     def _none(cls, value: object) -> object:
-        """Turn ``"none"``, which a suite writes in an axis, into None."""
+        """Turn the text ``"none"`` into None, because TOML has no value for None that an axis could list."""
         return None if value == "none" else value
 
     @field_validator("method", "gather_method")
     @classmethod
     def _given(cls, value: dict[str, Any]) -> dict[str, Any]:
-        """Leave out arguments that are ``"none"``, which a suite writes for classes that do not take them."""
+        """Leave out arguments whose value is the text ``"none"``.
+
+        A suite with several classes gives ``"none"`` to a class that does not take the argument.
+        """
         return {name: argument for name, argument in value.items() if argument != "none"}
 
     def canonical(self) -> dict[str, Any]:
         """Return the trial as JSON-ready data, with rates in Mbit/s, ``latency`` in ms and ``memory_limit`` in bytes.
 
-        Fields that were added to the schema later are left out while they have their default, so that older
-        trials keep their ids.  The names of hosts and Slurm's options are left out too.
+        A field that was added after the first version is left out if it has its default, so that older trials keep
+        their ids.  The names of hosts and Slurm's options are left out, and so are ``generate`` and ``rlhf`` for
+        workloads that do not use them.
         """
         data = self.used()
         parts = ("cluster", "optimizer", "policy", *(("peer",) if "peer" in data else ()))
@@ -505,7 +550,11 @@ class Trial(_Frozen):
 
     @classmethod
     def from_canonical(cls, data: Mapping[str, Any]) -> Trial:
-        """Return the trial with this canonical form; raises a ValidationError if ``data`` is no such form."""
+        """Return the trial whose :meth:`canonical` form is ``data``.
+
+        Raises:
+            ValidationError: If ``data`` is no canonical form of a trial.
+        """
         return cls.model_validate(data, context=CANONICAL)
 
     @property
@@ -520,7 +569,10 @@ class Trial(_Frozen):
 
     @property
     def measures_time(self) -> bool:
-        """Whether the trial's seconds are measured: not for ranks that are threads, which take turns."""
+        """Whether the trial's seconds are measured.
+
+        False if ranks are threads: threads take turns, so that their seconds mean nothing.
+        """
         return self.cluster.ranks == "processes"
 
     @property
@@ -530,11 +582,15 @@ class Trial(_Frozen):
 
     @property
     def host(self) -> Host | None:
-        """The engine of torch (FSDP2 or DDP) that runs the policy; None for our own engine, and for peers."""
+        """The engine of torch, ``fsdp2`` or ``ddp``, that runs the policy.  None for our own engine, and for peers."""
         return HOSTED[self.strategy][0] if self.strategy in HOSTED else None
 
     def base_policy(self) -> Policy | None:
-        """Return the strategy's policy without this trial's changes; None for a peer, which has no policy."""
+        """Return the strategy's policy without this trial's changes.  Returns None for a peer, which has no policy.
+
+        Raises:
+            ValueError: For strategy ``recipe``, if the trial has no DeepSpeed configuration.
+        """
         if self.strategy in PEERS:
             return None
         if self.strategy == RECIPE:
@@ -544,13 +600,17 @@ class Trial(_Frozen):
         return HOSTED[self.strategy][1] if self.strategy in HOSTED else PRESETS[self.strategy]
 
     def recipe(self) -> Recipe:
-        """Return what the configuration of strategy ``recipe`` asks DeepSpeed for; a ValueError if there is none."""
+        """Return the policy, optimizer, schedule and batch that the trial's DeepSpeed configuration asks for.
+
+        Raises:
+            ValueError: If the trial has no DeepSpeed configuration.
+        """
         if self.deepspeed_config is None:
             raise ValueError(f"strategy = {RECIPE!r}: needs deepspeed_config; set it to a file or a table")
         return recipe(self.deepspeed_config, topology=self.topology(), steps=self.warmup + self.steps)
 
     def schedule(self) -> Schedule | None:
-        """Return the learning-rate schedule; None for a constant rate.
+        """Return the learning-rate schedule.  Returns None if the learning rate is constant.
 
         Raises:
             ValueError: If the warm-up is longer than the trial.
@@ -565,15 +625,19 @@ class Trial(_Frozen):
         return self.recipe().schedule if self.strategy == RECIPE else None
 
     def peer_configuration(self) -> dict[str, Any]:
-        """Return a DeepSpeed peer's configuration, without the keys that follow from the trial's own fields."""
+        """Return the configuration of a peer from DeepSpeed, without batch sizes and types.
+
+        :func:`harness.strategies.deepspeed.configuration` adds batch sizes and types.
+        """
         table = None if self.deepspeed_config is None else json.loads(self.deepspeed_config)
         return configuration(PEERS[self.strategy], self.cluster.ranks_per_node, table)
 
     @property
     def own_method(self) -> OwnMethod | None:
-        """The class of a user's own that reduces gradients, with its arguments; None without one.
+        """The user's class that reduces gradients, with its arguments.  None if no such class is named.
 
-        With a strategy of one's own, that strategy gets the arguments, and the class none.
+        If the strategy is a class of the user's too, the strategy gets the arguments ``method.*``, and the class that
+        reduces gets none.
         """
         named = self.policy.reduce if self.strategy not in PEERS else None
         arguments = {} if self.own_strategy else self.method
@@ -581,13 +645,13 @@ class Trial(_Frozen):
 
     @property
     def own_gather(self) -> OwnMethod | None:
-        """The class of a user's own that gathers weights, with its arguments; None without one."""
+        """The user's class that gathers weights, with its arguments.  None if no such class is named."""
         named = self.policy.gather if self.strategy not in PEERS else None
         return method(named, **self.gather_method) if named is not None and ":" in named else None
 
     @property
     def own_strategy(self) -> bool:
-        """Whether the strategy is a class of a user's own, ``module:Class``."""
+        """Whether the strategy is a user's class, ``module:Class``."""
         return ":" in self.strategy
 
     @property
@@ -596,9 +660,10 @@ class Trial(_Frozen):
         return self.policy.model_dump(exclude_defaults=True)
 
     def resolved_policy(self) -> Policy | None:
-        """Return the strategy's preset with this trial's changes; None for a peer.
+        """Return the strategy's policy with this trial's changes.  Returns None for a peer.
 
-        A schedule is resolved to the trial's steps, warm-up included.
+        The spans of a schedule end at step numbers in the result.  A share such as ``"50 %"`` becomes the number of
+        steps in this share of all steps, warm-up included.
 
         Raises:
             PolicyError: If no topology could run the policy.

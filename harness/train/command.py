@@ -1,8 +1,8 @@
 """``zeropp train``: makes a trial from a DeepSpeed configuration and the flags of DeepSpeed's tutorials, and runs it.
 
-Before ranks start, it prints how each key of the configuration is handled and the memory that each stage of ZeRO
-needs.  Ranks are processes of this machine, or those that torchrun has started.  torch is imported only when the
-command runs.
+Before ranks start, the command prints how each key of the configuration is handled and the memory that each stage of
+ZeRO needs.  The command starts the ranks as processes of this machine, unless torchrun has started them.  torch is
+imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from harness.train.loop import Job
 
 MOST_LAYERS: Final = 10_000  # planning takes time for each layer
-MOST: Final = 1_000_000_000  # of steps, of sequences of a rank, of tokens of a sequence
+MOST: Final = 1_000_000_000  # largest number of steps, of sequences of a rank, of tokens of a sequence
 LR: Final = 3e-4  # learning rate if flags and configuration give none, or the configuration says "auto"
 MOST_WIDTH: Final = 1_000_000
 _LENGTHS: Final = {"1.5b": 1024, "10b": 1024, "18b": 512}  # tokens of a sequence, by preset
@@ -47,7 +47,7 @@ _LENGTHS: Final = {"1.5b": 1024, "10b": 1024, "18b": 512}  # tokens of a sequenc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The flags of ``zeropp train``; where a flag is None, the configuration or a default decides."""
+    """The flags of ``zeropp train``.  If a flag is None, the DeepSpeed configuration or a default decides."""
 
     preset: Annotated[
         Literal["1.5b", "10b", "18b"] | None,
@@ -126,7 +126,12 @@ class Settings:
     ] = False
 
     def check(self) -> None:
-        """Raise a Refusal for flags that contradict each other, and for files that cannot be read or written."""
+        """Check the flags before anything is planned.
+
+        Raises:
+            Refusal: If a flag has an unsupported value or needs another flag, if the checkpoint of ``--load`` cannot be
+                read, or if nothing can be written into the folder of ``--save``.
+        """
         for name in ("model_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size"):
             if (size := getattr(self, name)) != 1:
                 flag = f"--{name.replace('_', '-')}"
@@ -159,7 +164,10 @@ train.__signature__ = inspect.signature(Settings, eval_str=True)  # type: ignore
 
 
 def _train(settings: Settings) -> None:
-    """Check the flags, print the plan and, if it fits, train."""
+    """Check the flags, print the plan, and train.
+
+    With ``--plan`` nothing is trained.  Raises a Refusal if the trial does not fit this machine's memory.
+    """
     from harness.train.loop import Job
 
     topology, torchrun = _topology(settings.nodes, settings.ranks_per_node)
@@ -175,13 +183,22 @@ def _train(settings: Settings) -> None:
     if settings.plan:
         return
     if excess:
-        raise Refusal(f"too big for memory: {excess}; the table shows what other stages need")
+        raise Refusal(
+            f"too big for memory: {excess}; choose another stage from the table, or a smaller model"
+        )
     check_data(trial)
     _run(Job(trial, settings.resume, settings.save, every=settings.save_every, keep=settings.keep))
 
 
 def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *, torchrun: bool) -> Trial:
-    """Make the trial that flags and configuration describe; ``torchrun`` is whether torchrun started the ranks."""
+    """Make the trial that the flags and the DeepSpeed configuration describe.
+
+    Args:
+        settings: The flags.
+        config: The DeepSpeed configuration; empty without one.
+        topology: Nodes and ranks per node.
+        torchrun: Whether torchrun started the ranks.
+    """
     table = _configured(settings, config)
     configured = recipe(table, topology=topology, steps=settings.steps)
     adam = {"type": "AdamW", "lr": LR if settings.lr is None else settings.lr}
@@ -225,9 +242,10 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
 
 
 def _with_room(trial: Trial) -> Trial:
-    """Raise the trial's limit on the size of units to the size of the largest module that cannot be cut.
+    """Return the trial with a limit on the size of units that every module fits.
 
-    DeepSpeed gathers such a module even if it is larger than ``stage3_max_live_parameters`` allows.
+    The limit comes from DeepSpeed's ``stage3_max_live_parameters``.  If a module that cannot be cut into units is
+    larger, the limit becomes the size of this module, since DeepSpeed gathers such a module all the same.
     """
     from harness.workloads import models
     from impl.engine.unit_planning import drafts_of, find_blocks
@@ -250,7 +268,8 @@ def _with_room(trial: Trial) -> Trial:
 def steps_text(manifest: Manifest) -> str:
     """Return a text with the number of steps that a checkpoint's run has done, such as ``step 12``.
 
-    Skipped steps are included, as in the log, and named.
+    The number includes steps that were skipped for an overflow.  If there are any, the text names their number:
+    ``step 12, 2 of them skipped for an overflow``.
     """
     scale, extra = manifest.loss_scale, manifest.extra
     done = manifest.step + (0 if scale is None else scale["skipped"])
@@ -262,7 +281,11 @@ def steps_text(manifest: Manifest) -> str:
 
 
 def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration, completed by the flags; raise a Refusal if a flag contradicts it."""
+    """Return the DeepSpeed configuration with the values of the flags.
+
+    Raises:
+        Refusal: If the configuration has another value than a flag.
+    """
     table, lr = copy.deepcopy(dict(config)), settings.lr
     flags: list[tuple[str, tuple[str, ...], Any]] = [
         ("--zero-stage", (ZERO, "stage"), settings.zero_stage),
@@ -297,7 +320,14 @@ def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, bool]:
-    """Return the topology, and whether torchrun has started the ranks."""
+    """Return the topology, and whether torchrun has started the ranks.
+
+    ``nodes`` and ``ranks_per_node`` are flags.  A flag that is None is as torchrun has it; without torchrun, there is 1
+    node, with 2 ranks.
+
+    Raises:
+        Refusal: If torchrun has started another number of ranks than the flags give.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # what torch.distributed.is_torchelastic_launched() checks
         return Topology(nodes or 1, ranks_per_node or 2), False
     world = int(os.environ["WORLD_SIZE"])
@@ -312,14 +342,14 @@ def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, 
 
 
 def _plan(trial: Trial, *, speaks: bool) -> str | None:
-    """Print how each key is handled, and the memory that each stage needs.
+    """Print how each key of the configuration is handled, and the memory that each stage of ZeRO needs.
 
     Args:
         trial: The trial that would run.
-        speaks: Whether this process prints; under torchrun only rank 0 does.
+        speaks: Whether this process prints.  Under torchrun only rank 0 prints.
 
     Returns:
-        Why the trial does not fit this machine's memory; None if it does.
+        The reason why the trial does not fit this machine's memory.  None if the trial fits.
     """
     from harness.train.memory_table import in_words, needs, table, too_large
     from harness.workloads import models
@@ -354,7 +384,10 @@ def _plan(trial: Trial, *, speaks: bool) -> str | None:
 
 
 def _run(job: Job) -> None:
-    """Start the ranks, or run as one of the ranks that torchrun started; print the progress that rank 0 reports."""
+    """Train: start the ranks or, if torchrun has started this process as a rank, run as this rank.
+
+    Print the lines that rank 0 reports.
+    """
     from harness.cluster.link import open_link
     from harness.train.loop import train as train_rank
 

@@ -1,6 +1,6 @@
-"""What each rank of ``zeropp train`` does: builds the sharded model, resumes, trains, logs and saves checkpoints.
+"""Runs one rank of ``zeropp train``: builds the sharded model, resumes, trains, logs and saves checkpoints.
 
-Model, data, optimizer and clocks are those of trials in suites.
+Model, data, optimizer and clocks are the same as in trials of suites.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ MB: Final = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank of a training run needs to know: the trial, and where checkpoints are read and saved."""
+    """A training run: the trial, and where checkpoints are loaded and saved.  Every rank gets the same job."""
 
     trial: Trial  # model, data, optimizer and policy
-    load: (
-        Path | None
-    )  # checkpoint to continue from, or a folder whose newest checkpoint is used; None starts anew
-    save: Path | None  # folder to save checkpoints in; None saves none
+    # Checkpoint to continue from, or a folder whose newest checkpoint is used.  None starts a new run.
+    load: Path | None
+    save: Path | None  # folder to save checkpoints in; None saves no checkpoint
     every: int | None  # steps between checkpoints; None saves after the last step only
     keep: int | None  # number of newest checkpoints to keep; None keeps all
 
 
 def train(rank: Rank, job: Job) -> list[Step]:
-    """Train on this rank, and return the losses and times of its steps; the lines that rank 0 reports are printed.
+    """Train on this rank, and return the losses and times of the steps on this rank.
+
+    The rank reports a line for each step; the command prints the lines of rank 0.
 
     Raises:
-        Refusal: if the checkpoint does not fit, gradients overflow even at the smallest loss scale, or the engine
+        Refusal: if the checkpoint does not fit, if gradients overflow even at the smallest loss scale, or if the engine
             refuses the model.
     """
     try:
@@ -102,9 +103,13 @@ class _Training:
         return self.loop.clock.steps
 
     def _resumed(self) -> int:
-        """Load the checkpoint, if there is one, and return the number of steps that are already done.
+        """Load the job's checkpoint, and return the number of steps that are done at this checkpoint.
 
-        Options of the optimizer are those of this run's flags and configuration, not those of the checkpoint.
+        Returns 0 if the job has no checkpoint.  Options of the optimizer, such as the learning rate, come from this
+        run's flags and configuration, not from the checkpoint.
+
+        Raises:
+            Refusal: If the checkpoint's run read other batches, or if all steps are done.
         """
         folder = self.job.load
         if folder is None:
@@ -139,7 +144,7 @@ class _Training:
         return done
 
     def _save(self, done: int) -> None:
-        """Save a checkpoint after ``done`` steps, if one is due."""
+        """Save a checkpoint if it is due after ``done`` steps: after the last step, and after every ``every`` steps."""
         job = self.job
         last = done == self.trial.steps
         if job.save is None or not (last or (job.every and done % job.every == 0)):
@@ -149,7 +154,10 @@ class _Training:
         self.rank.report(Progress("save", done, self.trial.steps, f"saved {path}"))
 
     def _run(self) -> dict[str, Any]:
-        """Return what decides the batches of a run, and so must be the same when it is resumed."""
+        """Return the settings that determine the batches of a run; a resumed run must have the same.
+
+        The keys are ``seed``, ``corpus`` (SHA-256 of the corpus) and ``sequence``.
+        """
         trial = self.trial
         return {"seed": trial.seed, "corpus": self.data.sha256, "sequence": trial.sequence}
 
@@ -161,8 +169,8 @@ def line(trial: Trial, step: Step, loss: float, scale: float | None, peak: int) 
         trial: The trial.
         step: The times of the step on this rank.
         loss: Mean loss over all ranks.
-        scale: Loss scale, if there is one.
-        peak: Peak memory in bytes, of the process on a CPU, else of the GPU.
+        scale: Loss scale; None without one.
+        peak: Peak memory in bytes: of the process if ranks compute on the CPU, otherwise of the GPU.
     """
     ranks = trial.topology().world
     sequences = trial.tokens_per_rank // trial.sequence * trial.accumulation * ranks

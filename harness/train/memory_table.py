@@ -26,8 +26,8 @@ MB: Final = 1e6
 # Bytes of activations in 16 bits that a block keeps for backward, for each token and channel: arXiv 2205.05198,
 # equation 1, without attention scores.
 _BLOCK_BYTES: Final = 34
-# Columns of the table, each with the parts of impl.plan.memory.memory() that it adds up.  All other parts are added
-# up in the column "other".
+# Columns of the table.  Each is the sum of these parts of impl.plan.memory.memory().  The column "other" is the sum of
+# all other parts.
 _COLUMNS: Final = {
     "Adam's states": ("masters", "optimizer"),
     "gradients": ("gradients", "local_gradients"),
@@ -42,8 +42,8 @@ class Need:
     stage: Stage
     device: dict[str, int]  # states on the device, by column of the table
     host: dict[str, int]  # states offloaded to host memory, by column; not contained in ``device``
-    activations: int  # on the device; an estimate
-    between: int  # bytes that all ranks send between nodes in a step
+    activations: int  # estimated bytes of activations on the device
+    between: int  # bytes that all ranks together send between nodes in a step
 
     @property
     def adam(self) -> int:
@@ -52,12 +52,16 @@ class Need:
 
     @property
     def training(self) -> int:
-        """Peak bytes of a step on the device; building the model needs less."""
+        """Peak bytes on the device in a training step: states and activations."""
         return sum(self.device.values()) + self.activations
 
 
 def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
-    """Predict the memory of a rank at each stage, with all other options of ``policy`` that the stage supports."""
+    """Predict the memory of a rank at each of the stages 0 to 3.
+
+    The policy's own stage is predicted with all options of the policy.  The other stages are predicted without the
+    options that they may not support: a secondary shard, state groups, and limits on memory.
+    """
     stages, topology, activations = [], trial.topology(), _activation_bytes(trial, policy)
     for stage in get_args(Stage):
         variant = policy
@@ -75,13 +79,16 @@ def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
 
 
 def _columns(parts: dict[str, int]) -> dict[str, int]:
-    """Add up the parts of device or host memory by column of the table."""
+    """Return the bytes in each column of the table.  ``parts`` are bytes by part of device memory or of host memory."""
     sums = {name: sum(parts.get(part, 0) for part in group) for name, group in _COLUMNS.items()}
     return {**sums, "other": sum(parts.values()) - sum(sums.values())}
 
 
 def _activation_bytes(trial: Trial, policy: Policy) -> int:
-    """Estimate, rather too high, the bytes of a micro-batch's activations, logits and gradient of the logits."""
+    """Estimate the bytes of one rank's activations, logits and gradient of the logits in a micro-batch.
+
+    The estimate is rather too high than too low.
+    """
     shape, item = shape_of(trial.model), ITEM_BYTES[policy.compute]
     assert isinstance(shape, GPTShape)  # noqa: S101  # no flag selects another kind of model
     place = trial.tokens_per_rank * shape.width
@@ -98,8 +105,8 @@ def table(needed: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
 
     Args:
         needed: The needs of all stages.
-        chosen: The stage that is marked, since it will run.
-        cuda: Whether the device is a GPU, with memory of its own.
+        chosen: The stage that will run; its row is marked.
+        cuda: Whether the device is a GPU.  If not, a note says that device and host share one memory.
     """
     unit, name = (GB, "GB of 1e9") if max(need.training for need in needed) >= GB / 10 else (MB, "MB of 1e6")
     offloads = any(sum(need.host.values()) for need in needed)
@@ -127,12 +134,20 @@ def table(needed: Sequence[Need], chosen: Stage, *, cuda: bool) -> str:
 
 
 def in_words(size: float) -> str:
-    """Return bytes as text in GB or, below 0.1 GB, in MB."""
+    """Return a number of bytes as text, such as ``1.2 GB``; a size below 0.1 GB is given in MB."""
     return f"{size / GB:.4g} GB" if size >= GB / 10 else f"{size / MB:.4g} MB"
 
 
 def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, ranks: int) -> str | None:
-    """Return why this machine cannot hold ``ranks`` ranks with this need, on GPUs if ``cuda``; None if it can."""
+    """Return why this machine's memory is too small for its ranks.  Returns None if it is large enough.
+
+    Args:
+        need: The memory that one rank needs.
+        topology: Nodes and ranks per node of the whole run.
+        host: Memory of this machine and of its GPUs.
+        cuda: Whether ranks compute on GPUs.
+        ranks: Number of ranks on this machine.
+    """
     offloaded = sum(need.host.values())
     have = min(host.gpus, default=0)
     if cuda and need.training > have:

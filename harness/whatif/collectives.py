@@ -1,9 +1,11 @@
-"""Finds the collectives of one rank's step in its trace: operation, elements, type, group, and when they ran.
+"""Finds the collectives in the trace of one rank's step: operation, elements, type, group, and when they ran.
 
 - **gloo**: the host's operation ``c10d::NAME`` issues a collective, and an event ``gloo:NAME`` on a thread of gloo
-  shows when it ran.  Sizes are those of ``record_shapes=True``.  gloo does not say which process group it used, so a
-  trace of several groups is refused.  gloo's reduce-scatter is an all-reduce on the wire.
-- **NCCL**: a kernel whose arguments have ``Collective name``, sizes, ``dtype`` and ``Process Group Ranks``.
+  shows when the collective ran.  The trace has sizes if it was made with ``record_shapes=True``.  It does not say which
+  process group a collective used, so a trace with several groups is refused.  gloo's reduce-scatter sends the messages
+  of an all-reduce.
+- **NCCL**: each collective is a kernel.  The kernel's arguments have ``Collective name``, sizes, ``dtype`` and
+  ``Process Group Ranks``.
 
 No torch.
 """
@@ -23,9 +25,9 @@ from harness.whatif.kineto import Event, Step, Trace
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 Phase = Literal["forward", "backward", "optimizer"]
-_KINDS: Final[
-    Mapping[str, Kind]
-] = {  # by a part of the operation's name without underscores, the first that fits
+# Kinds of collectives by a part of the operation's name without underscores.  The first part that the name contains
+# decides.
+_KINDS: Final[Mapping[str, Kind]] = {
     "reducescatter": "reduce_scatter",
     "allgather": "all_gather",
     "allreduce": "all_reduce",
@@ -37,12 +39,12 @@ _ITEM_BYTES: Final = {
     "long int": 8, "bool": 1, "bfloat16": 2, "half": 2, "byte": 1, "char": 1, "long": 8,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "c10::float8_e4m3fn": 1, "c10::float8_e5m2": 1,
 }  # fmt: skip
-_DTYPES: Final = {  # types of gloo's traces by the names that they have in NCCL's
+_DTYPES: Final = {  # names of types in NCCL's traces, by their names in gloo's traces
     "float": "Float", "double": "Double", "c10::bfloat16": "BFloat16", "c10::half": "Half", "unsigned char": "Byte",
     "signed char": "Char", "int": "Int", "long int": "Long", "bool": "Bool", "c10::float8_e4m3fn": "Float8_e4m3fn",
     "c10::float8_e5m2": "Float8_e5m2",
 }  # fmt: skip
-_MOST: Final = 1 << 50  # elements of a collective
+_MOST: Final = 1 << 50  # number of elements that no collective has
 _GLOO_THREADS: Final = 2  # threads on which a gloo process group runs collectives
 # The beginning of an NCCL kernel's name.  In traces that a prediction is written into, a kernel that computes is named
 # after what it does and the user's module, whose name may be anything.
@@ -59,28 +61,32 @@ class Collective:
     """A collective as one rank saw it; times are in seconds."""
 
     kind: Kind
-    elements: int  # of the whole buffer, that is, of all ranks' parts together
+    elements: int  # elements of all ranks' parts together
     item: float  # bytes of an element on the wire
-    dtype: str  # type of an element by NCCL's traces, such as ``BFloat16``
+    dtype: str  # type of an element, as NCCL's traces name it, such as ``BFloat16``
     group: tuple[int, ...]  # the ranks that take part
     phase: Phase
-    unit: str  # FSDP's module whose weights or gradients it carries; empty if the trace does not say
+    unit: str  # name of the FSDP module whose weights or gradients are sent; empty if the trace does not say
     issued: tuple[float, float]  # when the host's operation, or the launch of the kernel, began and ended
     ran: tuple[float, float]  # when this rank entered the collective, and when it left
-    lag: float = (
-        0.0  # seconds from its issue to its beginning, without the time in which it waited for its turn
-    )
-    blocking: bool = False  # whether the host waits for it at once
-    as_all_reduce: bool = False  # a reduce-scatter that is an all-reduce on the wire
+    # Seconds from the collective's issue to its beginning, without the time in which gloo's threads were busy with
+    # earlier collectives.
+    lag: float = 0.0
+    blocking: bool = False  # whether the host waits for the collective in the operation that issues it
+    as_all_reduce: bool = False  # whether it is a reduce-scatter that sends the messages of an all-reduce
     kernel: Event | None = None  # NCCL's kernel; None with gloo
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The properties that are equal on all ranks of the group."""
+        """The properties that are equal on all ranks of the group: kind, elements, bytes of an element, and ranks."""
         return self.kind, self.elements, self.item, self.group
 
     def wire_bytes(self) -> float:
-        """Return the bytes that cross the busiest link of its ring one way."""
+        """Return the bytes that one rank sends to its neighbour if the collective runs as a ring.
+
+        With W bytes in all and N ranks, an all-reduce sends ``2 W (N - 1) / N``, a broadcast W, and every other
+        collective ``W (N - 1) / N``.  If ``as_all_reduce`` is set, a reduce-scatter counts as an all-reduce.
+        """
         size, turns = len(self.group), 2 if self.kind == "all_reduce" or self.as_all_reduce else 1
         whole = self.elements * self.item
         return whole if self.kind == "broadcast" else turns * whole * (size - 1) / size
@@ -95,9 +101,8 @@ class Marks:
     optimizer: float  # beginning of the optimizer's step; infinite if there is none
     units: tuple[Event, ...]  # FSDP's annotations that name a module
     in_ddp: bool  # whether the model is a DistributedDataParallel, which waits for all buckets after backward
-    windows: tuple[
-        tuple[float, str], ...
-    ]  # (moment, FSDP's module that computes from then on); "" for the root
+    # (moment, name of the FSDP module that computes from this moment on); the name is "" for the root
+    windows: tuple[tuple[float, str], ...]
     passes: int  # forward passes in the step
 
     @classmethod
@@ -124,27 +129,33 @@ class Marks:
         )
 
     def phase(self, moment: float) -> Phase:
-        """Return the phase of the step at a moment."""
+        """Return the phase of the step at a moment, ``forward``, ``backward`` or ``optimizer``."""
         return "forward" if moment < self.backward else "backward" if moment < self.optimizer else "optimizer"
 
     def computing(self, moment: float) -> str:
-        """Return FSDP's module that computes at a moment; empty for the root, or if there are no modules."""
+        """Return the name of the FSDP module that computes at a moment.
+
+        Returns an empty text if the root computes, or if the trace has no FSDP modules.
+        """
         place = bisect.bisect_right(self.windows, (moment, "\uffff")) - 1
         return self.windows[place][1] if place >= 0 else ""
 
     def unit(self, moment: float) -> str:
-        """Return the module of FSDP's innermost annotation around a moment; empty if there is none."""
+        """Return the name of the FSDP module in the innermost annotation of FSDP that a moment lies in.
+
+        Returns an empty text if the moment lies in no such annotation.
+        """
         around = [event for event in self.units if event.begin <= moment <= event.end]
         match = _UNIT.match(max(around, key=lambda event: event.begin).name) if around else None
         return match[1] if match else ""
 
 
 def find(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
-    """Return the collectives of one step, in the order in which they were issued; barriers are left out.
+    """Return the collectives of one step, in the order in which they were issued.  Barriers are left out.
 
     Raises:
-        Refusal: if the trace lacks a collective's name, type, shapes or ranks, has another kind of collective than
-            :data:`Kind` lists, or has messages between two ranks.
+        Refusal: if the trace lacks a collective's name, type, shapes or ranks, or if a prediction does not support the
+            collective: a kind that :data:`Kind` does not list, messages between two ranks, or several groups of gloo.
     """
     on_gpu = any(_NCCL.match(event.name) for event in step.device)
     found = _nccl(trace, step, marks) if on_gpu else _gloo(trace, step, marks)
@@ -158,7 +169,7 @@ def find(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
 
 
 def _kind(trace: Trace, name: str) -> Kind | None:
-    """Return the kind of an operation's name; None for a barrier."""
+    """Return the kind of the collective that an operation's name stands for.  Returns None for a barrier."""
     plain = name.lower().replace("_", "")
     if "barrier" in plain or "monitoredbarrier" in plain:
         return None
@@ -256,8 +267,8 @@ def _gloo(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
     groups = {tuple(ranks) for ranks in trace.groups.values() if len(ranks) > 1}
     if issued and len(groups) > 1:
         raise Refusal(
-            f"{trace.path}: has {len(groups)} process groups, and gloo's traces do not say which one a collective used"
-            ": trace with NCCL, or with one group"
+            f"{trace.path}: has {len(groups)} process groups, and gloo's traces do not say which group a collective "
+            "used: trace with NCCL, or with one group"
         )
     group = next(iter(groups), tuple(range(trace.world)))
     found, ends = list[Collective](), [event.end for event in ran]
@@ -292,7 +303,10 @@ def _gloo(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
 
 
 def _largest(dims: Any) -> int:
-    """Return the most elements that one argument of an operation has; a list of tensors counts as one argument."""
+    """Return the number of elements of the largest argument of an operation; 0 if ``dims`` is no list.
+
+    ``dims`` has the shape of each argument.  An argument that is a list of tensors has the elements of all its tensors.
+    """
     return max((_elements(shape) for shape in dims), default=0) if isinstance(dims, list) else 0
 
 
@@ -301,7 +315,7 @@ def _sum(dims: Any) -> int:
 
 
 def _elements(shape: Any) -> int:
-    """Return the elements of a shape, or of a list of shapes together; 0 for no shape."""
+    """Return the number of elements of a shape, or of all shapes in a list; 0 for anything else and an empty list."""
     if not isinstance(shape, list) or not shape:
         return 0
     if all(isinstance(size, int) for size in shape):
@@ -310,9 +324,10 @@ def _elements(shape: Any) -> int:
 
 
 def copies_out(marks: Marks, unit: str, moment: float) -> float | None:
-    """Return the first time after ``moment`` at which FSDP copies the gathered weights of ``unit`` to their places.
+    """Return the first time from ``moment`` on at which FSDP copies the gathered weights of ``unit`` to their places.
 
-    The unit's all-gather must be complete by then.  Returns None if FSDP does not copy them after ``moment``.
+    The all-gather of the unit must be complete at this time.  Returns None if FSDP copies no weights of the unit from
+    ``moment`` on.
     """
     begins = sorted(
         event.begin for event in marks.units if event.name == f"FSDP::all_gather_copy_out ({unit})"

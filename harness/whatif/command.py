@@ -28,7 +28,7 @@ MOST_PREDICTED: Final = 1 << 16  # ranks of a predicted run
 
 
 def _speed_up_mark(row: Mapping[str, Any]) -> str:
-    """Return the interval of a row's speed-up for the table, with a mark if 1 lies inside it."""
+    """Return the interval of a row's speed-up as text.  If 1 lies inside the interval, the text ends in ``?``."""
     mark = " ?" if _undecided(row) else ""
     return terminal_table.interval(row["low_speed_up"], row["high_speed_up"], ".2f") + mark
 
@@ -174,7 +174,11 @@ def whatif(
 
 
 def _rate(option: str, text: str) -> float:
-    """Parse the rate that an option gives, such as ``100 Gbit/s``, and return it in bytes a second."""
+    """Return the bytes a second that the text of an option gives, such as ``100 Gbit/s``.
+
+    Raises:
+        Refusal: If the text is no rate; the message begins with ``option``.
+    """
     try:
         mbit = parse_rate(text)
     except ValueError:
@@ -187,7 +191,10 @@ def _rate(option: str, text: str) -> float:
 
 
 def _shared(machine: Machine | None, traced: Topology, target: Topology) -> float:
-    """Return how much longer computation takes because more ranks share the machine's processors than in the trace."""
+    """Return the factor by which computation is slower because more ranks share the processors than in the trace.
+
+    The factor is below 1 if fewer ranks share the processors.  It is 1 without a machine.
+    """
     if machine is None:
         return 1.0
     before, after = (machine.stretch(one.nodes, one.ranks_per_node) for one in (traced, target))

@@ -1,8 +1,8 @@
-"""Turns one rank's step on a GPU into tasks: kernels by stream, launches of the host, and waits.
+"""Turns one rank's step on a GPU into tasks: the kernels of each stream, the host's launches, and their waits.
 
-torch makes a collective's stream wait for the current stream when it issues the collective.  Any other wait between
-streams is found from its effect: a stream was idle although its next kernel had been launched, until a kernel on
-another stream ended.  No torch.
+When torch issues a collective, it makes the collective's stream wait for the current stream.  Any other wait between
+streams is found by its effect: a stream was idle although its next kernel had been launched, and the kernel began when
+a kernel on another stream ended.  No torch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from harness.whatif.collectives import Collective, Marks, copies_out
 from harness.whatif.kineto import DEVICE, Event, Step, Trace
 from harness.whatif.tasks import RankStep, Rule, Task, note_computing
 
-_SOON: Final = 20e-6  # most seconds from the end of what a stream waited for to its next kernel
+# Most seconds from the end of the kernel that a stream waited for to the stream's next kernel.
+_SOON: Final = 20e-6
 _CLOSE: Final = 1e-6  # seconds by which the times of two streams may be wrong
 _SYNCHRONISED: Final = 20e-6  # shortest synchronisation of the host with a device that counts as waiting
-_BEFORE: Final = 256  # kernels before a collective among which the one that it waits for is sought
+_BEFORE: Final = 256  # number of kernels before a collective among which the awaited kernel is sought
 _UNEXPLAINED: Final = 0.1  # largest share of a step in which a stream may be idle for no known reason
 
 
 def has_device(step: Step) -> bool:
-    """Return whether a step ran kernels."""
+    """Return whether a step ran anything on a GPU: kernels, copies or fills."""
     return any(event.category in DEVICE for event in step.device)
 
 
@@ -38,9 +39,10 @@ def on_device(
     Args:
         trace: The rank's trace.
         step: The step.
-        marks: Its marks.
-        collectives: Its collectives.
-        begin: When the GPU ended the step before.  The GPU's step ends with its last kernel.
+        marks: The marks of the step.
+        collectives: The collectives of the step.
+        begin: When the step begins on the GPU: the end of the last kernel of the step before.  The step ends with its
+            last kernel.
 
     Raises:
         Refusal: if streams are idle for reasons that the trace does not show.
@@ -62,7 +64,7 @@ def on_device(
 
 
 class _Streams:
-    """The kernels of one step; the place of a kernel is its number in the order in which kernels begin."""
+    """The kernels of one step.  The *place* of a kernel is its number in the order in which kernels begin."""
 
     def __init__(self, step: Step, collectives: Sequence[Collective], result: RankStep) -> None:
         launch = {event.arguments.get("correlation"): event.begin for event in step.launches}
@@ -72,17 +74,16 @@ class _Streams:
         self._stream = [event.arguments.get("stream") for event in self._kernels]
         kernels = {id(collective.kernel): number for number, collective in enumerate(collectives)}
         self._collective = [kernels.get(id(event)) for event in self._kernels]
-        self._waits: dict[
-            int, set[int]
-        ] = {}  # by place, the places of kernels on other streams that it waits for
+        # By place of a kernel, the places of the kernels on other streams that this kernel waits for.
+        self._waits: dict[int, set[int]] = {}
         self._by_end = sorted(range(len(self._kernels)), key=lambda place: self._kernels[place].end)
         self._ends = [self._kernels[place].end for place in self._by_end]
 
     def find_waits(self) -> float:
-        """Find what streams waited for, from their idle times.
+        """Find the kernels of other streams that each kernel waited for, from the idle times of its stream.
 
         Returns:
-            The idle seconds that no wait explains, on the stream that has the most of them.
+            The seconds in which a stream was idle without such a kernel; the largest value of all streams.
         """
         before, unexplained = dict[object, float](), defaultdict[object, float](float)
         for place, event in enumerate(self._kernels):
@@ -101,7 +102,11 @@ class _Streams:
         return max(unexplained.values(), default=0.0)
 
     def _wait_as_issued(self, place: int) -> None:
-        """Let a collective wait for the last kernel of other streams that was launched before it."""
+        """Note that the collective at ``place`` waits for a kernel of another stream.
+
+        Of the kernels that were launched before the collective and ended before it began, it waits for the kernel that
+        ended last.
+        """
         earlier = [
             other
             for other in range(max(0, place - _BEFORE), place)
@@ -114,9 +119,10 @@ class _Streams:
             self._waits.setdefault(place, set()).add(last)
 
     def _ended_before(self, place: int, after: float) -> int | None:
-        """Return the place of another stream's kernel that ended right before kernel ``place`` began.
+        """Return the place of the kernel on another stream that ended right before the kernel at ``place`` began.
 
-        Returns None if there is no such kernel, or if it ended before the time ``after``.
+        Right before means at most 20 us earlier.  Returns None if there is no such kernel, or if it ended at the time
+        ``after`` or earlier.
         """
         begin = self._kernels[place].begin
         for last in range(bisect.bisect_right(self._ends, begin + _CLOSE) - 1, -1, -1):
@@ -127,9 +133,9 @@ class _Streams:
         return None
 
     def attribute(self, marks: Marks) -> None:
-        """Find which kernel waits for each collective, even if the collective ended before its result was used.
+        """Find the kernel that waits for each collective, even if the collective ended before its result was used.
 
-        The rule by which the kernel was found is counted in the result's ``rules``.
+        The result's ``rules`` count the collectives by the rule that was applied to them.
         """
         waited = {other for others in self._waits.values() for other in others}
         by_launch = sorted(range(len(self._kernels)), key=lambda place: self._launched[place])
@@ -155,10 +161,11 @@ class _Streams:
         return self._collective[other] is None and self._stream[other] != self._stream[place] and begins_later
 
     def note_computing(self) -> None:
-        """Note, at the moment of each kernel's launch, the seconds of computation that the kernel adds.
+        """Note the seconds of computation of each kernel that is no collective, at the moment of the kernel's launch.
 
-        These are the seconds from the end of the kernels before it to its own end, without waits for collectives; idle
-        times in which kernels were still to be launched count as computation.
+        The seconds of a kernel are counted from the end of all earlier kernels to the end of this kernel.  They include
+        idle time before the kernel, such as the time in which the host had not launched it yet.  If the kernel waited
+        for a collective, they are counted from the kernel's beginning.
         """
         reached = self._result.begin
         for place, event in enumerate(self._kernels):
@@ -171,7 +178,7 @@ class _Streams:
             reached = max(reached, event.end)
 
     def _synchronisations(self) -> Iterator[tuple[float, float, int]]:
-        """Yield (begin, end, place of the kernel) of each time the host waited for a kernel."""
+        """Yield (begin, end, place of the kernel) for each time that the host waited for a kernel."""
         for event in self._step.launches:
             if "Synchronize" not in event.name or event.end - event.begin < _SYNCHRONISED:
                 continue
@@ -183,12 +190,14 @@ class _Streams:
                     break
 
     def _segments(self, ends: set[int]) -> list[list[int]]:
-        """Return for each task the places of its kernels.
+        """Divide the kernels into tasks, and return for each task the places of its kernels.
 
-        A task has the kernels of one stream between two waits; a collective is a task of its own.
+        A task consists of kernels of one stream, one after the other, without a wait between them.  A collective is a
+        task with a single kernel.
 
         Args:
-            ends: Places of kernels that something else waits for, which end a task.
+            ends: Places of the kernels that another stream or the host waits for.  Such a kernel is the last of its
+                task.
         """
         segments, under_way = list[list[int]](), dict[object, list[int]]()
         for place, stream in enumerate(self._stream):
@@ -202,7 +211,10 @@ class _Streams:
         return segments
 
     def cut(self, host_begin: float) -> None:
-        """Cut the streams and the host into tasks; gaps between the kernels of a task belong to the task."""
+        """Add the tasks of the streams and of the host to the result.
+
+        The time of a task includes the gaps between its kernels.  ``host_begin`` is when the host began the step.
+        """
         result, syncs = self._result, list(self._synchronisations())
         waited = {other for others in self._waits.values() for other in others}
         segments = self._segments(waited | {place for *_, place in syncs})
@@ -239,12 +251,18 @@ class _Streams:
     def _host(
         self, begin: float, segments: Sequence[Sequence[int]], syncs: Sequence[tuple[float, float, int]]
     ) -> tuple[dict[int, int], list[tuple[int, int]]]:
-        """Add the host's tasks, which end where it launches a task's first kernel, and where it waits for a kernel.
+        """Add the tasks of the host to the result.
 
-        ``segments`` are the kernels of each task; ``syncs`` are (begin, end, place of the kernel) of the host's waits.
+        A task of the host ends when the host launches the first kernel of a segment, or waits for a kernel.
+
+        Args:
+            begin: When the host began the step.
+            segments: The tasks of streams, each as the places of its kernels (:meth:`_segments`).
+            syncs: (begin, end, place of the kernel) of each wait of the host.
 
         Returns:
-            The host's task by the number of the segment that it launches, and (task, place of a kernel) of each wait.
+            Two parts.  The first has the number of the host's task that launches a segment, by the segment's number.
+            The second has a pair for each wait: (number of the host's task, place of the kernel that it waits for).
         """
         points = [(self._launched[segment[0]], 0, number, 0.0) for number, segment in enumerate(segments)]
         points += [(start, 1, place, end) for start, end, place in syncs]

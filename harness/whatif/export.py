@@ -1,11 +1,12 @@
 """Writes a predicted schedule as traces in the format of torch.profiler (Kineto), one file for each rank.
 
-Perfetto and chrome://tracing draw these files, and ``zeropp whatif`` and HolisticTraceAnalysis read them.  Whatever was
-traced, a rank is written as a GPU: computation, codecs and links have a stream each, one thread of the host launches
-everything, and a collective is a kernel with the arguments that torch.profiler gives to NCCL's.
+Perfetto and chrome://tracing draw these files, and ``zeropp whatif`` and HolisticTraceAnalysis read them.  A rank is
+written as a GPU, even if it was traced on a processor: computation, codecs and links have a stream each, and one thread
+of the host launches everything.  A collective is a kernel with the arguments that torch.profiler gives to NCCL's
+kernels.
 
-Only kernels say when something happens.  The launches of a step that was traced on a processor are all at the step's
-beginning, in their order, so that a reader takes no wait of that host for its work.
+Only the times of kernels say when something happens.  If a step was traced on a processor, all its launches are at the
+beginning of the step, in order.  A reader of the file could otherwise mistake the host's waits for work.
 
 Sources: the files that torch 2.13 writes; torch/csrc/distributed/c10d/ParamCommsUtils.hpp and
 torch/csrc/profiler/util.h (arguments of collectives).  No torch.
@@ -32,29 +33,30 @@ from harness.whatif.predict import in_words as rate_in_words
 from harness.whatif.schedules import COMPUTING, HOST, Activity, Message, RankSchedule, ranks_of, schedules
 from harness.whole_file import written_whole
 
-RANK: Final = "{rank}"  # in the name of a file, stands for the rank's number
-MOST: Final = 1024  # ranks that are written
+RANK: Final = "{rank}"  # stands for the rank's number in the name of a file
+MOST: Final = 1024  # largest number of ranks that are written
 _HOST_THREAD: Final = 1
 _STREAM: Final = 7  # torch's first stream for computation
 _APART: Final = 1e-6  # seconds from one launch to the next
 _MOST_LISTED: Final = 30  # ranks of a group that torch lists with each collective
-_NAMES: Final[Mapping[Kind, tuple[str, str]]] = {  # collective's name, and a part of its kernel's
+# Name of the collective, and a part of its kernel's name.
+_NAMES: Final[Mapping[Kind, tuple[str, str]]] = {
     "all_gather": ("_allgather_base", "AllGather"),
     "reduce_scatter": ("_reduce_scatter_base", "ReduceScatter"),
     "all_reduce": ("allreduce", "AllReduce"),
     "all_to_all": ("all_to_allv", "SendRecv"),
     "broadcast": ("broadcast", "Broadcast"),
 }
-# Annotations of the host from which readers know the phase of what is launched.
+# Annotations of the host by phase.  A reader takes the phase of a launch from the annotation around it.
 _PHASES: Final = {"forward": "forward", "backward": "autograd::engine", "optimizer": "Optimizer.step"}
 
 
 def check(pattern: str, predictions: int) -> None:
-    """Raise a Refusal if there are several predictions, or no folder for the files.
+    """Raise a Refusal if there are several predictions, or if the folder for the files does not exist.
 
     Args:
         pattern: The file's name, in which ``{rank}`` stands for the rank's number.
-        predictions: How many predictions there are.
+        predictions: Number of predictions.
     """
     if predictions > 1:
         raise Refusal(
@@ -67,10 +69,11 @@ def check(pattern: str, predictions: int) -> None:
 
 
 def paths(pattern: str, traced: Traced, target: Target) -> dict[int, Path]:
-    """Return the file of each rank.
+    """Return by rank the file into which the rank's trace will be written.
 
     Raises:
-        Refusal: if there are too many ranks, several ranks have one file, or a file exists already.
+        Refusal: if there are too many ranks, if ``pattern`` gives several ranks the same file, or if a file exists
+            already.
     """
     ranks = ranks_of(traced, target)
     if len(ranks) > MOST:
@@ -92,13 +95,12 @@ def paths(pattern: str, traced: Traced, target: Target) -> dict[int, Path]:
 
 
 def write(files: Mapping[int, Path], traced: Traced, prediction: Prediction) -> None:
-    """Write a prediction into one file for each rank; a name that ends in ``.gz`` is compressed.
+    """Write a prediction into one file for each rank.  A file whose name ends in ``.gz`` is compressed.
 
-    The first step is written twice: readers of a GPU's trace leave its first step out, since kernels of the step
-    before it may still run.
+    The first step is written twice, because ``zeropp whatif`` leaves out the first step of a GPU's trace.
 
     Raises:
-        OSError: if a file cannot be written, or exists; then none is written.
+        OSError: if a file cannot be written or exists already.  No file is written then.
     """
     steps = [*schedules(traced, prediction.target)]
     steps = [steps[0], *steps]
@@ -112,7 +114,7 @@ def write(files: Mapping[int, Path], traced: Traced, prediction: Prediction) -> 
 
 
 def in_words(files: Mapping[int, Path], target: Target) -> str:
-    """Return which files were written, and how to read them."""
+    """Return a text that names the files that were written, and the command that predicts from them."""
     first, *_, last = [*files.values()] * 2
     names = str(first) if len(files) == 1 else f"{first} to {last} ({len(files)} ranks)"
     return (
@@ -124,9 +126,12 @@ def in_words(files: Mapping[int, Path], target: Target) -> str:
 def _groups_and_lengths(
     steps: Sequence[Callable[[int], RankSchedule]], ranks: Iterable[int], target: Target
 ) -> tuple[dict[tuple[int, ...], str], list[float]]:
-    """Return the name of each process group, and the seconds of each step from its beginning on the first rank.
+    """Return the names of the process groups, and the seconds of each step.
 
-    The group of all ranks is called ``0``, as torch calls it.
+    Returns:
+        A dict with the name of each process group by the group's ranks.  The group of all ranks is called ``0``, as in
+        torch.  Then a list with the seconds of each step, from its beginning on the first rank to its end on the last
+        rank.
     """
     found, lengths = set[tuple[int, ...]](), [0.0] * len(steps)
     for rank in ranks:
@@ -145,7 +150,14 @@ def _lines(
     groups: Mapping[tuple[int, ...], str],
     prediction: Prediction,
 ) -> Iterator[str]:
-    """Yield the text of one rank's file; ``steps`` are its schedules and their beginnings."""
+    """Yield the parts of the text of one rank's file.
+
+    Args:
+        rank: The rank.
+        steps: For each step, the rank's schedule, and the seconds at which the step begins on the first rank.
+        groups: Names of the process groups, by their ranks.
+        prediction: The prediction, which is stored in the file.
+    """
     own = {group: name for group, name in groups.items() if rank in group}
     facts = {
         "schemaVersion": 1,
@@ -172,9 +184,10 @@ def _lines(
 
 
 def _listed(group: Sequence[int]) -> str:
-    """Return the ranks of a group as torch writes them: all, or the first and the last of a large group.
+    """Return the ranks of a group as text, as torch writes them with each collective.
 
-    ``distributedInfo`` has all of them, once for each group and not with each collective.
+    Of a group with more than 30 ranks, the text has only the first 29 ranks and the last rank.  The key
+    ``distributedInfo`` of the file has all ranks of each group.
     """
     if len(group) <= _MOST_LISTED:
         return str([*group])
@@ -192,11 +205,13 @@ class _Events:
     rank: int
     groups: Mapping[tuple[int, ...], str]
     found: list[dict[str, Any]] = field(default_factory=list)
-    streams: dict[str, int] = field(default_factory=lambda: {COMPUTING: _STREAM})  # by the track's name
-    sent: Counter[str] = field(default_factory=Counter)  # collectives by their group's name
+    # Numbers of streams, by the name of the track.
+    streams: dict[str, int] = field(default_factory=lambda: {COMPUTING: _STREAM})
+    # Number of collectives so far, by the name of their group.
+    sent: Counter[str] = field(default_factory=Counter)
 
     def add_step(self, number: int, step: RankSchedule, begin: float) -> None:
-        """Add a step that begins at ``begin`` on the first rank."""
+        """Add the events of a step.  ``begin`` is the time in seconds at which the step begins on the first rank."""
         start = begin + step.begin
         end = begin + max(activity.end for activity in step.activities)
         self._add("user_annotation", f"{STEP}{number}", start, end, _HOST_THREAD)
@@ -222,7 +237,17 @@ class _Events:
 
     @staticmethod
     def _launch(place: int, start: float, activity: Activity, begin: float) -> float:
-        """Return when the host launches an activity."""
+        """Return the time in seconds at which the host launches an activity.
+
+        If the activity's schedule has no such time, the host launches it at the beginning of the step, 1 us after the
+        activity before it.
+
+        Args:
+            place: Number of the activity in its step.
+            start: When the step begins on this rank.
+            activity: The activity.
+            begin: When the step begins on the first rank.
+        """
         if activity.launched is None:
             return min(start + place * _APART, begin + activity.begin)
         return max(start, begin + activity.launched)
@@ -250,7 +275,11 @@ class _Events:
         return facts | ({"codec": message.codec} if message.codec else {})
 
     def _stream(self, track: str) -> int:
-        """Return the number of a track's stream: a traced stream's own, or a further one."""
+        """Return the number of the stream that stands for a track.
+
+        The track ``stream 7`` has the number of the traced stream, 7.  The track of computation has the number 7 too,
+        and all other tracks get numbers from 101 on.
+        """
         if track not in self.streams:
             own = track.removeprefix("stream ")
             self.streams[track] = int(own) if own.isdecimal() else 100 + len(self.streams)

@@ -1,9 +1,9 @@
-"""Joins the traces of all ranks, step by step, and replays a step: when each rank computes, sends and waits.
+"""Joins the traces of all ranks, step by step, and replays a step: simulates when each rank computes, sends and waits.
 
 The clocks of hosts are aligned by collectives, which end on all ranks at about the same time.  The pure time of a
-collective is from its last rank's beginning to its first rank's end.  Of this time, bytes over rate is the link's, and
-the rest is overhead.  In a replay, all nodes' adapters together are one server, which serves one collective
-after the other, in the order in which they become ready.  Collectives inside nodes take as long as they did.
+collective lasts from the last rank's beginning to the first rank's end.  A part of it, the bytes divided by the link's
+rate, is time on the link; the rest is overhead.  In a replay, the link between nodes carries one collective after the
+other, in the order in which all ranks are ready for them.  Collectives inside nodes take as long as in the trace.
 
 No torch.
 """
@@ -26,25 +26,25 @@ from harness.whatif.kineto import Trace
 from harness.whatif.tasks import RankStep
 from impl.policy.topology import Topology
 
-_LARGE: Final = (
-    0.5  # share of the largest collective's bytes from which a collective is used to find the link's rate
-)
-_APART: Final = (
-    0.1  # seconds from which clocks differ although the traces name one host: hosts may share a name
-)
+# Only collectives with at least this share of the largest collective's bytes are used to find the link's rate.
+_LARGE: Final = 0.5
+# If the clocks of ranks differ by this many seconds, the ranks are on different hosts, even if their traces name the
+# same host: several hosts may have one name.
+_APART: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
     """One collective, as the traces of all its ranks together show it; times are in seconds."""
 
-    seen: Collective  # as its first rank saw it
-    between: bool  # whether its group has ranks on several nodes
+    # The collective as its first rank saw it, but with the pure time of all ranks as the time in which it ran.
+    seen: Collective
+    between: bool  # whether the collective has ranks on several nodes
     link: float  # seconds on the link at the traced rate
-    # By rank, seconds from the end of the link's time to the end of the collective.
+    # By rank, seconds from the end of the time on the link to the end of the collective on this rank.
     overhead: Mapping[int, float]
-    # Whether its overhead may be another collective's time: the next collective began before this one ended, or only
-    # one rank's trace was given.
+    # Whether the overhead may include time of another collective: the next collective began before this collective
+    # ended, or only one rank's trace was given.
     shared: bool
 
 
@@ -53,23 +53,24 @@ class JointStep:
     """One traced step of all ranks, with the collectives that join them."""
 
     ranks: Mapping[int, RankStep]
-    skew: Mapping[int, float]  # by rank, seconds from the first rank's beginning of the step to this rank's
+    # By rank, seconds from the first rank's beginning of the step to this rank's beginning.
+    skew: Mapping[int, float]
     collectives: Sequence[Joined]
-    seconds: float  # from the last rank's beginning to the last rank's end, as traced
+    seconds: float  # traced seconds from the last rank's beginning to the last rank's end
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
     """The joined traces of all ranks: their steps, with the topology, link rate and clocks that they show."""
 
-    topology: Topology  # of the traced run
-    rate: float  # bytes a second of a node's link: those that the user gave, or that collectives achieved
+    topology: Topology  # topology of the traced run
+    rate: float  # bytes a second of a node's link, as the user gave it or as the largest collectives achieved it
     rate_given: bool  # whether the user gave the rate
     steps: Sequence[JointStep]
-    offsets: Mapping[int, float]  # by rank, seconds that were subtracted from its clock
-    rules: Counter[tasks.Rule]
-    alone: bool  # whether only one rank's trace was given, which stands for all
-    backend: str
+    offsets: Mapping[int, float]  # by rank, seconds that were subtracted from the rank's clock
+    rules: Counter[tasks.Rule]  # by rule, for how many collectives the rule found the task that waits
+    alone: bool  # whether only one rank's trace was given; all ranks are then taken to do the same
+    backend: str  # backend of torch.distributed, such as ``nccl``
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,12 @@ class Run:
     """One collective as a replay runs it; times are in seconds."""
 
     link: float  # time on the link
-    overhead: Mapping[int, float]  # by rank, from the end of the link's time to the end of the collective
-    between: bool  # whether its group has ranks on several nodes
-    coding: tuple[float, float] = (0.0, 0.0)  # seconds of the processor before and after the collective
-    # The collective that is sent; None if it is left out, which also lets no rank wait for another.
+    # By rank, from the end of the time on the link to the end of the collective.
+    overhead: Mapping[int, float]
+    between: bool  # whether the collective has ranks on several nodes
+    # Seconds of encoding before the collective, and of decoding after it.
+    coding: tuple[float, float] = (0.0, 0.0)
+    # The collective that is sent.  None if the collective is left out; then no rank waits for other ranks either.
     sent: Collective | None = None
 
 
@@ -88,10 +91,11 @@ def join(read: Iterable[Trace], ranks_per_node: int, rate: float | None) -> Trac
     """Join the traces of one run.
 
     Args:
-        read: One trace of each rank, or the trace of one rank, which then stands for all.  Each is reduced to its tasks
-            before the next one is read, so that only one trace's events are in memory at a time.
-        ranks_per_node: Ranks of a node of the traced run.
-        rate: Bytes a second of a node's link; None to find it from the largest collectives.
+        read: One trace of each rank, or the trace of a single rank.  With a single trace, all ranks are taken to do the
+            same.  A trace is reduced to its tasks before the next trace is taken from ``read``, so that the events of
+            only one trace are in memory at a time.
+        ranks_per_node: Number of ranks of a node in the traced run.
+        rate: Bytes a second of a node's link.  If it is None, it is found from the largest collectives.
 
     Raises:
         Refusal: if the traces do not belong together, or lack what a prediction needs.
@@ -135,9 +139,9 @@ def join(read: Iterable[Trace], ranks_per_node: int, rate: float | None) -> Trac
 
 
 def _rank_steps(trace: Trace) -> list[RankStep]:
-    """Return the steps of one rank, each as tasks.
+    """Divide each step of one rank into tasks, and return the steps.
 
-    The first step of a GPU's trace is left out, since kernels of the step before it may have run in it.
+    The first step of a GPU's trace is left out, because kernels of the untraced step before may have run in it.
     """
     reduced = []
     for before, step in zip([None, *trace.steps], trace.steps, strict=False):
@@ -166,7 +170,7 @@ def _check(traces: Sequence[Trace], world: int, ranks_per_node: int) -> None:
         what = f"more than one is of rank {twice[0]}" if twice else f"none is of rank {missing[0]}"
         raise Refusal(
             f"{first.path}: its run had {world} ranks, but of the {len(traces)} traces {what}: give one trace "
-            "of each rank, or one trace in all"
+            "of each rank, or only one trace"
         )
     if world == 1:
         raise Refusal(f"{first.path}: its run had one rank, which sends nothing: trace two or more ranks")
@@ -186,7 +190,7 @@ def _check(traces: Sequence[Trace], world: int, ranks_per_node: int) -> None:
 
 
 def _check_alike(traces: Sequence[Trace], ranks: Mapping[int, RankStep]) -> None:
-    """Raise a Refusal unless each process group issued the same collectives on all its ranks."""
+    """Raise a Refusal if two ranks of a process group issued different collectives of this group in a step."""
     seen: dict[tuple[int, ...], tuple[int, list[object]]] = {}
     for rank, step in ranks.items():
         by_group = dict[tuple[int, ...], list[object]]()
@@ -202,9 +206,12 @@ def _check_alike(traces: Sequence[Trace], ranks: Mapping[int, RankStep]) -> None
 
 
 def match_collectives(ranks: Mapping[int, RankStep]) -> list[dict[int, int]]:
-    """Return for each collective of a step its number on each rank that takes part: a dict from rank to number.
+    """Find the number that each collective of a step has on each of its ranks.
 
-    The n-th collective of a group on one rank is the n-th collective of this group on all its ranks.
+    The n-th collective of a process group on one rank is the n-th collective of this group on all other ranks.
+
+    Returns:
+        For each collective, a dict from rank to the collective's number among the collectives of this rank.
     """
     matched, by_key = list[dict[int, int]](), dict[tuple[tuple[int, ...], int], dict[int, int]]()
     for rank in sorted(ranks):
@@ -222,15 +229,16 @@ def match_collectives(ranks: Mapping[int, RankStep]) -> list[dict[int, int]]:
 def _offsets(
     traces: Sequence[Trace], steps: Sequence[Mapping[int, RankStep]], bases: Mapping[int, float]
 ) -> dict[int, float]:
-    """Return by how many seconds each rank's clock is ahead of the first rank's.
+    """Return by how many seconds the clock of each rank is ahead of the clock of the first rank.
 
-    Ranks of one host share a clock.  A collective ends on all hosts at about the same time.  The difference between two
-    hosts' clocks is therefore the median difference between the times at which collectives ended on them.
+    A collective ends on all hosts at about the same time.  The difference between the clocks of two hosts is therefore
+    the median difference between the times at which collectives ended on them.  Ranks of one host have the same clock.
+    If all traces name the same host, and the clocks of two ranks differ by 0.1 s or more, each rank counts as a host.
 
     Args:
         traces: The traces of all ranks.
-        steps: Their steps.
-        bases: By rank, seconds to add to all its times.
+        steps: For each step, the step of every rank.
+        bases: By rank, seconds to add to all times of the rank's trace.
     """
     names = {trace.rank: trace.host for trace in traces}
     if len(set(names.values())) > 1 and "" not in names.values():
@@ -243,14 +251,15 @@ def _offsets(
 def _aligned(
     hosts: Mapping[int, str], steps: Sequence[Mapping[int, RankStep]], bases: Mapping[int, float]
 ) -> dict[int, float]:
-    """Return by how many seconds each rank's clock is ahead of the first rank's, from the ends of collectives.
+    """Return by how many seconds the clock of each rank is ahead of the clock of the first rank.
 
-    A host that shares no collective with the first host is aligned through other hosts.
+    The seconds follow from the times at which collectives ended.  A host that has no collective in common with the
+    first host is aligned through other hosts.
 
     Args:
-        hosts: Name of each rank's host; ranks of one host share a clock.
-        steps: By step, the steps of all ranks.
-        bases: By rank, seconds to add to all its times.
+        hosts: Name of each rank's host; ranks of one host have the same clock.
+        steps: For each step, the step of every rank.
+        bases: By rank, seconds to add to all times of the rank's trace.
     """
     apart: dict[str, dict[str, list[float]]] = {host: {} for host in hosts.values()}
     for ranks in steps:
@@ -272,7 +281,11 @@ def _aligned(
 
 
 def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[int, float]) -> JointStep:
-    """Join one step of all ranks; the fields that depend on the link's rate are filled in later."""
+    """Join one step of all ranks.
+
+    :func:`_timed` must still divide the times of collectives into time on the link and overhead.  ``offsets`` are the
+    seconds to subtract from all times of each rank.
+    """
     alone = len(ranks) == 1
     begins = {rank: step.begin - offsets.get(rank, 0.0) for rank, step in ranks.items()}
     ends = {rank: step.end - offsets.get(rank, 0.0) for rank, step in ranks.items()}
@@ -298,10 +311,10 @@ def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[
 
 
 def _rate(steps: Sequence[JointStep]) -> float:
-    """Return the median of the bytes a second that the largest collectives between nodes achieved.
+    """Return the bytes a second of a node's link: the median of what the largest collectives between nodes achieved.
 
-    If no collective crosses nodes, the largest of all collectives count.
-    Collectives that run at the same time share the link, so their bytes are counted together.
+    If no collective is between nodes, the largest of all collectives are used.  Collectives that run at the same time
+    share the link, so they are counted as one collective with the sum of their bytes.
     """
     achieved = list[tuple[float, float]]()  # (bytes, bytes a second)
     for step in steps:
@@ -326,7 +339,11 @@ def _rate(steps: Sequence[JointStep]) -> float:
 
 
 def _timed(step: JointStep, rate: float) -> JointStep:
-    """Return the step with each collective's time divided into time on the link, at ``rate``, and overhead."""
+    """Return the step with the time of each collective divided into time on the link and overhead.
+
+    The time on the link of a collective between nodes is its bytes divided by ``rate``, in bytes a second.  The pure
+    time of a collective inside a node is not divided: all of it counts as time on the link.
+    """
     by_number, free = dict[int, Joined](), 0.0
     order = sorted(range(len(step.collectives)), key=lambda number: step.collectives[number].seen.ran[0])
     for place, number in enumerate(order):
@@ -354,25 +371,29 @@ class Replayed:
     """The times of a replayed step, in seconds."""
 
     seconds: float  # from the last rank's beginning to the last rank's end
-    exposed: float  # seconds that tasks waited for collectives, on the rank where they waited longest
-    link: float  # how long the link between nodes was busy
-    # By rank and number of the task, (begin, end); a collective begins when its rank is ready for it.
+    exposed: float  # seconds that tasks waited for collectives, on the rank with the longest waits
+    link: float  # seconds in which the link between nodes was busy
+    # (begin, end) of each task, by (rank, number of the task).  A collective begins when its rank is ready for it.
     spans: Mapping[tuple[int, int], tuple[float, float]]
 
 
 def replay(step: JointStep, runs: Sequence[Run], slower: float = 1.0) -> Replayed:
-    """Simulate a step: run the tasks of all ranks, each after the tasks that it waits for, and return their times.
+    """Simulate a step and return its times.  Each task of each rank begins when the tasks that it waits for are done.
 
     Args:
         step: The traced step, which has the tasks.
-        runs: The step's collectives, by number.
-        slower: Factor by which computation takes longer.
+        runs: How each collective of the step runs, in the order of ``step.collectives``.
+        slower: Factor by which computation takes longer than traced.
     """
     return _Replay(step, runs, slower).run()
 
 
 class _Replay:
-    """One replay: runs a task once all tasks before it are done, and collectives in the order of readiness."""
+    """Simulates one step.
+
+    A task begins when all tasks that it waits for are done.  The link between nodes carries collectives in the order in
+    which all their ranks are ready.
+    """
 
     def __init__(self, step: JointStep, runs: Sequence[Run], slower: float) -> None:
         self._step, self._runs, self._slower = step, runs, slower
@@ -389,9 +410,8 @@ class _Replay:
         self._members: list[list[tuple[int, int]]] = [[] for _ in matched]  # tasks that have arrived
         self._sizes = [len(places) for places in matched]
         self._ready = [-math.inf] * len(matched)
-        self._pending: list[
-            tuple[float, int]
-        ] = []  # heap of (moment, collective) for which all ranks have arrived
+        # Heap of the collectives for which all ranks are ready: (moment, number of the collective).
+        self._pending: list[tuple[float, int]] = []
         for rank, rank_step in step.ranks.items():
             for place, task in enumerate(rank_step.tasks):
                 needed = {*task.after}
@@ -402,7 +422,7 @@ class _Replay:
                     self._runnable.append((rank, place))
 
     def run(self) -> Replayed:
-        """Run all tasks, and return the replayed step."""
+        """Simulate all tasks, and return their times."""
         free = busy = 0.0
         while self._runnable or self._pending:
             while self._runnable:
@@ -422,7 +442,10 @@ class _Replay:
         return Replayed(max(self._done.values()) - skew, max(self._exposed.values()), busy, spans)
 
     def _start(self, key: tuple[int, int]) -> None:
-        """Run a task; a collective begins once all its ranks have arrived."""
+        """Start the task ``key`` (rank, number of the task), whose awaited tasks are done.
+
+        A task of computation is finished here.  A collective becomes pending when the last of its ranks starts it.
+        """
         rank, place = key
         tasks_of_rank, skew = self._step.ranks[rank].tasks, self._step.skew[rank]
         task = tasks_of_rank[place]
@@ -460,7 +483,7 @@ class _Replay:
 
 
 def as_traced(step: JointStep) -> list[Run]:
-    """Return the collectives as they were traced."""
+    """Return runs that repeat a step's collectives with the types, sizes and times that were traced."""
     return [
         Run(joined.link, joined.overhead, joined.between, sent=joined.seen) for joined in step.collectives
     ]

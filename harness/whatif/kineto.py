@@ -1,8 +1,8 @@
 """Reads the JSON files of torch.profiler (Kineto), event by event, without holding a whole file in memory.
 
-``torch.profiler.profile`` writes one JSON object for each rank: some facts, the array ``traceEvents``, and further
-facts behind the array.  Only the events that a prediction needs are kept: steps, operations of the host, launches, and
-kernels.  Times are in seconds of the host's clock.
+``torch.profiler.profile`` writes one JSON object for each rank.  The object has the array ``traceEvents``, and other
+keys before and after the array.  Only the events that a prediction needs are kept: steps, operations of the host,
+launches, and kernels.  Times are in seconds of the host's clock.
 
 Sources: the files that torch 2.13 writes, and the traces in HolisticTraceAnalysis's ``tests/data``.  No torch.
 """
@@ -27,11 +27,11 @@ HOST: Final = ("cpu_op", "user_annotation")
 DEVICE: Final = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES: Final = ("cuda_runtime", "cuda_driver")
 _KEPT: Final = frozenset((*HOST, *DEVICE, *LAUNCHES))
-# Of an event of the host, arguments are kept only if it belongs to a collective.
+# Beginnings of the names of events that belong to a collective.  Other events of the host are kept without arguments.
 _COLLECTIVE: Final = ("c10d::", "gloo:", "record_param_comms", "nccl:")
 _CHUNK: Final = 4 << 20  # characters that are read at once
-_LARGEST: Final = 16 << 20  # most characters of one event, or of the facts before or behind the events
-_LATEST: Final = 1e18  # microseconds before and after 1970 in which all times are
+_LARGEST: Final = 16 << 20  # most characters of one event, or of the other keys before or after the events
+_LATEST: Final = 1e18  # microseconds from 1970, before and after, within which valid times lie
 _MOST_RANKS: Final = 1 << 20
 _LISTS: Final = ("Input Dims", "Input type", "Concrete Inputs")  # arguments of collectives
 _NUMBERS: Final = ("correlation", "stream")  # arguments of launches and kernels
@@ -74,14 +74,14 @@ class Trace:
     rank: int
     world: int
     host: str  # name of the rank's host; empty if the file does not say
-    backend: str
+    backend: str  # backend of torch.distributed, such as ``nccl``; empty if the file does not say
     groups: Mapping[str, Sequence[int]]  # ranks of each process group, by the group's name
     base: int  # nanoseconds to add to all times of the trace
     steps: Sequence[Step]
 
 
 def read(path: Path) -> Trace:
-    """Read one rank's trace; a file whose name ends in ``.gz`` is decompressed.
+    """Read one rank's trace.  A file whose name ends in ``.gz`` is decompressed.
 
     Raises:
         Refusal: if the file is truncated, is no trace of torch.profiler, or has fewer than two complete steps.
@@ -129,7 +129,11 @@ def _opened(path: Path) -> IO[str]:
 
 
 def _raw_events(path: Path, file: IO[str], facts: dict[str, Any]) -> Iterator[Any]:
-    """Yield the items of ``traceEvents``, and add the other keys of the file to ``facts``."""
+    """Yield the items of the array ``traceEvents``.  Add the other keys of the file to ``facts``.
+
+    Raises:
+        Refusal: If the text is no JSON object with ``traceEvents``, or is truncated.
+    """
     decoder = json.JSONDecoder(strict=False)  # torch writes line breaks inside names
     text = file.read(_CHUNK)
     if not text.lstrip().startswith("{"):
@@ -171,7 +175,13 @@ def _facts(path: Path, text: str) -> dict[str, Any]:
 
 
 def _event(path: Path, raw: Any) -> Event | None:
-    """Return a complete event of a category that is kept, with its times in seconds, or None."""
+    """Return an item of ``traceEvents`` as an event, with its times in seconds.
+
+    Returns None if the item has no beginning and end, or if a prediction does not need its category.
+
+    Raises:
+        Refusal: If the item is not as torch.profiler writes it.
+    """
     if not isinstance(raw, dict):
         raise Refusal(f"{path}: {_NOT_OURS}; an event is {str(raw)[:40]!r}")
     category = raw.get("cat")
@@ -202,7 +212,10 @@ def _is_time(value: Any) -> TypeGuard[float]:
 
 
 def _steps(path: Path, events: Sequence[Event]) -> list[Step]:
-    """Return the steps of a trace, each with its own events; raises a Refusal if there are fewer than two steps."""
+    """Return the steps of a trace, each with the events that began in it.
+
+    A kernel belongs to the step in which it was launched.  Raises a Refusal if there are fewer than two steps.
+    """
     marks = sorted(
         (event for event in events if event.name.startswith(STEP) and event.category == "user_annotation"),
         key=lambda event: event.begin,
@@ -211,7 +224,7 @@ def _steps(path: Path, events: Sequence[Event]) -> list[Step]:
     if len(marks) < 2 or not all(number.isdecimal() for number in numbers):
         raise Refusal(
             f"{path}: has {len(marks)} complete steps, and two or more are needed: trace at least five with "
-            "schedule(active=5), and call profiler.step() after each"
+            "schedule(active=5), and call profiler.step() after each step"
         )
     steps = [
         Step(int(number), mark.thread, mark.begin, mark.end)

@@ -1,9 +1,9 @@
 """Predicts a traced step with other messages, or with the traced model under one of our engine's policies.
 
-The program's own engine with other messages needs no new schedule: ``bf16`` and ``fp16`` change the type of messages,
-and ``kept`` leaves out the gathers of backward.  A preset of :mod:`impl.policy.policy` runs on another engine, so the
-step is simulated with that engine's schedule, hops and messages (:mod:`impl.plan.step_time`), and with each unit's
-traced computation.
+A policy of :data:`REWRITES` keeps the schedule of the traced program and changes its messages.  ``bf16`` and ``fp16``
+change the type of messages, and ``kept`` leaves out the gathers of backward.  A preset of :mod:`impl.policy.presets` is
+a policy of our engine.  A step under a preset is simulated with our engine's schedule, hops and messages
+(:mod:`impl.plan.step_time`), and with the traced computation of each unit.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ REWRITES: Final = {
 }
 DTYPES: Final = {"fp32": "Float", "bf16": "BFloat16", "fp16": "Half"}  # NCCL's names of our types
 Overheads = Literal["scale", "constant"]
-"""Two hypotheses on the seconds of a collective besides its bytes over the rate: that they scale with the bytes over
-the rate, or that they are constant."""
+"""Two hypotheses on the overhead of a collective under another policy or rate.
+
+``scale``: the overhead grows in proportion to the collective's time on the link (its bytes over the rate).
+``constant``: the overhead is the same as traced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,8 @@ class Target:
     policy: str  # a key of :data:`REWRITES` or a preset
     rate: float  # bytes a second of a node's link
     topology: Topology
-    machine: Machine | None = None  # gives codec seconds, and how processors are shared; None if not known
+    # Gives the seconds of codecs, and the number of processors that ranks share.  None if no machine file was given.
+    machine: Machine | None = None
     slower: float = 1.0  # factor by which computation takes longer than traced
 
 
@@ -51,13 +54,17 @@ class Target:
 class Predicted:
     """A predicted step, in seconds."""
 
-    seconds: float
-    exposed: float  # how long the rank that waits most waits for messages
-    link: float  # how long the link between nodes is busy
+    seconds: float  # duration of the step
+    exposed: float  # seconds that the rank with the longest waits waits for messages
+    link: float  # seconds in which the link between nodes is busy
 
 
 def check(policy: str, traced: Traced) -> None:
-    """Raise a Refusal if a policy is unknown, or if the traces do not show what it needs."""
+    """Raise a Refusal if a policy is unknown, or if the traced program does not allow it.
+
+    ``kept`` and the presets of our engine need a program without gradient accumulation.  ``kept`` also needs a program
+    that gathers weights again in backward.
+    """
     if policy not in REWRITES and policy not in PRESETS:
         known = [*REWRITES, *PRESETS]
         raise Refusal(f"--policy {policy!r}: expected one of {', '.join(known)}{suggestion(policy, known)}")
@@ -78,7 +85,10 @@ def check(policy: str, traced: Traced) -> None:
 
 
 def rewritten(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> list[Run]:
-    """Return the collectives of a step for :func:`harness.whatif.joint.replay`, for a policy of :data:`REWRITES`."""
+    """Return how the collectives of a step run under a policy of :data:`REWRITES`.
+
+    The result is the argument ``runs`` of :func:`harness.whatif.joint.replay`.
+    """
     left_out = _again(step.collectives) if target.policy == "kept" else set()
     resized = target.topology != traced.topology
     return [
@@ -118,7 +128,14 @@ def _run(joined: Joined, traced: Traced, target: Target, overheads: Overheads, *
 
 
 def _casting(target: Target, elements: int, ranks: int, *, whole: bool) -> tuple[float, float]:
-    """Return the seconds to cast before and after a collective; before it, only this rank's part unless ``whole``."""
+    """Return the seconds that a rank casts before a collective, and the seconds that it casts after the collective.
+
+    Args:
+        target: The target, whose machine gives the speed.  Without a machine both results are 0.
+        elements: Elements of all ranks' parts together; all are cast after the collective.
+        ranks: Number of ranks of the collective.
+        whole: Whether a rank casts all elements before the collective, and not only its part.
+    """
     if target.machine is None:
         return 0.0, 0.0
     cost, stretch = target.machine.cost(Raw("bf16" if target.policy == "bf16" else "fp16")), _stretch(target)
@@ -133,7 +150,7 @@ def _stretch(target: Target) -> float:
 
 
 def _again(collectives: Sequence[Joined]) -> set[int]:
-    """Return the numbers of the gathers that gather weights which the step has gathered before."""
+    """Return the numbers of the all-gathers in backward whose weights the step has gathered before."""
     seen, again = set[tuple[str, int]](), set[int]()
     for number, joined in enumerate(collectives):
         key = joined.seen.unit, joined.seen.elements
@@ -146,19 +163,21 @@ def _again(collectives: Sequence[Joined]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One unit of the traced model: its elements, and the seconds that the slowest rank computes in it in a step."""
+    """One unit of the traced model."""
 
     name: str
-    elements: int
-    forward: float
-    backward: float
+    elements: int  # number of elements of the unit's parameters
+    forward: float  # seconds in which the slowest rank computes the unit's forward pass in a step
+    backward: float  # seconds in which the slowest rank computes the unit's backward pass in a step
 
 
 def units_of(step: JointStep) -> list[Unit]:
-    """Return the units of the traced model in forward order: FSDP's modules, DeepSpeed's gathers, or DDP's buckets.
+    """Return the units of the traced model, in the order in which the forward pass uses them.
+
+    A unit is a module that FSDP gathers, the weights of one gather of DeepSpeed, or a bucket of DDP.
 
     Raises:
-        Refusal: If the step has none of these.
+        Refusal: If the step has no such units.
     """
     collectives = [joined.seen for joined in step.collectives]
     gathers = [seen for seen in collectives if seen.kind == "all_gather" and seen.phase == "forward"]
@@ -189,7 +208,11 @@ def units_of(step: JointStep) -> list[Unit]:
 
 
 def _unnamed(step: JointStep, elements: Sequence[int]) -> list[Unit]:
-    """Return DeepSpeed's gathers as units; computation is divided in proportion to elements."""
+    """Return a unit for each gather of DeepSpeed.
+
+    ``elements`` has the number of elements of each gather.  The seconds of the whole model are divided among the units
+    in proportion to their elements, since the trace does not say which unit computes.
+    """
     (forward, backward), whole = _seconds(step, {""}), sum(elements)
     return [
         Unit(f"gather {place}", size, forward * size / whole, backward * size / whole)
@@ -198,7 +221,11 @@ def _unnamed(step: JointStep, elements: Sequence[int]) -> list[Unit]:
 
 
 def _seconds(step: JointStep, names: set[str]) -> tuple[float, float]:
-    """Return the seconds of forward and of backward that the slowest rank computes in FSDP's modules ``names``."""
+    """Return the seconds that the slowest rank computes in FSDP modules, in the forward and in the backward pass.
+
+    ``names`` are the names of the modules; the root module is ``""``.  The slowest rank of the forward pass may be
+    another rank than the slowest rank of the backward pass.
+    """
     forward, backward = dict[int, float](), dict[int, float]()
     for number, rank in step.ranks.items():
         for moment, seconds in rank.computed:
@@ -209,10 +236,15 @@ def _seconds(step: JointStep, names: set[str]) -> tuple[float, float]:
 
 
 def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) -> list[Unit]:
-    """Return DDP's buckets as units, in the order of forward.
+    """Return a unit for each bucket of DDP, in the order in which the forward pass uses them.
 
-    ``elements`` and ``issued`` have each bucket's size and when it was sent.  The forward seconds of the slowest rank
-    are divided in proportion to elements.
+    The forward seconds of the slowest rank are divided among the units in proportion to their elements.  The backward
+    seconds of a unit are the computation between the issue of the bucket before and the issue of the unit's bucket.
+
+    Args:
+        step: The traced step.
+        elements: Number of elements of each bucket, in the order of issue.
+        issued: Moments at which the first rank issued the buckets.
     """
     number, rank = max(step.ranks.items(), key=lambda item: sum(seconds for _, seconds in item[1].computed))
     marks, whole = rank.marks, sum(elements)
@@ -230,9 +262,9 @@ def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) 
 
 
 def _issued(step: JointStep, rank: int, issued: Sequence[float]) -> list[float]:
-    """Return when a rank issued DDP's buckets.
+    """Return the moments at which a rank issued DDP's buckets.
 
-    ``issued`` are the moments at which the first rank issued the buckets; its other collectives have other moments.
+    ``issued`` are the moments at which the first rank issued them.  They tell the buckets from other collectives.
     """
     first = step.ranks[min(step.ranks)].collectives
     places = [place for place, seen in enumerate(first) if seen.issued[0] in set(issued)]
@@ -241,7 +273,7 @@ def _issued(step: JointStep, rank: int, issued: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A simulated step of a preset of our engine, in which all ranks do the same at the same time."""
+    """A simulated step of our engine under a preset.  All ranks do the same at the same time."""
 
     passes: Sequence[Pass]
     units: Sequence[Unit]
@@ -249,7 +281,7 @@ class Simulated:
 
     @property
     def predicted(self) -> Predicted:
-        """The seconds of the step."""
+        """The step's duration, exposed communication and time of the link, in seconds."""
         return Predicted(
             seconds=sum(float(run.seconds) for run in self.passes) + self.optimizer,
             exposed=sum(float(run.exposed) for run in self.passes),
@@ -258,10 +290,10 @@ class Simulated:
 
 
 def of_our_engine(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Simulated:
-    """Simulate a step of a preset of our engine over the traced model.
+    """Simulate a step in which our engine trains the traced model under a preset.
 
     Raises:
-        Refusal: if the traces do not show the model's units, or the policy does not fit the topology.
+        Refusal: if the traces do not show the model's units, or if the preset does not fit the topology.
     """
     policy, topology, stretch = PRESETS[target.policy], target.topology, target.slower
     try:
@@ -281,7 +313,7 @@ def of_our_engine(step: JointStep, traced: Traced, target: Target, overheads: Ov
         name="traced", source="traces", fixed=1.0, per_token=0.0, efficiency=1.0, fewest=0.0, most=1.0,
         overlap="schedule",
     )  # fmt: skip
-    # A rate that the traced collectives achieved has their efficiency in it already.
+    # If the rate is what the traced collectives achieved, it already includes the link's efficiency.
     efficiency = machine.efficiency if traced.rate_given else 1.0
     machine = replace(machine, efficiency=efficiency, latency=machine.latency + overhead)
     optimizer = max(rank.optimizer for rank in step.ranks.values()) * _optimizer_share(
@@ -310,14 +342,20 @@ def _geometry(unit: Unit, policy: Policy, topology: Topology) -> UnitGeometry:
 
 
 def _optimizer_share(step: JointStep, policy: Policy, traced: Traced, topology: Topology) -> float:
-    """Return the ratio of the elements that a rank's optimizer steps under the policy to those of the traced run."""
+    """Return the factor by which a rank's optimizer steps more elements under the policy than in the traced run.
+
+    The traced optimizer steps a shard of 1 / ranks if the trace has reduce-scatters; otherwise it steps all elements.
+    """
     sharded = any(joined.seen.kind == "reduce_scatter" for joined in step.collectives)
     ours = policy.group_ranks(topology) if policy.stage else 1
     return (traced.topology.world if sharded else 1) / ours
 
 
 def codec_note(target: Target, policy: Mapping[str, Policy] = PRESETS) -> str:
-    """Return where a target's codec seconds come from; empty if it encodes nothing."""
+    """Return a note that says where the codec seconds of a prediction come from.
+
+    Returns an empty text for ``same`` and ``kept``, which encode nothing.  ``policy`` has the presets by name.
+    """
     if target.policy in (SAME, "kept"):
         return ""
     machine = target.machine

@@ -14,13 +14,14 @@ from harness.whatif.joint import JointStep, Traced
 from harness.whatif.policies import REWRITES, SAME, Overheads, Predicted, Target
 from impl.policy.topology import Topology
 
-# Ratios of a rate to the traced one that are predicted without a mark: those that docs/whatif_errors.md measured.
+# Smallest and largest ratio of a rate to the traced rate that is predicted without a note.  docs/whatif_errors.md has
+# measured the errors of predictions between these ratios.
 VALIDATED: Final = (0.5, 4.0)
 CLOSE: Final = 0.02  # largest relative error with which the replay of a trace may miss the traced step
-_FEW: Final = 5  # traced steps of which the median is predicted, at least, without a note
-_SEARCHED: Final = 1e3  # factor around the traced rate in which the rate of break-even is sought
-_GRID: Final = 13  # rates at which the sign of the difference is looked at
-_HALVINGS: Final = 12
+_FEW: Final = 5  # smallest number of traced steps without a note that the steps are few
+_SEARCHED: Final = 1e3  # break-even is sought between the traced rate divided and multiplied by this factor
+_GRID: Final = 13  # rates at which the sign of the difference is computed
+_HALVINGS: Final = 12  # how often the interval with the break-even is then halved
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +29,32 @@ class Prediction:
     """A predicted step; seconds are medians over the traced steps."""
 
     target: Target
-    seconds: float  # if overheads scale with bytes over the rate
-    low: float  # the smallest of the predictions by both hypotheses on overheads and all fits of the machine
-    high: float  # the largest of them
-    exposed: float
-    link: float
-    speed_up: float  # over the program as it was traced, at the same rate and topology
-    low_speed_up: float  # the smallest speed-up by both hypotheses and all fits
-    high_speed_up: float  # the largest of them
-    # Bytes a second above which the policy does not pay; None if there is no such rate.
-    break_even: float | None
+    seconds: float  # duration of the step, if overheads scale with bytes over the rate
+    low: float  # the shortest duration under both hypotheses on overheads and all fits of the machine
+    high: float  # the longest duration under both hypotheses on overheads and all fits of the machine
+    exposed: float  # seconds that the rank with the longest waits waits for messages
+    link: float  # seconds in which the link between nodes is busy
+    speed_up: float  # over the policy "same", the program as traced, at the same rate and topology
+    low_speed_up: float  # the smallest speed-up under both hypotheses on overheads and all fits
+    high_speed_up: float  # the largest speed-up under both hypotheses on overheads and all fits
+    break_even: float | None  # bytes a second above which the policy does not pay; as :func:`break_even`
     notes: Sequence[str]
 
     @property
     def bound(self) -> str:
-        """What bounds the step: ``link`` if the link is busy longer than the ranks compute, else ``processor``."""
+        """``link`` if the link between nodes is busy longer than the ranks compute; otherwise ``processor``."""
         return "link" if self.link > self.seconds - self.exposed else "processor"
 
 
 def check_replay(traced: Traced) -> list[float]:
-    """Return the relative error of each traced step's replay.
+    """Replay each traced step with its traced messages, and return the error of the duration of each replay.
+
+    An error is relative: 0.01 if the replay takes 1 % longer than the traced step.
 
     Raises:
         Refusal: If the median of the errors' absolute values is above :data:`CLOSE`, if a traced step takes no time, or
-            if one rank ended a step with collectives before another rank began this step.
+            if one rank ended a step with collectives before another rank began this step.  Also if the user gave the
+            traced rate, and the messages of a step would need longer than the step at this rate.
     """
     for step in traced.steps:
         if step.seconds <= 0:
@@ -70,9 +73,9 @@ def check_replay(traced: Traced) -> list[float]:
     errors = [run.seconds / step.seconds - 1 for run, step in zip(replayed, traced.steps, strict=True)]
     if (median := statistics.median(map(abs, errors))) > CLOSE:
         raise Refusal(
-            f"the traces' own step is replayed with an error of {median:.1%}, and at most {CLOSE:.0%} are allowed: "
-            "leave out --traced-rate or correct it, or trace steps that wait for their own collectives, on a machine "
-            "that runs nothing else"
+            f"a traced step is replayed with an error of {median:.1%}, and at most {CLOSE:.0%} is allowed: leave out "
+            "--traced-rate or correct it; or trace steps that end only after all their collectives, on a machine that "
+            "runs nothing else"
         )
     return errors
 
@@ -89,7 +92,7 @@ def _check_overlap(step: JointStep) -> None:
 
 
 def step_seconds(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Predicted:
-    """Return the predicted seconds of one traced step, with overheads that scale with bytes or are constant."""
+    """Predict one traced step for a target, under one of the two hypotheses on overheads."""
     if target.policy not in REWRITES:
         return policies.of_our_engine(step, traced, target, overheads).predicted
     runs = policies.rewritten(step, traced, target, overheads)
@@ -107,10 +110,10 @@ def _median(steps: Sequence[JointStep], traced: Traced, target: Target, overhead
 
 
 def predict(traced: Traced, target: Target) -> Prediction:
-    """Return the prediction of a target: medians over the traced steps.
+    """Predict the step for a target.  All seconds are medians over the traced steps.
 
     Raises:
-        Refusal: if the target does not fit the traces.
+        Refusal: if the target has only one node, or if the traces do not allow its policy or topology.
     """
     if target.topology.nodes == 1:
         raise Refusal(
@@ -146,9 +149,10 @@ def predict(traced: Traced, target: Target) -> Prediction:
 
 
 def break_even(traced: Traced, target: Target) -> float | None:
-    """Return the rate, in bytes a second, above which the policy does not pay; None if it pays at all rates or at none.
+    """Return the rate, in bytes a second, above which a policy is not faster than the program as traced.
 
-    One traced step, that of median duration, is predicted at each rate.
+    The rate is sought from a thousandth of the traced rate to a thousand times the traced rate.  At each rate the
+    traced step of median duration is predicted.  Returns None if there is no such rate in this range.
     """
     step = sorted(traced.steps, key=lambda step: step.seconds)[len(traced.steps) // 2]
 
@@ -163,7 +167,11 @@ def break_even(traced: Traced, target: Target) -> float | None:
 
 
 def _crossing(gain: Callable[[float], float], rates: Sequence[float]) -> float | None:
-    """Return the largest rate at which ``gain`` changes from positive to not positive, found between ``rates``."""
+    """Return the largest rate at which ``gain`` changes from a positive number to 0 or a negative number.
+
+    ``gain`` is computed at all ``rates``, which ascend.  The change is then found by halving the interval between two
+    of them.  Returns None if ``gain`` has no such change between neighbouring rates.
+    """
     gains = [gain(rate) for rate in rates]
     place = next((i for i in reversed(range(len(rates) - 1)) if gains[i] > 0 >= gains[i + 1]), None)
     if place is None:
@@ -192,7 +200,11 @@ def _notes(traced: Traced, target: Target) -> list[str]:
 
 
 def about(traced: Traced, errors: Sequence[float]) -> list[str]:
-    """Return lines on the traces: topology, rate, step, ``errors`` of the replay and how waits were found."""
+    """Return lines of text about the traces, to be printed before the predictions.
+
+    They state topology, rate and step time of the traced run, the error of its replay, and how waits were found.
+    ``errors`` are the results of :func:`check_replay`.
+    """
     seconds = [step.seconds for step in traced.steps]
     origin = "given" if traced.rate_given else "found from the largest collectives"
     median = statistics.median(seconds)
@@ -234,7 +246,7 @@ def in_words(rate: float) -> str:
 
 
 def row(prediction: Prediction) -> dict[str, Any]:
-    """Return a prediction as a row of plain values, which tables, JSON and CSV are made from."""
+    """Return a prediction as a dict of numbers and texts by column, for tables, JSON and CSV."""
     target = prediction.target
     return {
         "policy": target.policy,
@@ -256,5 +268,5 @@ def row(prediction: Prediction) -> dict[str, Any]:
 
 
 def target_topology(traced: Traced, nodes: int | None, ranks_per_node: int | None) -> Topology:
-    """Return the topology of a prediction; what is not given is as in the traced run."""
+    """Return the topology of a prediction.  A number that is None is as in the traced run."""
     return Topology(nodes or traced.topology.nodes, ranks_per_node or traced.topology.ranks_per_node)

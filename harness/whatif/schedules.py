@@ -1,7 +1,8 @@
 """Lists what each rank does in a predicted step, and when: computation, codecs, messages, and waits of the host.
 
-These are the numbers of the prediction itself: of the joint replay for a rewritten program, and of the simulation for a
-preset of our engine.  :mod:`harness.whatif.export` writes them as traces.  No torch.
+The times are the times of the prediction.  For a policy of :data:`harness.whatif.policies.REWRITES` they come from the
+replay of all ranks; for a preset of our engine they come from the simulation.  :mod:`harness.whatif.export` writes them
+as traces.  No torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ COMPUTING: Final = "computation"
 CODECS: Final = "codecs"
 BETWEEN: Final = "link between nodes"
 INSIDE: Final = "links inside nodes"
-_SHORTEST: Final = 1e-9  # seconds; what computes for less is left out
+_SHORTEST: Final = 1e-9  # shortest computation, in seconds, that is listed
 
 
 class Message(NamedTuple):
@@ -33,11 +34,11 @@ class Message(NamedTuple):
 
     kind: Kind
     given: int  # elements that the rank passes in
-    received: int  # elements that it gets
-    dtype: str  # by NCCL's traces, such as ``BFloat16``
-    group: tuple[int, ...]
-    as_all_reduce: bool = False  # a reduce-scatter that is an all-reduce on the wire
-    codec: str = ""  # of our engine
+    received: int  # elements that the rank receives
+    dtype: str  # type of an element, as NCCL's traces name it, such as ``BFloat16``
+    group: tuple[int, ...]  # the ranks that take part
+    as_all_reduce: bool = False  # whether it is a reduce-scatter that sends the messages of an all-reduce
+    codec: str = ""  # codec of our engine's messages; empty for other programs
 
 
 class Activity(NamedTuple):
@@ -48,30 +49,32 @@ class Activity(NamedTuple):
     begin: float
     end: float
     phase: Phase
-    launched: float | None = (
-        None  # when the host launches it; None if the host launches everything at the beginning
-    )
-    message: Message | None = None
+    # When the host launches the activity; None if the host launches everything at the beginning of the step.
+    launched: float | None = None
+    message: Message | None = None  # None if the activity sends nothing
 
 
 @dataclass(frozen=True, slots=True)
 class RankSchedule:
-    """One predicted step of one rank; activities are in the order in which they are issued."""
+    """One predicted step of one rank."""
 
-    begin: float
-    activities: Sequence[Activity]
+    begin: float  # seconds from the beginning of the step on the first rank to its beginning on this rank
+    activities: Sequence[Activity]  # in the order in which the rank issues them
 
 
 def ranks_of(traced: Traced, target: Target) -> list[int]:
-    """Return the ranks whose schedules a prediction has: all, or one if only one was traced."""
+    """Return the ranks for which a prediction has a schedule.
+
+    They are all ranks of the target or, if the trace of only one rank was given, a single rank.
+    """
     world = target.topology.world
     return [min(traced.steps[0].ranks) % world] if traced.alone else [*range(world)]
 
 
 def schedules(traced: Traced, target: Target) -> Iterator[Callable[[int], RankSchedule]]:
-    """Yield for each predicted step a function from a rank's number to the rank's schedule.
+    """Yield for each predicted step a function that returns the schedule of a rank; its argument is the rank's number.
 
-    A collective's overhead, its time that is not spent on the link, scales with its bytes over the rate.
+    Of the two hypotheses on overheads, the schedules follow ``scale``.
     """
     for step in traced.steps:
         if target.policy in REWRITES:
@@ -82,10 +85,10 @@ def schedules(traced: Traced, target: Target) -> Iterator[Callable[[int], RankSc
 
 
 def _replayed(step: JointStep, traced: Traced, target: Target) -> dict[int, RankSchedule]:
-    """Return the schedule of each rank by a replay.
+    """Replay a step, and return the schedule of each rank.
 
-    With more ranks than were traced, each further rank does what a traced rank does: the prediction is that of ranks
-    that compute as traced.
+    If the target has more ranks than were traced, the schedules of the traced ranks are repeated: with 4 traced ranks,
+    rank 4 has the schedule of rank 0.
     """
     runs = policies.rewritten(step, traced, target, "scale")
     spans = joint.replay(step, runs, target.slower).spans
@@ -124,15 +127,16 @@ def _on_host(task: Task) -> bool:
 def _computed(
     task: Task, span: tuple[float, float], launched: float | None, seconds: float, *, on_gpu: bool
 ) -> Iterator[Activity]:
-    """Yield the activities of a task that is no collective: decoding what it waited for, and computing.
+    """Yield the activities of a task that is no collective.
 
-    A task of the host of a GPU waits and works instead.
+    The task first decodes the messages that it waited for, and then computes.  If the task belongs to the host of a
+    GPU, the host waits for a kernel, and then works.
 
     Args:
         task: The task.
-        span: Its beginning and end.
-        launched: When the host launched it; None without a GPU.
-        seconds: Seconds of computing at the end of the span.
+        span: Beginning and end of the task.
+        launched: When the host launched the task; None if the rank computes on a processor.
+        seconds: Seconds in which the task computes, at the end of the span.
         on_gpu: Whether the rank computes on a GPU.
     """
     begin, end = span
@@ -153,9 +157,15 @@ def _computed(
 
 
 def _sent(task: Task, span: tuple[float, float], launched: float | None, run: Run) -> Iterator[Activity]:
-    """Yield the collective of a task, from the beginning to the end in ``span``, with the encoding before it.
+    """Yield the activities of a task that is a collective: the encoding, if there is any, and the collective.
 
-    If the policy leaves the collective out, nothing is yielded.  ``launched`` is when the host launched it.
+    If the policy leaves the collective out, nothing is yielded.
+
+    Args:
+        task: The task.
+        span: Beginning and end of the collective.  The encoding ends before the beginning.
+        launched: When the host launched the collective; None if the rank computes on a processor.
+        run: How the collective runs.
     """
     if (sent := run.sent) is None:
         return
@@ -177,7 +187,7 @@ def _sent(task: Task, span: tuple[float, float], launched: float | None, run: Ru
 
 
 def _simulated(step: Simulated, topology: Topology) -> Callable[[int], RankSchedule]:
-    """Return a function from a rank's number to the rank's schedule in a simulated step.
+    """Return a function that returns the schedule of a rank in a simulated step; its argument is the rank's number.
 
     The schedules of two ranks differ only in the groups of their collectives.
     """
@@ -216,10 +226,10 @@ def _simulated(step: Simulated, topology: Topology) -> Callable[[int], RankSched
 
 
 def _posted(posted: PostedMessage, rank: int) -> Message | None:
-    """Return the messages of one hop, as ``rank`` sends and receives them, in the form of a collective.
+    """Return the messages that ``rank`` sends and receives in one hop, in the form of a collective.
 
-    A step of a ring, in which each rank sends only to the next rank, becomes an all-to-all of the same size.  Returns
-    None if the messages belong to no hop.
+    In a hop of kind ``shift`` each rank sends only to the next rank.  No collective in a trace does this, so the hop
+    becomes an all-to-all with the same number of bytes.  Returns None if the messages belong to no hop.
     """
     hop, nbytes = posted.hop.hop, posted.hop.nbytes
     if hop is None:
@@ -239,9 +249,10 @@ def _posted(posted: PostedMessage, rank: int) -> Message | None:
 
 
 def _in_turn(activities: Iterable[Activity]) -> Iterator[Activity]:
-    """Yield the activities, changed so that no two of codecs or of one kind of link overlap on one track.
+    """Yield the activities, changed so that activities on a track of codecs or links do not overlap.
 
-    Such an activity begins only when its track is free.  If it ends before that, it gets a further track.
+    If an activity begins while its track is in use, its beginning is moved to the time when the track is free.  If it
+    would also end before this time, it moves to another track, such as ``codecs, 2``.
     """
     moved, free = dict[int, Activity](), dict[str, float]()
     numbered = [*enumerate(activities)]

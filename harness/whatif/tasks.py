@@ -1,14 +1,14 @@
-"""Turns one rank's step on a processor into tasks: what is computed, and which task waits for which.
+"""Turns one rank's step on a processor into tasks: what is computed, and which task waits for which other task.
 
-A task runs when all the tasks it names are done.  The host's main thread, or each stream of a GPU, is a chain of tasks.
-A trace shows no dependency between a collective and what uses its result.  The first of these rules that applies finds
-the dependency:
+A task begins when all the tasks that it waits for are done.  The tasks of the host's main thread, and the tasks of each
+stream of a GPU, run one after the other.  A trace does not show which task uses the result of a collective, and so
+waits for it.  The first of these rules that applies finds the task:
 
-1. ``blocking``: the operation itself waits (``asyncOp`` is false);
-2. ``copy-out``: FSDP copies the gathered weights out;
+1. ``blocking``: the operation that issues the collective waits for it (``asyncOp`` is false);
+2. ``copy-out``: FSDP copies the gathered weights to their places, so this task waits for their all-gather;
 3. ``backward``: a DistributedDataParallel waits for all its buckets after the backward pass;
 4. ``gap``: the main thread, or the stream, was idle until the collective ended;
-5. ``optimizer``: the optimizer needs every gradient.
+5. ``optimizer``: the optimizer waits for all gradients.
 
 No torch.
 """
@@ -28,20 +28,22 @@ from harness.whatif.collectives import Collective, Marks, Phase, copies_out
 from harness.whatif.kineto import Step, Trace
 
 Rule = Literal["blocking", "copy-out", "backward", "gap", "optimizer"]
-_GAP: Final = 150e-6  # a thread of which nothing is recorded for at least so many seconds counts as waiting
-_EARLY: Final = 5e-3  # most seconds before a collective's recorded end at which a waiting thread goes on
+_GAP: Final = 150e-6  # seconds without a recorded operation after which a thread counts as waiting
+# Most seconds by which a waiting thread goes on before the recorded end of the collective.
+_EARLY: Final = 5e-3
 
 
 @dataclass(slots=True)
 class Task:
     """One piece of a rank's step: computation on a thread or stream, or a collective."""
 
-    seconds: float  # on its thread or stream; of a collective, the delay between its issue and its beginning
+    # Seconds that the task takes on its thread or stream.  For a collective: seconds from its issue to its beginning.
+    seconds: float
     after: list[int]  # numbers of the rank's tasks that must be done before this task starts
-    collective: int | None = None  # the collective that it runs, by its number in the step
-    earliest: float = -math.inf  # its earliest start, in seconds since the step began
-    name: str = ""  # what it computes
-    phase: Phase = "forward"  # of its issue
+    collective: int | None = None  # number of the collective that the task runs; None for computation
+    earliest: float = -math.inf  # earliest start of the task, in seconds since the step began
+    name: str = ""  # what the task computes
+    phase: Phase = "forward"  # phase in which the task was issued
     stream: int | None = None  # stream of a GPU; None on the host
 
 
@@ -50,12 +52,14 @@ class RankStep:
     """One traced step of one rank, divided into tasks."""
 
     begin: float  # in seconds of the rank's clock
-    end: float
+    end: float  # in seconds of the rank's clock
     marks: Marks
     tasks: list[Task] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
-    rules: Counter[Rule] = field(default_factory=Counter)  # how many collectives' waits each rule has found
-    # (moment of the host, seconds) of all computation before the optimizer; the moment tells which unit computed
+    # By rule, for how many collectives it found the waiting task.
+    rules: Counter[Rule] = field(default_factory=Counter)
+    # Stretches of computation before the optimizer's step: (moment, seconds).  At this moment the host computed or
+    # launched the stretch, so that the moment tells which unit computed.
     computed: list[tuple[float, float]] = field(default_factory=list)
     optimizer: float = 0.0  # seconds of the optimizer's step
 
@@ -69,7 +73,7 @@ def on_host(trace: Trace, step: Step, marks: Marks, collectives: Sequence[Collec
     """Return the tasks of a step that computes on the processor.
 
     Raises:
-        Refusal: if a collective's wait cannot be attributed.
+        Refusal: if no rule finds the task that waits for a collective.
     """
     result = RankStep(step.begin, step.end, marks, collectives=list(collectives))
     gaps = _gaps(step)
@@ -98,14 +102,21 @@ def on_host(trace: Trace, step: Step, marks: Marks, collectives: Sequence[Collec
 
 
 def _computing(marks: Marks, begin: float, end: float, after: list[int]) -> Task:
-    """Return the host's computation from ``begin`` to ``end``, named after its phases and FSDP's module."""
+    """Return the task in which the host computes from ``begin`` to ``end``.
+
+    Its name consists of its phases and the FSDP module that computes, such as ``forward layers.0``.  ``after`` are the
+    numbers of the tasks that it waits for.
+    """
     first, last = marks.phase(begin), marks.phase(max(begin, math.nextafter(end, begin)))
     phases = first if first == last else f"{first} to {last}"
     return Task(max(0.0, end - begin), after, name=f"{phases} {marks.computing(begin)}".strip(), phase=first)
 
 
 def _note_host(result: RankStep, begin: float, end: float) -> None:
-    """Note that the host computed from ``begin`` to ``end``, divided where another unit's computation begins."""
+    """Note that the host computed from ``begin`` to ``end``.
+
+    The time is divided at moments at which another FSDP module, or another phase, begins to compute.
+    """
     if end <= begin:  # a wait that began during the wait before it
         return
     marks = result.marks
@@ -117,7 +128,11 @@ def _note_host(result: RankStep, begin: float, end: float) -> None:
 
 
 def note_computing(result: RankStep, moment: float, seconds: float) -> None:
-    """Note seconds of computation, as the optimizer's if ``moment`` lies in or after the optimizer's step."""
+    """Add seconds of computation to a step's record.
+
+    The seconds count as the optimizer's step if ``moment`` is not before the beginning of this step.  Otherwise they
+    count as forward and backward.
+    """
     if moment < result.marks.optimizer:
         result.computed.append((moment, seconds))
     else:
@@ -127,7 +142,14 @@ def note_computing(result: RankStep, moment: float, seconds: float) -> None:
 def _wait(
     trace: Trace, step: Step, marks: Marks, collective: Collective, gaps: _Gaps
 ) -> tuple[float, float, Rule]:
-    """Return when the main thread begins and ends to wait for a collective, and the rule that found this."""
+    """Find when the main thread waits for a collective.
+
+    Returns:
+        The moment at which the wait begins, the moment at which it ends, and the rule that found it.
+
+    Raises:
+        Refusal: If no rule applies.
+    """
     issue, done = collective.issued[0], collective.ran[1]
     if collective.blocking:
         return issue, max(issue, done), "blocking"
@@ -153,14 +175,14 @@ def _wait(
 
 
 class _Gaps(NamedTuple):
-    """Stretches in which a thread ran no operation, in order."""
+    """Stretches of time in which a thread ran no operation, in order of time."""
 
     begins: list[float]
     ends: list[float]
 
 
 def _gaps(step: Step) -> _Gaps:
-    """Return the stretches in which the step's own thread ran no operation."""
+    """Return the stretches of time in which the thread that called ``profiler.step()`` ran no operation."""
     events = sorted(
         (
             (event.begin, event.end)

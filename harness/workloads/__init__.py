@@ -1,1 +1,1 @@
-"""What a trial trains: its model, its data set, and the batches that each rank reads."""
+"""Builds a trial's model, and loads its data set and the batches that each rank reads."""

@@ -2,12 +2,12 @@
 
 A suite names its corpus in one of these ways:
 
-- text: ``stdlib`` (the sources of Python's standard library), a file, or a folder, whose files are joined in
-  alphabetical order.  The first 95 % are for training.  Bytes are the tokens, unless the suite names a tokenizer
-  of the user's own;
+- text: ``stdlib`` (the files ``*.py`` in the folder of Python's standard library, without its subfolders), a file, or a
+  folder.  All files in a folder and its subfolders are joined in the order of their paths.  The first 95 % of the text
+  are for training.  Each byte is a token, unless the suite names a tokenizer of the user's own;
 - a folder with the token files ``train.npy`` and ``validation.npy``;
 - a ``module:function`` that returns two arrays of tokens, or two pairs of arrays
-  (:mod:`harness.workloads.own_pairs`).
+  (:mod:`harness.workloads.own_pairs`).  The first is for training, and the second for validation.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from impl.named_object import NamedObjectError, import_object, is_name
 
 STDLIB: Final = "stdlib"
 TRAINING_SHARE: Final = 0.95
-LARGEST_BYTES: Final = 2 << 30  # of a text: every rank holds the whole corpus in memory
-BYTES: Final = 256  # number of values of a byte, which is the vocabulary without a tokenizer
+LARGEST_BYTES: Final = 2 << 30  # largest size of a text: every rank holds the whole text in memory
+BYTES: Final = 256  # size of the vocabulary without a tokenizer: the number of values of a byte
 _TOKEN_FILES: Final = ("train.npy", "validation.npy")
 
 
@@ -43,16 +43,17 @@ class Corpus:
     """Tokens for training and for validation."""
 
     source: str  # the corpus as the suite names it
-    sha256: str  # digest of all tokens, those for training first
+    sha256: str  # digest of the tokens for training, followed by the tokens for validation
     train: NDArray[Any]  # (tokens,), of any integer type
     validation: NDArray[Any]  # (tokens,), of any integer type
     largest: int = BYTES - 1  # the largest token, which the model's vocabulary must include
 
 
 class Text(Dataset):
-    """Windows of T tokens of a corpus: (B, T) int64 inputs, and (B, T) int64 targets.
+    """A data set of sequences of T tokens from a corpus: (B, T) int64 inputs, and (B, T) int64 targets.
 
-    Targets are the next tokens or, with ``masks``, the tokens that BERT's masking chose.
+    The target of a token is the next token.  With ``masks``, inputs and targets are as BERT's masking makes them
+    (:func:`harness.workloads.masked_text.mask`).
     """
 
     def __init__(
@@ -69,18 +70,25 @@ class Text(Dataset):
         self.length, self.masks = length, masks
 
     def count(self, part: NDArray[Any]) -> int:
-        """Return the number of offsets at which a window of T + 1 tokens can start."""
+        """Return the number of places in a part at which T + 1 consecutive tokens can start."""
         return len(part) - self.length
 
     def at(self, part: NDArray[Any], numbers: list[int], keys: list[str]) -> Pair:
-        """Return the windows that start at these offsets; with ``masks``, keys decide which tokens are masked."""
+        """Return the sequences that start at the places ``numbers`` in a part, as inputs and targets.
+
+        With ``masks``, the hash of a sequence's key determines which of its tokens are masked.
+        """
         offsets = np.asarray(numbers)[:, None] + np.arange(self.length + 1)
         windows = part[offsets].astype(np.int64)
         return mask(windows[:, :-1], keys, self.vocab) if self.masks else (windows[:, :-1], windows[:, 1:])
 
 
 def _check_room(source: str, part: str, size: int, length: int) -> None:
-    """Raise a CorpusError if a part's ``size`` tokens are too few for a sequence of ``length`` and its last target."""
+    """Raise a CorpusError if a part of a corpus has fewer than ``length + 1`` tokens.
+
+    A sequence of ``length`` tokens needs one more token, which is the target of its last token.  ``part`` is the name
+    of the part, and ``size`` its number of tokens.
+    """
     if size <= length:
         enough = f"a text needs at least {int((length + 1) / (1 - TRAINING_SHARE)) + 1} bytes"
         why = f"its {part} part has {size} tokens, too few for one sequence of {length} and its last token's target"
@@ -88,7 +96,11 @@ def _check_room(source: str, part: str, size: int, length: int) -> None:
 
 
 def _files_of(source: str) -> tuple[list[Path], int]:
-    """Return the files of a text in the order in which they are joined, and the bytes of the joined text."""
+    """Return the files of a text in the order in which they are joined, and the size of the joined text in bytes.
+
+    Raises:
+        CorpusError: if there are no such files, if their sizes cannot be read, or if the text is too large.
+    """
     place = Path(sysconfig.get_path("stdlib")) if source == STDLIB else folder.path_of(source)
     if place.is_file():
         files = [place]
@@ -113,9 +125,9 @@ def _files_of(source: str) -> tuple[list[Path], int]:
 
 
 def check(source: str, length: int) -> None:
-    """Raise a CorpusError if a text is missing, or too small for a sequence of ``length`` bytes.
+    """Raise a CorpusError if a text is missing, or if its validation part is too small for a sequence.
 
-    Only the sizes of files are read.
+    ``length`` is the number of bytes of a sequence.  Only the sizes of files are read, not their contents.
     """
     _, size = _files_of(source)
     _check_room(source, "validation", size - int(size * TRAINING_SHARE), length)
@@ -126,7 +138,7 @@ def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:
 
     Args:
         source: The corpus as a suite names it; see the module's documentation.
-        tokenizer: A ``module:function`` that makes tokens of a text; without one, bytes are tokens.
+        tokenizer: A ``module:function`` that makes tokens of a text.  If it is None, each byte is a token.
 
     Raises:
         CorpusError: if the corpus cannot be read or is not of one of the known kinds.
@@ -146,7 +158,13 @@ def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:
 
 
 def holds_arrays(source: str) -> bool:
-    """Return whether a corpus consists of arrays, from token files or a function, rather than of text."""
+    """Return whether a corpus consists of arrays rather than of text.
+
+    Arrays come from a folder with token files, or from a user's function.
+
+    Raises:
+        CorpusError: if a folder has only one of the two token files.
+    """
     place = folder.path_of(source)
     if not place.exists():
         return is_name(source)
@@ -160,7 +178,10 @@ def holds_arrays(source: str) -> bool:
 
 @lru_cache(1)
 def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
-    """Read the corpus from a folder of token files or a function; the second argument only keys the cache."""
+    """Read a corpus of arrays from a folder with token files, or from a user's function.
+
+    The second argument is the suite's folder.  It is not read, and only distinguishes entries of the cache.
+    """
     place = folder.path_of(source)
     if place.is_dir():
         parts: Any = []
@@ -180,9 +201,10 @@ def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
 
 @lru_cache(1)
 def _tokenised(source: str, tokenizer: str, train: bytes, validation: bytes) -> Corpus:
-    """Make the corpus from a text and a user's tokenizer.
+    """Make a corpus from the two parts of a text with a user's tokenizer.
 
-    Bytes that are not UTF-8 become U+FFFD, and so does a character that the cut between the two parts splits.
+    Bytes that are not valid UTF-8 are replaced with U+FFFD.  If the border between the two parts lies inside a
+    character, the bytes of this character are replaced too.
     """
     function = f"tokenizer {tokenizer!r}"
     texts = (part.decode(errors="replace") for part in (train, validation))
@@ -190,7 +212,10 @@ def _tokenised(source: str, tokenizer: str, train: bytes, validation: bytes) -> 
 
 
 def _of_tokens(source: str, origin: str, parts: Iterable[Any]) -> Corpus:
-    """Make the corpus from the tokens for training and for validation; errors begin with ``origin``."""
+    """Make a corpus from two arrays of tokens, for training and for validation.
+
+    ``origin`` is the beginning of error messages.
+    """
     train, validation = (_check_tokens(origin, part) for part in parts)
     digest = hashlib.sha256()
     for part in (train, validation):
@@ -201,7 +226,11 @@ def _of_tokens(source: str, origin: str, parts: Iterable[Any]) -> Corpus:
 
 
 def _call(origin: str, name: str, *arguments: str) -> Any:
-    """Call a user's function ``module:function``; errors begin with ``origin``."""
+    """Call a user's function and return its result.
+
+    Raises:
+        CorpusError: if the function cannot be imported, or raises an exception.  The message begins with ``origin``.
+    """
     try:
         function = import_object(name)
     except NamedObjectError as error:
@@ -211,7 +240,12 @@ def _call(origin: str, name: str, *arguments: str) -> Any:
 
 
 def _check_tokens(origin: str, tokens: Any) -> NDArray[Any]:
-    """Return the tokens as an array; raise a CorpusError unless it is one row of integers from 0 on."""
+    """Return tokens as an array (n,) of integers.
+
+    Raises:
+        CorpusError: if they are no such array, or if it is empty or has a negative number.  The message begins with
+            ``origin``.
+    """
     with raising(CorpusError, f"{origin}: no array of tokens:"):
         row = np.asarray(tokens)
     if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row):

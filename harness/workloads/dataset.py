@@ -1,7 +1,7 @@
-"""Base class of data sets, which decides the samples that each rank reads at each step.  No torch.
+"""Defines the base class of data sets, which chooses the samples that each rank reads at each step.  No torch.
 
-Samples are drawn by hashing a key of seed, step, micro-batch, rank and index.  A batch therefore depends on
-nothing else: not on the strategy, on earlier draws, or on the version of a library.
+The number of a sample is a hash of seed, step, micro-batch, rank and the sample's index in the batch.  A batch
+therefore depends on nothing else: not on the strategy, on earlier batches, or on the version of a library.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Pair = tuple[NDArray[Any], NDArray[np.int64]]  # inputs and targets of a model
 
 
 class Dataset(ABC):
-    """A data set with a part for training and a part for validation; subclasses implement :meth:`at`."""
+    """A data set with a part for training and a part for validation.  Subclasses implement :meth:`at`."""
 
     sha256: str  # digest of the whole data set
     train: Any  # the part with training samples, as the subclass stores it
     validation: Any  # the part with validation samples
 
     def count(self, part: Any) -> int:
-        """Return the number of samples in a part, ``train`` or ``validation``."""
+        """Return the number of samples in a part; ``part`` is the attribute ``train`` or ``validation``."""
         return len(part)
 
     @abstractmethod
@@ -32,26 +32,32 @@ class Dataset(ABC):
         """Return samples of a part as inputs and targets.
 
         Args:
-            part: ``train`` or ``validation``.
-            numbers: Numbers of the samples, from 0.
-            keys: A key for each sample.  Whatever else is random in a sample, such as its masks, is derived from its
-                key.
+            part: The attribute ``train`` or ``validation``.
+            numbers: Numbers of the samples in the part, from 0.
+            keys: A text for each sample.  Everything that is random in a sample, such as its masks, is derived from a
+                hash of this text.
         """
 
     def batch(self, *, seed: int, step: int, micro_batch: int, rank: int, sequences: int) -> Pair:
-        """Draw the ``sequences`` training samples of a rank's micro-batch.
+        """Return the training samples that a rank reads in one micro-batch, as inputs and targets.
 
-        ``step`` counts from the first warm-up step.
+        ``sequences`` is the number of samples.  ``step`` is the number of the step; the first warm-up step is 0.
         """
         keys = [f"{seed}/{step}/{micro_batch}/{rank}/{index}" for index in range(sequences)]
         count = self.count(self.train)
         return self.at(self.train, [draw(key, count) for key in keys], keys)
 
     def validation_batches(self, *, batches: int, rank: int, world: int, sequences: int) -> list[Pair]:
-        """Return a rank's ``batches`` validation batches, of ``sequences`` samples each.
+        """Return the validation batches of a rank, each as inputs and targets.
 
-        The samples of all ranks and batches are spread evenly over the validation part, in order: first the
-        first batch of every rank, then the second.
+        The samples of all ranks and batches have equal distances in the validation part.  Their order is: the first
+        batch of rank 0, of rank 1 and so on, then the second batch of rank 0, of rank 1 and so on.
+
+        Args:
+            batches: Number of batches of the rank.
+            rank: Number of the rank.
+            world: Number of ranks.
+            sequences: Number of samples of a batch.
         """
         last, gaps = self.count(self.validation) - 1, max(batches * world * sequences - 1, 1)
         pairs = []
@@ -66,6 +72,6 @@ class Dataset(ABC):
 def draw(key: str, count: int) -> int:
     """Return a pseudo-random number from 0 to ``count - 1``, from a hash of ``key``.
 
-    A hash gives the same number in every version of every library, which generators do not promise.
+    The number is the same in every version of every library.  Random number generators do not promise this.
     """
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest(), "little") % count

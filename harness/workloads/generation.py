@@ -1,6 +1,6 @@
 """Decodes tokens from a model, whose weights may be sharded, and times each token.
 
-Workload ``generate`` measures this; workload ``rlhf`` decodes in each step before it trains.
+Workload ``generate`` measures the decoding.  Workload ``rlhf`` decodes in each step before it trains.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def decode(
     layers: int,
     choose: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Decode one token after another, with a key-value cache, and yield each as (B,) int64.
+    """Continue B prompts by one token after another, and yield each time the B new tokens: (B,) int64.
 
     Args:
-        model: A model in evaluation mode, called as ``forward(tokens, None, past)`` for (B, vocab) logits.
-        prompt: (B, T) int64 tokens to begin with.
-        tokens: How many tokens to decode.
-        layers: Layers of the model; each gets its own cache.
-        choose: Picks (B,) tokens from (B, vocab) logits; by default the most probable ones.
+        model: A model in evaluation mode.  It is called as ``model(tokens, None, past)`` and returns (B, vocab) logits.
+        prompt: The prompts, (B, T) int64.
+        tokens: Number of tokens to decode for each prompt.
+        layers: Number of layers of the model; each layer gets a key-value cache.
+        choose: Picks (B,) tokens from (B, vocab) logits.  By default, each is the token with the largest logit.
     """
     past = [KeysAndValues() for _ in range(layers)]
     for _ in range(tokens):
@@ -44,14 +44,14 @@ def decode(
 
 # Seconds waited for messages so far, bytes sent between nodes, and bytes sent inside nodes.
 Counts = tuple[float | None, int | None, int | None]
-# Fields of Token that hold the growth of these counts.
+# Fields of Token that hold by how much these counts grew during the token.
 _SPENT: Final = ("exposed", "inter_bytes", "intra_bytes")
 
 
 class Generator:
-    """Generates from one prompt and keeps the time, waits and bytes of each token.
+    """Continues one batch of prompts in each :meth:`run`, and stores the seconds, waits and bytes of each token.
 
-    ``count`` returns this rank's :data:`Counts` so far; their growth during a token is kept with this token.
+    ``count`` returns the :data:`Counts` of this rank so far.  Their growth during a token is stored with the token.
     """
 
     def __init__(
@@ -63,7 +63,13 @@ class Generator:
         self.sha256: list[str] = []  # digest of each generation's tokens
 
     def run(self, model: nn.Module, *, index: int, warmup: bool) -> None:
-        """Generate once, and keep each token's time and bytes; ``index`` counts generations from the first warm-up."""
+        """Continue the prompts once, and append a record of each token to ``measured``.
+
+        Args:
+            model: The model, in evaluation mode.
+            index: Number of this generation; the first generation, also if it is a warm-up, is 0.
+            warmup: Whether this generation is a warm-up.
+        """
         decoded: list[Tensor] = []
         before, start = self._count(), self._now()
         for place, chosen in enumerate(decode(model, self._prompt, self._tokens, self._layers)):

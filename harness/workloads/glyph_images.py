@@ -1,8 +1,8 @@
-"""A data set of labelled images for vision models: characters in twelve fonts of matplotlib.  No torch.
+"""Makes a data set of labelled images for vision models: characters in twelve fonts of matplotlib.  No torch.
 
-It needs no download, since matplotlib brings the DejaVu fonts.  The classes are 256 characters: the first, by
-code point, that all fonts have and that look different from one another in the first font.  About one item in
-twenty, chosen by hash, is for validation.
+The data set needs no download, since matplotlib brings the DejaVu fonts.  A class is a character.  The classes are the
+256 characters with the lowest code points that all fonts have and that look different from one another in the first
+font.  An item is a character in one font.  About one item in twenty, chosen by a hash, is for validation.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _FONTS: Final = tuple(
 
 
 class Item(NamedTuple):
-    """One character of one font."""
+    """One character in one font."""
 
     font: str  # file name
     character: int  # code point
-    label: int  # class
+    label: int  # number of the character's class, from 0
 
 
 class Glyphs(Dataset):
@@ -47,7 +47,10 @@ class Glyphs(Dataset):
         self.sha256, self.train, self.validation = sha256, train, validation
 
     def at(self, part: list[Item], numbers: list[int], keys: list[str]) -> Pair:
-        """Return images of these items, each placed at an offset that its key decides."""
+        """Return images of the items ``numbers`` of a part, and their classes.
+
+        The hash of an image's key determines where in the image the character is.
+        """
         items = [part[number] for number in numbers]
         images = np.zeros((len(items), IMAGE_SIDE, IMAGE_SIDE), dtype=np.float32)
         for image, item, key in zip(images, items, keys, strict=True):
@@ -61,7 +64,7 @@ class Glyphs(Dataset):
 
 @cache
 def load() -> Glyphs:
-    """Return the data set.  The first call in a process takes a tenth of a second, later calls take no time."""
+    """Return the data set.  Only the first call in a process makes it, which takes a tenth of a second."""
     from matplotlib import ft2font
 
     characters = _characters()
@@ -77,9 +80,10 @@ def load() -> Glyphs:
 
 
 def _characters() -> tuple[int, ...]:
-    """Return the code points of the classes.
+    """Return the code points of the characters that are the classes.
 
-    These are characters that all fonts have, and whose image in the first font equals that of no earlier character.
+    These are the first characters that all fonts have, without spaces, control characters and accents.  If several
+    characters have equal images in the first font, only the first of them is a class.
     """
     from matplotlib.ft2font import FT2Font
 

@@ -1,6 +1,6 @@
 """Computes digests of a trial's inputs: its corpus, and the sources of a user's own objects.  No torch.
 
-Records keep these digests, so that a record shows whether an input has changed since.
+Records keep these digests, so that one can see whether an input has changed since the trial ran.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:  # trials import pydantic, which may be missing where only law
 
 
 def digests(trial: Trial) -> dict[str, str]:
-    """Return the SHA-256 digests of a trial's inputs by name; inputs that cannot be read are left out.
+    """Return the SHA-256 digests of a trial's inputs, by name.  Inputs that cannot be read are left out.
 
-    Names are:
+    The names, and what their digests are made from:
 
-    - ``corpus``, of all its tokens;
+    - ``corpus``: all tokens of the corpus;
     - ``model``, ``optimizer``, ``tokenizer``, ``method``, ``gather_method``, ``strategy``, ``transport`` or
-      ``codec <text>``: the file of a user's module;
-    - ``module helper``: a module ``helper`` that these modules import.  For a package of several files it is the
-      digest of the list of their digests;
-    - ``file words.txt of mine``: a file that the source of module ``mine`` names.
+      ``codec <text>``: the file of the user's module that has the trial's object for this role;
+    - ``module helper``: the file of a module ``helper`` that these modules import.  If ``helper`` is a package of
+      several files, the digest is made from the list of the digests of these files;
+    - ``file words.txt of mine``: a file ``words.txt`` that the source of module ``mine`` names.
     """
     see(Path.cwd())
     modules = {name: text.partition(":")[0] for name, text in own_objects(trial).items()}
@@ -46,7 +46,11 @@ def digests(trial: Trial) -> dict[str, str]:
 
 
 def _digests_of_parts(modules: Iterable[str], trial: Trial) -> dict[str, str | None]:
-    """Return digests of the modules that ``modules`` import, and of the files that their sources name."""
+    """Return the digests of the modules that ``modules`` import, and of the files that the sources name, by name.
+
+    The names are those of :func:`digests` that begin with ``module`` and ``file``.  A digest is None if the file cannot
+    be read.
+    """
     if not (names := sorted(set(modules))):
         return {}
     texts = [value for value in trial.model.arguments.values() if isinstance(value, str)]
@@ -59,7 +63,10 @@ def _digests_of_parts(modules: Iterable[str], trial: Trial) -> dict[str, str | N
 
 
 def _joint_digest(files: dict[str, str | None]) -> str | None:
-    """Return the digest of a single file or, for several, the digest of the list of their digests."""
+    """Return one digest for several files, from their digests by name.
+
+    If there is only one file, its digest is returned.  Otherwise the digest of a list of names and digests is returned.
+    """
     if len(files) == 1:
         return next(iter(files.values()))
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(files.items()))
@@ -67,7 +74,10 @@ def _joint_digest(files: dict[str, str | None]) -> str | None:
 
 
 def own_objects(trial: Trial) -> dict[str, str]:
-    """Return every ``module:object`` of the trial by its role, such as model, optimizer or method."""
+    """Return the names ``module:object`` of the user's objects in a trial, by role: ``model``, ``optimizer`` and so on.
+
+    Roles whose object is not the user's are left out.
+    """
     named = {"model": trial.model.name, "optimizer": trial.optimizer.name, "tokenizer": trial.tokenizer or ""}
     policy = trial.resolved_policy()
     named |= {} if trial.own_method is None else {"method": trial.own_method.name}

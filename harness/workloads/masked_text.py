@@ -14,20 +14,25 @@ from numpy.typing import NDArray
 
 Tokens = NDArray[np.int64]
 
-SHARE: Final = 0.15  # share of a sequence's tokens that are predicted; the same number in each sequence
-NO_TARGET: Final = -100  # target of all other tokens, which torch's cross-entropy ignores
+SHARE: Final = 0.15  # share of the tokens of each sequence that are predicted
+NO_TARGET: Final = -100  # target of tokens that are not predicted; torch's cross-entropy ignores it
 # A random byte decides what a predicted token is replaced with.
-_SHOWN_AS_MASK: Final = 205  # bytes below this value, eight in ten, choose the mask
-_SHOWN_AT_RANDOM: Final = 231  # bytes from 205 to 230, one in ten, choose a random token; others, no change
+_SHOWN_AS_MASK: Final = 205  # a byte below this value (probability 0.8) chooses the mask
+# A byte from 205 to 230 (0.1) chooses a random token; a larger byte (0.1), no change.
+_SHOWN_AT_RANDOM: Final = 231
 
 
 def mask(text: Tokens, keys: list[str], vocab: int) -> tuple[Tokens, Tokens]:
-    """Return (B, T) int64 masked tokens, and (B, T) int64 targets, ``NO_TARGET`` where nothing is predicted.
+    """Mask tokens, and return what the model reads and what it is to predict.
 
     Args:
         text: (B, T) int64 tokens from 0 to ``vocab - 1``.
-        keys: A key for each of the B sequences, whose hash decides everything that is random.
-        vocab: Size of the vocabulary; this number is also the token that stands for the mask.
+        keys: A text for each of the B sequences.  Its hash determines everything that is random in the sequence.
+        vocab: Size of the vocabulary.  The token with this number is the mask.
+
+    Returns:
+        The tokens that the model reads, (B, T) int64, and the targets, (B, T) int64.  A target is the original token.
+        If the token is not predicted, its target is ``NO_TARGET``.
     """
     length = text.shape[1]
     shown, targets = text.copy(), np.full_like(text, NO_TARGET)

@@ -1,7 +1,7 @@
 """Builds the model of a trial: a preset of GPT, BERT or ViT by name, or a user's own ``module:function``.
 
 ``forward(inputs, targets)`` of a model returns the mean cross-entropy in nats.  For text, inputs and targets are
-(B, T) int64 tokens.  The repeated blocks of a model are in a ``ModuleList``; strategies shard each as a unit.
+(B, T) int64 tokens.  The repeated blocks of a model are in a ``ModuleList``; strategies shard each block as a unit.
 """
 
 from __future__ import annotations
@@ -35,21 +35,25 @@ _FILLS: Final = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default
 class KeysAndValues:
     """Key-value cache of one attention layer."""
 
-    held: Tensor | None = None  # (2, B, heads, tokens so far, width / heads): keys, then values
+    # (2, B, heads, cached tokens, width / heads): keys, then values; None if empty.
+    held: Tensor | None = None
 
     @property
     def length(self) -> int:
-        """Number of tokens so far."""
+        """Number of tokens in the cache."""
         return 0 if self.held is None else self.held.shape[3]
 
     def append(self, latest: Tensor) -> Tensor:
-        """Append keys and values of the next tokens, and return those of all tokens so far."""
+        """Append the keys and values of the next tokens, and return the keys and values of all tokens in the cache.
+
+        Argument and result have the form of ``held``.
+        """
         self.held = latest if self.held is None else torch.cat([self.held, latest], 3)
         return self.held
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention; with ``causal``, a token attends to itself and earlier tokens only."""
+    """Multi-head self-attention.  With ``causal``, a token attends only to itself and to earlier tokens."""
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
@@ -60,7 +64,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, past: KeysAndValues | None = None) -> Tensor:
         """Map (B, T, width) to (B, T, width).
 
-        With a ``past``, ``x`` holds the tokens that follow those in the cache: several if the cache is empty, else one.
+        With a cache ``past``, ``x`` holds only the tokens that follow the cached tokens.  If the cache is empty, ``x``
+        may hold several tokens; otherwise it must hold one token.
         """
         batch, length, width = x.shape
         heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
@@ -108,9 +113,10 @@ class _Transformer(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def through_blocks(self, x: Tensor, past: Sequence[KeysAndValues] | None = None) -> Tensor:
-        """Add positions to embeddings (B, T, width) and pass them through all blocks.
+        """Add positions to embeddings ``x``, pass them through all blocks, and return the result.
 
-        If ``past`` holds a cache for each block, positions continue after the cached tokens.
+        ``x`` and the result are (B, T, width).  If ``past`` is given, with a cache for each block, the positions of the
+        tokens continue after the cached tokens.
         """
         start = past[0].length if past is not None else 0
         x = x + self.positions(torch.arange(start, start + x.shape[1], device=x.device))
@@ -120,7 +126,7 @@ class _Transformer(nn.Module):
 
 
 class GPT(_Transformer):
-    """A GPT: a decoder-only transformer with learned positions, for at most ``sequence`` tokens."""
+    """A GPT: a decoder-only transformer with learned positions, for sequences of at most ``sequence`` tokens."""
 
     causal = True
 
@@ -134,13 +140,13 @@ class GPT(_Transformer):
     def forward(
         self, tokens: Tensor, targets: Tensor | None, past: Sequence[KeysAndValues] | None = None
     ) -> Tensor:
-        """Return the mean cross-entropy in nats, or logits if there are no targets.
+        """Return the mean cross-entropy in nats or, if there are no targets, logits.
 
         Args:
-            tokens: (B, T) int64.  With a ``past``, only the tokens that it does not hold yet: several if it
-                is empty, else one.
-            targets: (B, T) int64, where ``NO_TARGET`` is ignored; None returns the (B, vocab) logits of the
-                token after the last.
+            tokens: (B, T) int64.  With ``past``, only the tokens that are not in the caches yet.  If the caches are not
+                empty, T must be 1.
+            targets: (B, T) int64; ``NO_TARGET`` is ignored.  With None, the method returns the (B, vocab) logits of the
+                token that follows the last token.
             past: A cache for each block.
         """
         x = self.through_blocks(self.embedding(tokens), past)
@@ -151,7 +157,12 @@ class GPT(_Transformer):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
 
     def log_probabilities(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the (B, T) fp32 log probabilities of (B, T) targets, given (B, T) tokens; 0 for ``NO_TARGET``."""
+        """Return the logarithm of the probability that the model gives to each target: (B, T) fp32.
+
+        Args:
+            tokens: (B, T) int64 tokens that the model reads.
+            targets: (B, T) int64.  The result is 0 where a target is ``NO_TARGET``.
+        """
         logits = self.head(self.norm(self.through_blocks(self.embedding(tokens)))).float()  # (B, T, vocab)
         nats = F.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="none"
@@ -160,13 +171,13 @@ class GPT(_Transformer):
 
 
 class BERT(GPT):
-    """A BERT: like a GPT, but each token attends to all others; trained to predict masked tokens."""
+    """A BERT: like a GPT, but each token attends to all tokens.  It is trained to predict masked tokens."""
 
     causal = False
 
 
 class ViT(_Transformer):
-    """A vision transformer with learned positions and mean pooling; patches are ``patch`` x ``patch`` pixels."""
+    """A vision transformer with learned positions and mean pooling.  Patches have ``patch`` x ``patch`` pixels."""
 
     def __init__(self, shape: ViTShape, patch: int) -> None:
         embedding = nn.Linear(patch * patch, shape.width, bias=False)
@@ -176,7 +187,12 @@ class ViT(_Transformer):
         nn.init.normal_(self.embedding.weight, std=1 / patch)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats of (B, 32, 32) images from 0 to 1 against (B,) int64 labels."""
+        """Return the mean cross-entropy in nats.
+
+        Args:
+            images: (B, 32, 32), grey levels from 0 to 1.
+            labels: (B,) int64, the class of each image.
+        """
         rows = images.unfold(1, self.patch, self.patch).unfold(2, self.patch, self.patch)
         patches = rows.flatten(3).flatten(1, 2)  # (B, patches, pixels of a patch)
         x = self.through_blocks(self.embedding(patches.to(self.embedding.weight.dtype)))
@@ -184,7 +200,7 @@ class ViT(_Transformer):
 
 
 def under_autocast(model: nn.Module, device: torch.device) -> None:
-    """Make ``model`` compute in bf16 with autocast; its parameters and their gradients stay fp32."""
+    """Make ``model`` compute in bf16 with autocast.  Its parameters and their gradients stay in fp32."""
     model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
 
 
@@ -193,10 +209,11 @@ def build(model: Model, sequence: int) -> nn.Module:
 
     Args:
         model: Name and arguments.
-        sequence: The longest sequence in tokens; for an image, its number of patches.
+        sequence: Number of tokens of the longest sequence.  For images, the number of patches of an image.
 
     Raises:
-        Refusal: if there is no such model, or its arguments do not fit.
+        Refusal: if there is no such model, if the arguments of a preset are invalid, or if a user's function returns no
+            module.
     """
     if ":" in model.name:
         try:
@@ -214,7 +231,7 @@ def build(model: Model, sequence: int) -> nn.Module:
 
 
 def of_trial(trial: Trial) -> nn.Module:
-    """Build a trial's model, with activation checkpointing if the trial asks for it; see :func:`build`."""
+    """Build a trial's model with :func:`build`, with activation checkpointing if the trial asks for it."""
     model = build(trial.model, trial.sequence)
     if trial.activation_checkpointing:
         checkpoint_activations(model)
@@ -222,9 +239,10 @@ def of_trial(trial: Trial) -> nn.Module:
 
 
 def with_values(trial: Trial, values: Mapping[str, Tensor]) -> nn.Module:
-    """Build a trial's model, a preset, with ``values`` by name as its parameters; none are drawn or copied.
+    """Build a trial's model, which must be a preset, with the tensors ``values`` as its parameters.
 
-    Parameters that the model ties stay tied, and ``values`` has one of their names.
+    The tensors are not copied, and no values are drawn at random.  ``values`` has one tensor for each parameter, by the
+    parameter's name.  A tied parameter has several names, of which ``values`` has one.  The parameter stays tied.
     """
     with unfilled():
         model = of_trial(trial)
@@ -241,7 +259,7 @@ def with_values(trial: Trial, values: Mapping[str, Tensor]) -> nn.Module:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Make each block of ``model`` keep only its inputs, and run again in the backward pass.
+    """Make each block of ``model`` keep only its inputs in the forward pass, and run again in the backward pass.
 
     Raises:
         Refusal: if the model has no blocks.
@@ -262,7 +280,7 @@ def check_blocks(model: nn.Module) -> None:
 
 @cache
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a block's class, of the same name, that checkpoints its forward pass."""
+    """Return a subclass of a block's class that checkpoints the block's forward pass.  Both have the same name."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = partial(kind.forward, self)
@@ -274,7 +292,10 @@ def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Skips initialisers of meta tensors, which have no values; running them imports torch's compiler (4 s)."""
+    """Skips the initialisation of meta tensors, which have no values.
+
+    Initialising a meta tensor would import torch's compiler, which takes 4 s.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -290,6 +311,6 @@ class _Unfilled(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def unfilled() -> Iterator[None]:
-    """Create tensors and modules on the meta device, without initialising them, in the body of ``with``."""
+    """Context in which tensors and modules are made on the meta device, and are not initialised."""
     with torch.device("meta"), _Unfilled():  # type: ignore[no-untyped-call]
         yield

@@ -1,4 +1,4 @@
-"""Makes a data set of the pairs of arrays, inputs and targets, that a user's function returns.  No torch."""
+"""Makes a data set of the inputs and targets that a user's function returns as pairs of arrays.  No torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _Arrays = tuple[NDArray[Any], NDArray[Any]]
 
 
 class OwnPairs(Dataset):
-    """Examples that a user's function returned: pairs ``(inputs, targets)``, one for training, one for validation.
+    """A data set of examples that a user's function returned.
 
-    The first dimension of an array counts examples.  The model gets floating-point arrays as float32 and all
-    others as int64.
+    The function returns two pairs of arrays ``(inputs, targets)``: a pair for training and a pair for validation.  The
+    first dimension of an array counts examples.  The model gets floating-point arrays as float32, and all other arrays
+    as int64.
     """
 
     def __init__(self, source: str, parts: Any) -> None:
@@ -40,7 +41,7 @@ class OwnPairs(Dataset):
 
     @property
     def example_bytes(self) -> int:
-        """Bytes of one input and its target, in the types that the model gets."""
+        """Bytes of one example, input and target together, in the types that the model gets."""
         return sum(array[0].size * _model_type(array).itemsize for array in self.train)
 
     def count(self, part: _Arrays) -> int:
@@ -48,18 +49,27 @@ class OwnPairs(Dataset):
         return len(part[0])
 
     def at(self, part: _Arrays, numbers: list[int], keys: list[str]) -> Pair:
-        """Return the examples with these numbers; nothing in them is random, so ``keys`` are not used."""
+        """Return the examples ``numbers`` of a part.  Nothing in them is random, so ``keys`` are not used."""
         inputs, targets = (array[numbers].astype(_model_type(array)) for array in part)
         return inputs, targets
 
 
 def are_pairs(parts: Any) -> bool:
-    """Return whether a function returned pairs of arrays, rather than two rows of tokens."""
+    """Return whether a user's function returned pairs of arrays, rather than two arrays of tokens."""
     return any(_is_pair(part) for part in parts)
 
 
 def _pair(origin: str, part: str, pair: Any) -> _Arrays:
-    """Return a pair as arrays; raise a CorpusError, which begins with ``origin``, unless the two are equally long."""
+    """Return inputs and targets as arrays, which have equally many examples.
+
+    Args:
+        origin: Beginning of error messages.
+        part: ``training`` or ``validation``, for error messages.
+        pair: The pair that a user's function returned.
+
+    Raises:
+        CorpusError: if this is no pair of such arrays.
+    """
     if not _is_pair(pair) or len(pair) != len(_SIDES):
         returned = f"{len(pair)} arrays" if _is_pair(pair) else f"a {type(pair).__name__}"
         raise CorpusError(f"{origin} returned {returned} for {part}; expected a pair of inputs and targets")
@@ -73,19 +83,24 @@ def _pair(origin: str, part: str, pair: Any) -> _Arrays:
 
 
 def _is_pair(part: Any) -> bool:
-    """Return whether a part is a sequence of arrays; a row of tokens is one array, or a list of numbers."""
+    """Return whether a part is a list or tuple of arrays.
+
+    An array of tokens is no such part, and neither is a list of numbers.
+    """
     return isinstance(part, tuple | list) and bool(part) and all(hasattr(side, "__len__") for side in part)
 
 
 def _model_type(array: NDArray[Any]) -> np.dtype[Any]:
-    """Return the type in which a model gets an array's entries."""
+    """Return the type in which the model gets the numbers of an array: float32 or int64."""
     return np.dtype(np.float32 if array.dtype.kind == "f" else np.int64)
 
 
 def _array(origin: str, value: Any) -> NDArray[Any]:
-    """Return a value as an array of at least one example and of finite numbers; else raise a CorpusError.
+    """Return a value as an array.
 
-    Its message begins with ``origin``.
+    Raises:
+        CorpusError: if the value is no array of finite numbers with at least one example.  The message begins with
+            ``origin``.
     """
     with raising(CorpusError, f"{origin}: no array:"):
         array = np.ascontiguousarray(value)

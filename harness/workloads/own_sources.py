@@ -1,10 +1,11 @@
-"""Finds the files that determine a user's own object (``module:object``), so that records can keep digests.
+"""Finds the files that determine a user's own object (``module:object``), so that records can keep their digests.
 
-These files are the object's module, all modules that it imports, and all files that these sources name (data
-files, kernels and their headers), transitively.  They are found by parsing sources; no user code runs.  Libraries
-and this project's packages are left out, since records keep their versions.  What a source names is guessed from
-its string constants.  A file that is found without need is harmless; a file whose name is computed at run time cannot
-be found.  No torch.
+These files are the object's module, all modules that the module imports, and all files that these sources name: data
+files, kernels and their headers.  Imports and names are followed from file to file.  Files are found by parsing
+sources; no user code runs.  Libraries and this project's packages are left out, since records keep their versions.
+
+The files that a source names are guessed from the string constants in the source.  A file that is found without need is
+harmless.  A file whose name is computed at run time cannot be found.  No torch.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ _ROOT: Final = Path(__file__).resolve().parents[2]
 _STDLIB: Final = Path(sysconfig.get_paths()["stdlib"]).resolve()
 _OURS: Final = tuple(_ROOT / name for name in ("impl", "harness", "report", "zeropp"))
 _INSTALLED: Final = frozenset(("site-packages", "dist-packages"))
-_NO_FILES: Final = tuple(map(Path, ("/dev", "/proc", "/sys", "/run")))  # they show the state of the system
+_NO_FILES: Final = tuple(map(Path, ("/dev", "/proc", "/sys", "/run")))  # folders with the state of the system
 _MODULE: Final = re.compile(r"\.*[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 # A source that mentions one of these may import modules whose names are strings; other sources cannot.
 _DYNAMIC: Final = re.compile(
     rb"__import__|importlib|import_module|find_spec|pkgutil|runpy|lazy", re.IGNORECASE
 )
-# A function whose name begins like this writes files, so the files that a call of it names are no inputs.
+# A function whose name begins with one of these words writes files, so the files that its calls name are no inputs.
 _WRITING: Final = re.compile(
     r"save|write|dump|to_(csv|json|pickle|parquet)|export|FileHandler|mkdir|makedirs|touch|unlink|remove|rename"
 )
 _INCLUDE: Final = re.compile(rb'^\s*#\s*include\s*"([^"\n]+)"', re.MULTILINE)
 _KERNELS: Final = (".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp")
-# Functions whose result is a path; "" stands for expressions that are no calls.
+# Functions that return a path; "" stands for expressions that are no calls.
 _JOINING: Final = ("", "Path", "PurePath", "fspath", "join", "joinpath", "resolve", "str", "with_name")
 # Patterns for files of one suffix in a folder, such as data/*.txt; patterns like ** or * would match too much.
 _PATTERN: Final = re.compile(r"(?=.*\*)(?!.*\*\*)(?!/)[\w.*/-]*\.[A-Za-z]\w*")
@@ -60,12 +61,13 @@ class _Source:
 class _Mentions:
     """The texts in a source that may name modules or files."""
 
-    # Imported modules and members of modules; relative ones begin with dots.
+    # Names of imported modules and of imported members of modules; a relative name begins with a dot.
     imports: list[str] = field(default_factory=list)
-    exports: list[str] = field(default_factory=list)  # ``__all__``, which in a package may name submodules
+    # Texts in ``__all__``, which may name submodules of a package.
+    exports: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # constants that may name modules
     paths: list[str] = field(default_factory=list)  # constants that may name files or folders
-    patterns: list[str] = field(default_factory=list)  # patterns of file names, * for computed parts
+    patterns: list[str] = field(default_factory=list)  # patterns of file names; * stands for computed parts
     computed: bool = False  # whether the source imports modules whose names it computes
     changes_path: bool = False  # whether the source changes ``sys.path``
 
@@ -73,15 +75,17 @@ class _Mentions:
 def files_of(
     modules: Iterable[str], texts: Sequence[str] = (), folders: Sequence[Path] = ()
 ) -> tuple[dict[str, Path], dict[str, Path]]:
-    """Find the files of modules and of everything that they import, and the files that their sources name.
+    """Find the files of a user's modules, of all modules that they import, and all files that their sources name.
 
     Args:
         modules: Dotted names of the modules.
         texts: Further texts that may name modules or files, such as a suite's ``model.arguments``.
-        folders: Folders in which to look for files that sources name, after the folder of the source.
+        folders: Folders in which a file that a source names is sought if the source's folder does not have it.
 
     Returns:
-        Files of modules by dotted name, and further files by ``<text> of <module>``, or by text.
+        Two dicts.  The first has the file of each module; its keys are the modules' dotted names.  The second has all
+        other files.  If a source names the file, the key is ``<name in the source> of <module>``.  If ``texts`` names
+        the file, the key is this text.
     """
     importlib.invalidate_caches()
     names = [*modules]
@@ -114,7 +118,12 @@ def _followed(
 ) -> Iterator[_Source]:
     """Yield the modules and files that a source mentions.
 
-    If the source changes ``sys.path``, add the folders that it may have added there to ``added_folders``.
+    Args:
+        source: The source.
+        file: The source's file.
+        added_folders: Folders that sources may add to ``sys.path``.  If this source changes ``sys.path``, the folders
+            that it may have added are appended to this list.
+        folders: As in :func:`files_of`.
     """
     holder = source.name.partition(" of ")[2] or source.name
     if file.suffix in _KERNELS:
@@ -155,15 +164,15 @@ def _followed(
 
 
 def _named(text: str, path: Path, holder: str) -> _Source:
-    """Return the source for a file that the source of module ``holder`` names as ``text``."""
+    """Return the object for the file ``path``, which the source of the module ``holder`` names as ``text``."""
     return _Source(f"{path.name if Path(text).is_absolute() else text} of {holder}", path, named=True)
 
 
 @cache
 def _included(file: Path, _time: int, _size: int) -> list[tuple[str, Path]]:
-    """Return the files that a kernel includes from its own folder, by name.
+    """Return the files that a kernel's source includes from its folder: pairs of the name in the source and the path.
 
-    As in :func:`_mentions`, time and size of the file are arguments only to key the cache.
+    ``_time`` and ``_size`` are the file's :func:`stamp`, so that the cache is used until the file changes.
     """
     try:
         names = [name.decode(errors="replace") for name in _INCLUDE.findall(file.read_bytes())]
@@ -173,12 +182,16 @@ def _included(file: Path, _time: int, _size: int) -> list[tuple[str, Path]]:
 
 
 def _resolve(name: str, package: str, added_folders: Sequence[Path]) -> list[_Source]:
-    """Find a module, which may be relative to ``package``, without importing it.
+    """Find a module without importing it.
 
-    ``added_folders`` are searched after the folders of ``sys.path``.
+    Args:
+        name: Dotted name of the module.  A name that begins with a dot is relative to ``package``.
+        package: Dotted name of a package.
+        added_folders: Folders that are searched after the folders of ``sys.path``.
 
-    Returns the packages around the module and, last, the module itself, as far as they exist; of a library,
-    only the outermost package.
+    Returns:
+        The packages that contain the module, from the outermost to the innermost, and then the module.  The list ends
+        before the first of these that does not exist.  For a library it has only the outermost package.
     """
     if _MODULE.fullmatch(name) is None:
         return []
@@ -208,9 +221,9 @@ def _resolve(name: str, package: str, added_folders: Sequence[Path]) -> list[_So
 
 
 def _top_level(name: str, added_folders: Sequence[Path]) -> ModuleSpec | None:
-    """Find the spec of a top-level module as an import would, but ignoring what is imported already.
+    """Find the spec of a top-level module as an import would, even if another module of this name is imported already.
 
-    ``added_folders`` are searched after the folders of ``sys.path``.
+    ``added_folders`` are searched after the folders of ``sys.path``.  Returns None if there is no such module.
     """
     for finder in sys.meta_path:
         if (spec := _spec(finder, name, None)) is not None:
@@ -227,7 +240,10 @@ def _spec(finder: Any, name: str, folders: Sequence[str] | None) -> ModuleSpec |
 
 
 def _file(spec: ModuleSpec) -> Path | None:
-    """Return a module's file, or the archive that holds it; None for built-in modules and namespaces."""
+    """Return a module's file or, if the module is in an archive, the file of the archive.
+
+    Returns None for built-in modules and namespace packages.
+    """
     if spec.origin is None or not spec.has_location:
         return None
     origin = Path(spec.origin)
@@ -235,7 +251,7 @@ def _file(spec: ModuleSpec) -> Path | None:
 
 
 def _parts(package: _Source) -> Iterator[_Source]:
-    """Yield all modules in the folders of a package."""
+    """Yield all modules in the folders of a package and their subfolders, with the packages that contain them."""
     for folder in package.folders:
         for path in sorted(Path(folder).rglob("*.py")):
             name = ".".join((package.name, *path.relative_to(folder).with_suffix("").parts))
@@ -243,7 +259,7 @@ def _parts(package: _Source) -> Iterator[_Source]:
 
 
 def _is_users(file: Path) -> bool:
-    """Return whether a file is the user's: it belongs neither to a library nor to this project."""
+    """Return whether a file is the user's, so that it belongs neither to a library nor to this project."""
     file = file.resolve()
     if file.is_relative_to(_STDLIB) or _INSTALLED & {*file.parts} or any(map(file.is_relative_to, _OURS)):
         return False
@@ -257,9 +273,12 @@ def _holds_distributions(folder: Path) -> bool:
 
 
 def _existing(text: str, folders: Sequence[Path], *, files: bool = False) -> list[Path]:
-    """Return the path that ``text`` names in the first folder that has it, as a list of at most one path.
+    """Find the file or folder that ``text`` names in one of the folders.
 
-    With ``files``, only a file counts.
+    The folders are tried in order.  With ``files``, only files are found.
+
+    Returns:
+        A list with the path in the first folder that has it.  The list is empty if no folder has it.
     """
     if not text or len(text) > _LONGEST_PATH or "\0" in text or "\n" in text:
         return []
@@ -272,7 +291,10 @@ def _existing(text: str, folders: Sequence[Path], *, files: bool = False) -> lis
 
 
 def stamp(file: Path) -> tuple[int, int]:
-    """Return the time of change and the size of a file, which change when the file is written."""
+    """Return the time of the last change of a file, in ns, and its size in bytes.
+
+    Together they show whether the file has changed.  Returns (0, 0) if they cannot be read.
+    """
     try:
         status = file.stat()
     except OSError:
@@ -284,8 +306,8 @@ def stamp(file: Path) -> tuple[int, int]:
 def _mentions(file: Path, _time: int, _size: int) -> _Mentions:
     """Collect the modules and files that a source may name.
 
-    A source that cannot be parsed has no mentions; its import will fail.  ``_time`` and ``_size`` are the file's
-    :func:`stamp`, so that the cache holds until the file is written.
+    A source that cannot be read or parsed has no mentions.  ``_time`` and ``_size`` are the file's :func:`stamp`, so
+    that the cache is used until the file changes.
     """
     mentions = _Mentions()
     try:
@@ -326,7 +348,10 @@ def _mentions(file: Path, _time: int, _size: int) -> _Mentions:
 
 
 def _texts(node: ast.AST) -> list[str]:
-    """Return the texts in an expression in order; an f-string is one text, with * for its computed parts."""
+    """Return the texts in an expression, in order.
+
+    An f-string is one text, in which ``*`` stands for each computed part: ``f"data/{name}.txt"`` gives ``data/*.txt``.
+    """
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
     texts = [text for child in ast.iter_child_nodes(node) for text in _texts(child)]
@@ -336,13 +361,16 @@ def _texts(node: ast.AST) -> list[str]:
 
 
 def _called(node: ast.AST | None) -> str:
-    """Return the last name of a call's function: ``join`` for ``os.path.join()``; an empty text for other nodes."""
+    """Return the last name of the function that a call calls: ``join`` for ``os.path.join()``.
+
+    Returns an empty text if the node is no call.
+    """
     function = node.func if isinstance(node, ast.Call) else None
     return str(getattr(function, "attr", "") or getattr(function, "id", ""))
 
 
 def _imports_computed(node: ast.AST) -> bool:
-    """Return whether a call imports a module by a computed name, or lists the modules of a package."""
+    """Return whether a node is a call that imports a module by a computed name, or lists the modules of a package."""
     name = _called(node)
     first = node.args[0] if isinstance(node, ast.Call) and node.args else None
     by_name = name in ("import_module", "__import__") and not isinstance(first, ast.Constant)
@@ -350,7 +378,7 @@ def _imports_computed(node: ast.AST) -> bool:
 
 
 def _writes(node: ast.AST) -> bool:
-    """Return whether a call writes a file, so that the file that it names is no input."""
+    """Return whether a node is a call that writes a file.  The file that such a call names is no input."""
     if not isinstance(node, ast.Call) or _called(node) != "open":
         return _WRITING.match(_called(node)) is not None
     modes = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "mode")]
@@ -358,20 +386,23 @@ def _writes(node: ast.AST) -> bool:
 
 
 def _written_names(tree: ast.AST) -> set[str]:
-    """Return the names of all variables that occur in calls that write files."""
+    """Return all names in the calls that write files: names of variables, attributes and functions."""
     parts = (part for node in ast.walk(tree) if _writes(node) for part in ast.walk(node))
     return {str(getattr(part, "attr", "") or getattr(part, "id", "")) for part in parts} - {""}
 
 
 def _targets(node: ast.AST) -> set[str]:
-    """Return the names that a statement assigns to."""
+    """Return the names of the variables and attributes that a statement assigns; empty for other nodes."""
     targets = [getattr(node, "target", None)] if isinstance(node, ast.AnnAssign | ast.AugAssign) else []
     targets += node.targets if isinstance(node, ast.Assign) else []
     return {str(getattr(target, "attr", "") or getattr(target, "id", "")) for target in targets} - {""}
 
 
 def _joins(node: ast.AST) -> bool:
-    """Return whether an assignment's value may be a path, rather than something read from a file."""
+    """Return whether the value of an assignment may be a path, by the function that it calls.
+
+    For example, ``Path("a") / "b"`` may be a path, and ``read("a")`` is none.
+    """
     return _called(getattr(node, "value", None)) in _JOINING
 
 

@@ -1,6 +1,6 @@
 """Lists a preset model's sizes, and its parameters by name and shape, without building the model.  No torch.
 
-A plan needs no more than this, and torch takes longer to import than a suite takes to plan.
+A plan of a suite needs only these.  Importing torch takes longer than such a plan.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from impl.policy.shard_layout import ParameterSpec
 
 
 def shape_of(model: Model) -> Shape:
-    """Return a preset's sizes with the model's changes.
+    """Return the sizes of a preset, with the sizes in ``model.arguments`` in place of the preset's sizes.
 
     Raises:
-        Refusal: if there is no such preset or argument, or the sizes are impossible.
+        Refusal: if there is no such preset, if it has no such size, or if a size is impossible.
     """
     if model.name not in PRESETS:  # of an old record: suites are checked when read
         raise Refusal(f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'")
@@ -55,7 +55,7 @@ def shape_of(model: Model) -> Shape:
 
 
 def patch_of(model: Model, sequence: int) -> int:
-    """Return the side in pixels of a patch of an image that is cut into ``sequence`` patches.
+    """Return the side of a patch, in pixels, if an image is cut into ``sequence`` square patches.
 
     Raises:
         Refusal: if an image cannot be cut into so many patches.
@@ -67,9 +67,10 @@ def patch_of(model: Model, sequence: int) -> int:
 
 
 def parameters_of(model: Model, sequence: int) -> tuple[list[Placed], list[str]]:
-    """List the parameters of a preset in the model's order, and the names of its blocks.
+    """List the parameters and the blocks of the module that :func:`harness.workloads.models.build` makes of a preset.
 
-    Parameters and blocks are those of the module that :func:`harness.workloads.models.build` returns.
+    Returns:
+        The parameters in the module's order, each with the name of its block, and the names of the blocks.
 
     Raises:
         Refusal: as :func:`shape_of` and :func:`patch_of` do.
@@ -102,7 +103,9 @@ def parameters_of(model: Model, sequence: int) -> tuple[list[Placed], list[str]]
 
 
 def parameters_of_trial(trial: Trial) -> tuple[list[Placed], list[str]]:
-    """List a trial's parameters as :func:`parameters_of` does, in the groups that the trial's optimizer gives them.
+    """List the parameters and blocks of a trial's model, as :func:`parameters_of` does.
+
+    Each parameter has the number of the group in which the trial's optimizer steps it.
 
     Raises:
         Refusal: as :func:`parameters_of` does.

@@ -21,50 +21,52 @@ class Batches(Protocol):
     """A source of batches for training steps, such as :class:`RankBatches`."""
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
-        """Yield the batches of each micro-batch of step ``index``.
+        """Yield a list of batches for each micro-batch of step ``index``.  A batch is a pair (inputs, targets).
 
-        A micro-batch has one batch or, with strategy ``single``, which computes for all ranks in one process,
-        a batch for each rank.
+        The list has one batch.  With strategy ``single``, in which one process computes for all ranks, it has a batch
+        for each rank.
         """
 
 
 def batches_of(data: Batches, step: int = 0) -> Iterator[tuple[Tensor, Any]]:
-    """Yield all batches of a step, micro-batch after micro-batch."""
+    """Yield all batches of a step, one after the other, in the order of micro-batches."""
     return itertools.chain.from_iterable(data.step(step))
 
 
 @dataclass(frozen=True, slots=True)
 class ExperienceBatch:
-    """The batch of one step of workload ``rlhf``, which the actor generated from drawn prompts."""
+    """The batch of one step of workload ``rlhf``: prompts, and the actor's continuations of them."""
 
     batch: tuple[Tensor, Any]  # inputs and targets of the model
     drawn: list[Batch]  # the batches that the prompts were taken from
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
-        """See :class:`Batches`."""
+        """See :meth:`Batches.step`."""
         yield [self.batch]
 
 
 @dataclass(frozen=True, slots=True)
 class FirstSequences:
-    """Yields only the first sequence of each batch of another source, for checks that must be cheap."""
+    """A source of batches that yields only the first sequence of each batch of another source, for quick checks."""
 
     batches: Batches
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
-        """See :class:`Batches`."""
+        """See :meth:`Batches.step`."""
         for micro in self.batches.step(index):
             yield [(inputs[:1], targets[:1]) for inputs, targets in micro]
 
 
 class RankBatches:
-    """Batches of one rank of a trial or, for strategy ``single``, of all its ranks.
+    """The batches that one process of a trial reads, for training and for validation.
+
+    A process reads the batches of its rank.  With strategy ``single``, one process reads the batches of all ranks.
 
     Args:
         trial: The trial.
         rank: Number of the rank.
-        device: Where batches are.
-        dataset: The trial's data set, if it is loaded already.
+        device: The device on which the tensors are made.
+        dataset: The trial's data set.  If it is None, the data set is loaded.
 
     Raises:
         CorpusError: if the data cannot be read or do not fit the model.
@@ -74,7 +76,7 @@ class RankBatches:
         trial_dataset.check(trial)
         self.dataset, self._trial, self._device = dataset or trial_dataset.load(trial), trial, device
         world = trial.topology().world
-        # The ranks whose batches this process computes.
+        # The ranks whose batches this process reads.
         self.ranks: Sequence[int] = range(world) if trial.strategy == "single" else (rank,)
         self.sha256 = self.dataset.sha256
         self._sequences = trial.tokens_per_rank // trial.sequence
@@ -90,12 +92,15 @@ class RankBatches:
             ]
 
     def step(self, index: int) -> Iterator[list[Batch]]:
-        """See :class:`Batches`."""
+        """See :meth:`Batches.step`."""
         for micro_batch in range(self._trial.accumulation):
             yield [self._batch(index, micro_batch, part) for part in self.ranks]
 
     def of_rank(self, index: int, rank: int) -> Iterator[Batch]:
-        """Yield the batches that rank ``rank`` reads in a step; for strategy ``single``, the batches of all ranks."""
+        """Yield the batches that rank ``rank`` reads in step ``index``, one for each micro-batch.
+
+        With strategy ``single``, yield the batches of all ranks.
+        """
         ranks = (rank,) if len(self.ranks) == 1 else self.ranks
         for micro_batch in range(self._trial.accumulation):
             yield from (self._batch(index, micro_batch, part) for part in ranks)

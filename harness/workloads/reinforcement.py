@@ -1,8 +1,8 @@
-"""Workload ``rlhf``: models and loss of group-relative policy optimisation (GRPO, arXiv 2402.03300).
+"""Defines models and loss of workload ``rlhf``: group-relative policy optimisation (GRPO, arXiv 2402.03300).
 
-In each step the actor continues prompts, a group of continuations for each prompt.  A frozen reward model scores
-them and a frozen reference model gives their log probabilities; then the actor takes one optimizer step.
-:func:`harness.strategies.training_loop.collect` runs these phases.
+In each step the actor continues prompts, a group of continuations for each prompt.  A frozen reward model scores the
+continuations, and a frozen reference model gives their log probabilities.  Then the actor takes one optimizer step.
+:func:`harness.strategies.training_loop.collect` generates and scores the continuations.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _LEAST_SPREAD = 1e-4  # added to the standard deviation of a group's rewards, wh
 
 
 class Experience:
-    """The targets, advantages and reference probabilities from which an actor learns, besides the tokens.
+    """Everything besides the tokens from which the actor learns in a step: targets, advantages and log probabilities.
 
     This is not a dataclass, because engines cast the tensors in dataclasses to 16 bits.
 
     Args:
-        targets: (B, T) int64 next tokens, ``NO_TARGET`` inside prompts.
-        advantages: (B,) fp32, of each sequence.
-        reference: (B, T) fp32 log probabilities of the targets, from the reference model.
+        targets: The token that follows each token, (B, T) int64; ``NO_TARGET`` inside prompts (:func:`targets_of`).
+        advantages: The advantage of each sequence, (B,) fp32 (:func:`group_advantages`).
+        reference: Log probabilities of the targets under the reference model, (B, T) fp32.
         kl: Weight of the divergence from the reference model.
     """
 
@@ -41,19 +41,22 @@ class Experience:
 
 
 class Actor(GPT):
-    """A GPT whose loss over an :class:`Experience` is GRPO's."""
+    """The GPT that is trained.  If its targets are an :class:`Experience`, its loss is GRPO's loss."""
 
     def forward(
         self, tokens: Tensor, targets: Tensor | Experience | None, past: Sequence[KeysAndValues] | None = None
     ) -> Tensor:
-        """Return the () loss of (B, T) tokens; for targets that are tensors or None, see :meth:`GPT.forward`."""
+        """Return GRPO's loss of (B, T) tokens, a scalar, if ``targets`` is an :class:`Experience`.
+
+        With a tensor or None as ``targets``, return the result of :meth:`GPT.forward`.
+        """
         if isinstance(targets, Experience):
             return grpo_loss(self.log_probabilities(tokens, targets.targets), targets)
         return super().forward(tokens, targets, past)
 
 
 class Judges(nn.Module):
-    """The two frozen models, reference and reward, as one module that runs them one after the other."""
+    """The two frozen models, the reference model and the reward model, as one module that runs both."""
 
     def __init__(self, reference: GPT, reward: GPT) -> None:
         super().__init__()
@@ -61,13 +64,26 @@ class Judges(nn.Module):
         self.requires_grad_(requires_grad=False)
 
     def forward(self, sequences: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (B, T) log probabilities of the targets, and (B,) rewards, of (B, T + 1) tokens."""
+        """Score sequences with both models.
+
+        Args:
+            sequences: (B, T + 1) int64 tokens, prompts included.
+            targets: (B, T) int64 targets (:func:`targets_of`).
+
+        Returns:
+            Log probabilities of the targets under the reference model, (B, T) fp32, and the reward of each sequence,
+            (B,) fp32.
+        """
         logs = self.reference.log_probabilities(sequences[:, :-1], targets)
         return logs, self.reward(sequences, None)[:, 0].float()
 
 
 def actor_of(trial: Trial) -> Actor:
-    """Build the model that is trained; raises what :func:`harness.workloads.models.build` raises."""
+    """Build the actor, which is the model that is trained.
+
+    Raises:
+        Refusal: as :func:`harness.workloads.models.build`.
+    """
     actor = Actor(shape_of(trial.model), trial.sequence)  # type: ignore[arg-type]  # suites are checked
     if trial.activation_checkpointing:
         checkpoint_activations(actor)
@@ -75,9 +91,10 @@ def actor_of(trial: Trial) -> Actor:
 
 
 def judges_of(trial: Trial, actor: nn.Module) -> Judges:
-    """Build the frozen models: the reference is a copy of the actor, which must not have been trained yet.
+    """Build the frozen models.
 
-    The reward model is a GPT of the same shape with random weights, whose head has one output.
+    The reference model is a copy of the actor, which must not have been trained yet.  The reward model is a GPT of the
+    same shape with random weights, whose head has one output.
     """
     assert isinstance(actor, GPT)  # noqa: S101  # suites are checked
     shape = shape_of(trial.model)
@@ -87,10 +104,11 @@ def judges_of(trial: Trial, actor: nn.Module) -> Judges:
 
 
 def group_advantages(rewards: Tensor, group: int) -> Tensor:
-    """Return (B,) fp32 advantages of (B,) rewards; each ``group`` adjacent rewards form a group.
+    """Return the advantage of each sequence, (B,) fp32, from the rewards (B,).
 
-    An advantage is the reward minus the group's mean, divided by the group's standard deviation; it is 0 in a
-    group of equal rewards.
+    With ``group`` = 4, the first four rewards form a group, the next four form another group, and so on.  An advantage
+    is the reward minus the mean of its group, divided by the standard deviation of the group plus 1e-4.  It is 0 if all
+    rewards of the group are equal.
     """
     # In fp64 the mean of equal fp32 numbers is exactly that number.
     grouped = rewards.double().view(-1, group)
@@ -99,10 +117,11 @@ def group_advantages(rewards: Tensor, group: int) -> Tensor:
 
 
 def grpo_loss(logs: Tensor, experience: Experience) -> Tensor:
-    """Return GRPO's () loss: the mean over generated tokens of ``-advantage * log p + kl * (r - log r - 1)``.
+    """Return GRPO's loss, a scalar: the mean of ``-advantage * log p + kl * (r - log r - 1)`` over generated tokens.
 
-    ``p`` is the actor's probability of a token, and ``logs`` (B, T) its logarithm; ``r`` is the reference's
-    probability divided by ``p``.  With one update a step, the gradient of ``log p`` is that of GRPO's ratio.
+    ``p`` is the probability that the actor gives to a token, and ``logs`` (B, T) has its logarithm.  ``r`` is the
+    probability that the reference model gives to the token, divided by ``p``.  GRPO has the ratio of the actor's new
+    and old probabilities in place of ``log p``.  With one update a step, both have the same gradient.
     """
     written = experience.targets != NO_TARGET  # (B, T)
     log_ratio = (experience.reference - logs)[written]  # (n,), log r
@@ -111,16 +130,20 @@ def grpo_loss(logs: Tensor, experience: Experience) -> Tensor:
 
 
 def targets_of(sequences: Tensor, prompt: int) -> Tensor:
-    """Return the (B, T) int64 next tokens of (B, T + 1) sequences, ``NO_TARGET`` inside their prompts."""
+    """Return the target of each token but the last in (B, T + 1) sequences: (B, T) int64.
+
+    The target is the next token.  It is ``NO_TARGET`` if the next token belongs to the prompt, which has the first
+    ``prompt`` tokens.
+    """
     targets = sequences[:, 1:].clone()
     targets[:, : prompt - 1] = NO_TARGET
     return targets
 
 
 def sampler(seed: int, step: int, rank: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that draws (B,) int64 tokens from the softmax of (B, vocab) logits.
+    """Return a function that samples (B,) int64 tokens from the softmax of (B, vocab) logits.
 
-    The draws depend on seed, step and rank only.
+    The random numbers of the function depend only on seed, step and rank.
     """
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
     random = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))

@@ -12,15 +12,15 @@ from harness.workloads.dataset import Dataset
 from harness.workloads.glyph_images import GLYPHS
 from harness.workloads.own_pairs import OwnPairs
 
-_TOKEN_BYTES: Final = 2 * 8  # int64, twice: a window is drawn whole, then cut into inputs and targets
-_IMAGE_BYTES: Final = 2 * 4 * IMAGE_SIDE**2  # float32, twice: an image is drawn, then copied to the device
+_TOKEN_BYTES: Final = 2 * 8  # two int64 for each token: an input and a target
+_IMAGE_BYTES: Final = 2 * 4 * IMAGE_SIDE**2  # two images in float32: as drawn, and the copy on the device
 
 
 def load(trial: Trial) -> Dataset:
     """Load a trial's data set.
 
     Raises:
-        CorpusError: if the corpus cannot be read, is too small, or is not what the model reads.
+        CorpusError: if the corpus cannot be read, is too small, or is of a kind that the model does not read.
     """
     if trial.corpus == GLYPHS:
         return glyph_images.load()
@@ -39,9 +39,9 @@ def load(trial: Trial) -> Dataset:
 
 
 def check(trial: Trial) -> None:
-    """Raise a CorpusError if a trial's data are missing, too small, or not what the model reads.
+    """Raise a CorpusError if a trial's corpus is missing, too small, or of a kind that the model does not read.
 
-    A plain text is checked without reading it.
+    Of a text without a tokenizer, only the size is read.
     """
     shape, name = PRESETS.get(trial.model.name), trial.model.name
     reads, expected = ("images", repr(GLYPHS)) if isinstance(shape, ViTShape) else ("text", "a text")
@@ -61,9 +61,9 @@ def check(trial: Trial) -> None:
 
 
 def micro_batch_bytes(trial: Trial) -> int:
-    """Return the bytes that a micro-batch of one rank takes while it is made.
+    """Return the most bytes of memory that one rank needs for a micro-batch: the data as drawn, and their copy.
 
-    For data that cannot be read this is an estimate, as if the corpus were text.
+    If the corpus cannot be read, the result is computed as for a text.
     """
     examples = trial.tokens_per_rank // trial.sequence
     if trial.corpus == GLYPHS:

@@ -188,13 +188,16 @@ class Machine:
         return max(1.0, ranks / self.processors) if self.processors else 1.0
 
     def cost(self, codec: Codec) -> CodecCost:
-        """Returns the cost of the entry of ``codecs`` that is most similar to ``codec``; its block size may differ.
+        """Returns the cost of ``codec``, or of the most similar entry of ``codecs``, whose block size may differ.
 
         Both seconds are 0 if the machine has no costs of codecs.
         """
         if not self.codecs:
             return CodecCost(encode=0.0, decode=0.0)
-        return self.codecs[max(sorted(self.codecs), key=lambda text: _likeness(text, str(codec)))]
+        own = str(codec)
+        if own in self.codecs:
+            return self.codecs[own]
+        return self.codecs[max(sorted(self.codecs), key=lambda text: _likeness(text, own))]
 
 
 def _likeness(text: str, other: str) -> tuple[bool, bool, int]:

@@ -288,7 +288,7 @@ OPTIMIZERS = {
     "json:Plain": "the module of that name in ",
     "mine:Normed": "optimizer.name = 'mine:Normed' is not elementwise: its steps on two pieces of a tensor",
     "mine:Sparse": "optimizer.arguments of mine:Sparse: ",
-    "torch.optim:Muon": "and the engine gives it shards: set optimizer.name = 'Muon', whose matrices have owners",
+    "torch.optim:Muon": "the engine holds shards: set optimizer.name = 'Muon', which gathers each matrix on one rank",
 }
 CODECS = {
     "mine:Broken": "mine:Broken breaks zero",

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "repeats by the seconds of threads": (
         'answer = "bytes"\nrepeats = "until 2 %"',
         f'[defaults]\ncluster.ranks = "threads"\n{TWO}',
-        ("repeats: until intervals are narrow, but cluster.ranks = 'threads' measures no seconds",),
+        ("repeats = 'until ...' needs seconds, but cluster.ranks = 'threads' measures no seconds",),
     ),
     "a margin of no loss": ("margin = 3", TWO, ("margin = 3", "no validation", "remove margin")),
     "a margin of one late loss": (

@@ -97,7 +97,7 @@ def test_a_setting_may_have_several_baselines(read: Read) -> None:
         (
             "6",
             ', "int6:128"',
-            r"and a trial with .* differs from several of these in equally few fields; let the baseline match only",
+            r"and a trial with .* is equally near to two of these baselines; let the baseline match only",
         ),
         (
             '"until 2 %"',

@@ -232,7 +232,7 @@ def test_a_replay_that_misses_its_own_step_is_refused(
     assert check_replay(traced) == pytest.approx([0, 0], abs=1e-6)
     replay = joint.replay
     monkeypatch.setattr(joint, "replay", lambda *arguments: replay(*arguments, slower=2.0))
-    with pytest.raises(Refusal, match=r"replayed with an error of \d+\.\d%, and at most 2%"):
+    with pytest.raises(Refusal, match=r"replayed with an error of \d+\.\d%, and at most 2% is"):
         check_replay(traced)
 
 
