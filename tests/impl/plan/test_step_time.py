@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from impl.plan.step_time import Machine, Work, flops, least_seconds, step_time
+from impl.codecs.codec import parse
+from impl.plan.step_time import CodecCost, Machine, Work, flops, least_seconds, step_time
 
 amounts = st.floats(1e-3, 1e15)
 machines = st.builds(
@@ -54,6 +55,21 @@ def test_what_was_not_measured_is_called_transferred() -> None:
     assert step_time(machine, work).calibrated
     assert not step_time(machine, replace(work, tokens=4096)).calibrated
     assert flops(work) == 8 * 1e9 * 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "encode"), [("int4:128:clip", 1.0), ("int4:256:clip", 2.0), ("int4:64", 1.0), ("int8:32", 3.0)]
+)
+def test_a_measured_codec_has_its_own_cost(text: str, encode: float) -> None:
+    """A codec that was measured costs what it was measured with; only other ones cost what a similar codec does."""
+    codecs = {
+        name: CodecCost(encode=seconds, decode=0.0)
+        for name, seconds in {"int4:128:clip": 1.0, "int4:256:clip": 2.0, "int8:2048": 3.0}.items()
+    }
+    machine = Machine(
+        name="m", source="s", fixed=1e-10, per_token=1e-13, efficiency=1, fewest=1, most=2, codecs=codecs
+    )
+    assert machine.cost(parse(text)).encode == encode
 
 
 @pytest.mark.parametrize(
