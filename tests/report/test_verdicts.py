@@ -643,7 +643,8 @@ def test_seconds_that_others_disturbed_have_a_caveat_and_no_prediction() -> None
     head = head_of([*most, *records[10:]])
     assert head.sentence.startswith("Inconclusive (one undisturbed of six pairs; ")
     assert head.caveat == (
-        "The seconds are unreliable: others took more than 5% of the processors' time in 10 of 12 trials."
+        "The seconds are unreliable: in 10 of 12 trials other programs and the machine's host took more than 5% of the "
+        "processors' time."
     )
     assert "Expected in a new run" not in rows_of(head)["ZeRO++"]
     derived = derive(frames_of([*most, *records[10:]]))
