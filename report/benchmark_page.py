@@ -92,7 +92,7 @@ def build(results: Path) -> Path:
     """Build the page of a folder with files of pytest-benchmark, and return the page's path.
 
     Raises:
-        RecordError: If the folder holds no files of pytest-benchmark, or a JSON file that is not one or lacks a field.
+        RecordError: If the folder holds no JSON files, or a JSON file that pytest-benchmark did not write.
     """
     files = read_all(results)
     last, tables = files[-1], tables_of(files)

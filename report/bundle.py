@@ -50,10 +50,12 @@ tar -xf "$here"/{packed} -C "$here"
 def bundle(folder: Path, into: Path) -> Path:
     """Write ``<into>/<suite>-artifact.tar.xz`` from the records of ``folder``, and return the path of this archive.
 
-    Raises:
-        RecordError: If the folder has no records.  Or if the records do not say which run wrote them, or the run of
-            the last record does not say which suite it ran; older versions left this out.  Or if the suite names a
-            file outside of its folder.
+    Raises a RecordError in these cases:
+
+    * The folder has no records.
+    * An older version wrote the records, so that they do not say which run wrote them, or the run does not say which
+      suite it ran.
+    * The suite names a file outside of the suite's folder.
     """
     records = read_all(folder)
     if not records:

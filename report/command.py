@@ -103,7 +103,7 @@ def report(
         if requested or explain or steps:
             many = f"{folder} holds {len(archives)} archives"
             needing = "--columns, --explain, --seconds and --machine"
-            raise Refusal(f"{many}: {needing} need the records of one suite; name the results folder of one")
+            raise Refusal(f"{many}: {needing} need the records of one suite; name a suite's results folder")
         _build_archives(archives, width, forms)
         return
     if explain is not None:
@@ -203,7 +203,7 @@ def build_report(
 
     The folder holds records of a suite, records of ``zeropp bench``, or files of pytest-benchmark.  ``columns``,
     ``width``, ``forms`` and ``steps`` are those of :func:`report.build.build`, and only for a suite.
-    Raises a Refusal if one of them is given for a folder of benchmarks.
+    Raises a Refusal if the folder holds benchmarks, and any of these four is given.
     """
     interrupts.take_over()
     of_bench, of_tests = bench_record.holds(folder), benchmark_file.holds(folder)

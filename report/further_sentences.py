@@ -114,7 +114,7 @@ def _bytes(derived: Derived, key: Key, counterpart: str, difference: Difference,
 
     The counterpart is the configuration that differs from it in one field.  The text begins with a space, for example:
     `` X sends 0.481 of ZeRO-3's bytes between nodes, and ZeRO++ sends 0.323.``
-    It is empty if the bytes of either were not measured.
+    It is empty if the bytes of the configuration or of the counterpart were not measured.
     """
     sent, bases = found.get("bytes", {}), effects.beside(derived).get(key, ())
     other = (key[0], counterpart)

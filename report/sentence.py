@@ -2,9 +2,8 @@
 
 The first sentence fills a template that the suite's quantity chooses (:mod:`harness.suites.answering_quantity`); the
 words of the suite's question are never parsed.  If several configurations are compared, the sentence is about a single
-configuration.  This is a strategy without changes, if such a strategy differs significantly.  For speeds, it is the
-configuration with the largest gain, if any configuration gains.  The sentence then ends with the numbers of better and
-worse comparisons, so that readers see what the choice leaves out.
+configuration, which :func:`foremost` chooses: usually the largest significant difference of a strategy without changes.
+The sentence then ends with the numbers of better and worse comparisons, so that readers see what the choice leaves out.
 
 Up to four kinds of sentences follow: on the same configuration in one or two other settings, on configurations that
 differ in one field alone, on the fewest bytes for an equal loss, and on net speed-ups.
@@ -60,7 +59,7 @@ class Difference:
 
     @property
     def known(self) -> bool:
-        """Whether the effect has an interval, and its verdict is not inconclusive for another reason (``why``)."""
+        """Whether the effect has an interval, and there is no other reason (``why``) for an inconclusive verdict."""
         return self.effect.change.known and not self.effect.why
 
 
@@ -409,10 +408,10 @@ def differences_of(
 
 
 def _places(derived: Derived) -> dict[str, str]:
-    """Return, for each setting's hash, words that tell it from the other settings, such as ``with 50 Mbit/s, ``.
+    """Return words for each setting, such as ``with 50 Mbit/s, ``, by the setting's hash.
 
-    The words name one field whose values all differ between the settings.  If there is no such field, they name every
-    field in which settings differ.  The dict is empty if there is a single setting.
+    The words name one field that has another value in each setting.  If there is no such field, they name all fields in
+    which any settings differ.  The dict is empty if there is a single setting.
     """
     titles = titles_of(derived.finished[["setting", "where"]])
     if len(titles) < 2:
@@ -439,11 +438,11 @@ def _of_nodes(derived: Derived) -> list[Difference]:
 
 
 def _break_evens(derived: Derived, key: Key) -> str:
-    """Return sentences on the rates at which a configuration breaks even; a space precedes each.
+    """Return sentences on the rates at which a configuration breaks even; a space precedes each sentence.
 
-    ``key`` names a setting and the configuration.  All settings that differ in their rate alone share one sentence; the
-    first sentence is on the settings that share all but the rate with ``key``.  If there would be more than
-    :data:`_MOST_SIZES` sentences, only the first is returned.
+    Break-even rates are determined for each size, which is a setting without its rate; each size has a sentence.
+    ``key`` is (setting, configuration): the sentence on the size of this setting comes first.  If there are more than
+    :data:`_MOST_SIZES` sizes, the other sentences are left out.
     """
     elsewhere = derived.trials.loc[derived.trials["setting"].eq(key[0]), "elsewhere"].iloc[0]
     rows = derived.break_evens

@@ -113,7 +113,7 @@ class Verdicts:
 def of_folder(results: Path) -> Verdicts:
     """Return the head of the page of a results folder.
 
-    Raises the errors of :func:`report.effects.step_seconds.derive_folder`.
+    Raises a ReportError if the folder's records cannot be reported together (:func:`report.data.frames.load`).
     """
     return verdicts(derive_folder(results))
 

@@ -59,10 +59,10 @@ def timed(steps: pd.DataFrame) -> pd.DataFrame:
 def computations(frames: Frames) -> pd.DataFrame:
     """Return the seconds in which each rank computes in a step, without waiting for messages.
 
-    If a trial measured computation by itself, it has one row for each rank and sample, and ``alone`` is true.
-    Otherwise it has one row for each rank and timed step, and ``alone`` is false.  ``index`` is the number of the
-    sample or step.  ``forward``, ``backward`` and ``rest`` are the seconds of the parts of a step, and ``cpu_seconds``
-    the CPU seconds of the whole step; each may be NaN.
+    If computation by itself was measured in a trial, the table has one row for each of the trial's ranks and samples,
+    and ``alone`` is true.  Otherwise it has one row for each rank and timed step, and ``alone`` is false.  ``index`` is
+    the number of the sample or step.  ``forward``, ``backward`` and ``rest`` are the seconds of the parts of a step,
+    and ``cpu_seconds`` the CPU seconds of the whole step; each may be NaN.
     """
     alone = frames.alone
     passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.trial_of.items()})
@@ -88,9 +88,10 @@ def computations(frames: Frames) -> pd.DataFrame:
 
 
 def before_training(steps: pd.DataFrame, *names: str) -> pd.Series[float]:
-    """Return the sum of the columns ``names`` for each step; empty columns count as 0.
+    """Return the sum of the columns ``names`` for each row of ``steps``; empty cells count as 0.
 
-    Only workload ``rlhf`` fills these columns: with times of generating and scoring, which precede training in a step.
+    The columns hold seconds of generating or scoring.  Only workload ``rlhf`` has these phases, which precede training
+    in each of its steps.
     """
     sums: pd.Series[float] = steps[[*names]].apply(pd.to_numeric).fillna(0.0).sum(axis=1)
     return sums

@@ -98,8 +98,8 @@ def with_baseline(
     Args:
         table: One row per trial.
         is_base: For each row, whether it belongs to a baseline.
-        on: Columns that must be equal: a row gets the values of the baseline's row that has equal cells in them.
-            If there is no such row, its new cells are NaN.
+        on: Columns that must be equal: a row gets the values of the baseline's row with equal cells in these columns.
+            If the baseline has no such row, the new cells are NaN.
         columns: For each new column, the column of ``table`` from which the baseline's value is copied.
 
     If a setting has several baselines, each row gets the values of the baseline that its column ``beside`` names.
@@ -189,8 +189,8 @@ def labels_of(
 ) -> dict[str, str]:
     """Return the name of each trial's configuration, by id of the trial.
 
-    ``shared`` are the changes that names leave out (:func:`shared_changes`).  ``also`` are fields of a trial outside of
-    its policy, such as clipping; a name contains those of them in which the trials differ.
+    ``shared`` are the changes that names leave out (:func:`shared_changes`).  ``also`` names fields of a trial outside
+    of its policy, such as clipping.  If the trials differ in such a field, all names contain its value.
     """
     fields = {
         name: {path: value for path, value in flatten(trial.canonical()) if path.split(".")[0] in also}

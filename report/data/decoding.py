@@ -20,7 +20,7 @@ def generations(frames: Frames) -> pd.DataFrame:
     """Return one row for each timed generation, with the columns of ``frames.finished`` and these:
 
     * ``seconds``: the slowest rank's seconds of each token, added up over the tokens;
-    * ``later_seconds``: the same without the first token;
+    * ``later_seconds``: the same sum without the first token;
     * ``exposed``: the share of ``seconds`` in which the slowest rank waited for messages;
     * ``first_bytes`` and ``later_bytes``: the bytes that all ranks sent between nodes for the first token, and for
       each later token; NaN without a ledger;

@@ -228,11 +228,13 @@ def _start(record: Record) -> str:
 def load(results: Path, *, across_pools: bool = False) -> Frames:
     """Return the records ``<id>.json`` of a results folder, with its traces, as tables.
 
-    Raises:
-        ReportError: If there is no such folder or no record in it.  If ``across_pools`` is false, also if records
-            differ in code or kernels, or if records of one sweep differ in the machine.  If a record cannot be parsed,
-            or no ratio can be computed from it.
-        RecordError: If a JSON file of the folder is not a record of this schema.
+    Raises a ReportError in these cases:
+
+    * There is no such folder, or it holds no records.
+    * ``across_pools`` is false, and records differ in code or kernels, or records of one sweep differ in the machine.
+    * A record's trial cannot be parsed, or no ratio can be computed from a record.
+
+    Raises a RecordError if a JSON file of the folder is not a record of this schema.
     """
     if not results.is_dir():
         raise ReportError(f"{results}: there is no such folder; `zeropp run SUITE` makes one")
@@ -464,8 +466,8 @@ def _method(record: Record) -> dict[str, Any]:
     """Return the columns on a user's own classes for reducing gradients and gathering weights.
 
     ``method`` and ``gather_method`` are the names of the two classes; empty without them.  ``bounded``, ``unbiased``
-    and ``gather_bounded`` say which laws they promise.  ``measured_only`` says whether any messages have no prediction,
-    ``weights_measured`` whether those of weights have none.
+    and ``gather_bounded`` say which laws the classes promise.  ``measured_only`` says whether the bytes of any messages
+    were measured but not predicted, and ``weights_measured`` whether the bytes of weights were.
     """
 
     def facts_of(key: str) -> tuple[str, set[str]]:
@@ -511,10 +513,10 @@ def _gpus(record: Record, trial: Trial) -> dict[str, float]:
 
 
 def _taken(record: Record) -> dict[str, float]:
-    """Return the shares of the CPUs' time in the timed steps that did not go to the ranks.
+    """Return which shares of the CPUs' time others took during the timed steps.
 
-    ``others_share`` went to other programs and ``steal_share`` to the machine's host; ``taken_share`` is their sum.
-    All are NaN if the record does not hold these times.
+    ``others_share`` is the share of other programs, ``steal_share`` the share of the machine's host, and
+    ``taken_share`` their sum.  All are NaN if the record does not hold these times.
     """
     if (use := record.processor_use) is None:
         return dict.fromkeys(("others_share", "steal_share", "taken_share"), math.nan)

@@ -112,9 +112,10 @@ def expected(group: pd.DataFrame) -> Prediction:
 
 
 def outside(group: pd.DataFrame) -> int:
-    """Return the number of occasions whose mean speed-up lies outside of the interval that is over all occasions.
+    """Return the number of occasions whose mean speed-up lies outside of the speed-up's interval.
 
-    ``group`` are rows of :func:`pairs` of one configuration in one setting.  Returns 0 if there is no interval.
+    ``group`` are rows of :func:`pairs` of one configuration in one setting, and the interval is computed over all
+    occasions.  Returns 0 if there is no interval.
     """
     ratio, by_occasion = speedup(group), undisturbed(group).groupby("occasion")["speedup"]
     return sum(ratio.known and not ratio.contains(mean) for mean in by_occasion.agg(geometric))
@@ -154,10 +155,10 @@ def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
-    """Return, by setting, how much the rates differ that the links of its configurations achieved.
+    """Return the relative spread of achieved rates in each setting whose configurations had links of different rates.
 
-    The difference is relative: 0.2 if the highest median rate of a configuration is 20 % above the lowest.  Only
-    settings with more than :data:`RATES_AGREE_WITHIN` are returned.  Emulated links without a rate are ignored.
+    A spread of 0.2 means that the highest of the configurations' median rates is 20 % above the lowest.  Settings with
+    a spread of at most :data:`RATES_AGREE_WITHIN` are left out.  Emulated links without a rate are ignored.
     """
     limited = table["rate_mbit"].notna() | table["link_kind"].eq("real")
     by_configuration = table[limited].dropna(subset=["achieved_mbit"]).groupby(["setting", "configuration"])
@@ -183,7 +184,7 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
     seed and repeat, and their settings differ in the rate alone.
 
     A row has the columns of ``table``, and these: ``baseline`` is the id of the baseline's trial, ``full_rate`` its
-    requested rate in Mbit/s, and ``parity`` the trial's tokens per second over those of the baseline's trial.
+    requested rate in Mbit/s, and ``parity`` the trial's tokens per second over the baseline's tokens per second.
     ``disturbed`` says whether either trial was disturbed.
     """
     shaped = table.dropna(subset=["rate_mbit"])
@@ -202,6 +203,6 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
 def parity_interval(group: pd.DataFrame) -> Interval:
     """Return the geometric mean of ``parity``, with its interval.
 
-    ``group`` are rows of :func:`parity` with the same configuration, topology, batch and rate.
+    ``group`` are rows of :func:`parity` with the same topology, batch and rate.
     """
     return speedup(group, "tokens_per_second", "tokens_per_second_baseline")

@@ -57,7 +57,10 @@ class Effect:
 
     @property
     def significant(self) -> bool:
-        """Whether the change has an interval that excludes "no difference", and its verdict is not inconclusive."""
+        """Whether the interval of the change excludes "no difference".
+
+        It is False if there is no interval, or if the verdict is inconclusive for another reason (``why``).
+        """
         return not self.why and self.change.known and not self.change.contains(self.equal)
 
     @property

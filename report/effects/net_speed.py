@@ -118,7 +118,10 @@ def _final_losses(equal: EqualLoss) -> tuple[str, str]:
 
 
 def sources(derived: Derived) -> str:
-    """Return text that names the sources of seconds of the net speed-ups in the table of verdicts."""
+    """Return text that says where the net speed-ups in the table of verdicts take the seconds of a step from.
+
+    For example, ``this suite's own records``.
+    """
     texts = (each.step.named for each in foremost(derived).values() if each.step is not None)
     return "; ".join(dict.fromkeys(texts))
 

@@ -157,10 +157,11 @@ def memory(derived: Derived) -> Table:
 
 
 def _memory_row(derived: Derived, parts: pd.DataFrame) -> dict[str, float]:
-    """Return the cells of one configuration, in MiB: each part of each source, and the sum of each source.
+    """Return the cells of one configuration, in MiB.
 
-    ``parts`` are rows of :func:`report.data.bytes_and_memory.memory`.  ``covered_mib`` is the sum of the engine's parts
-    that a formula predicts, and ``beyond_mib`` the sum of the engine's other parts.
+    ``parts`` are rows of :func:`report.data.bytes_and_memory.memory`.  Cells such as ``engine_masters_mib`` hold a part
+    of the memory, by the engine's count or by a formula, and ``engine_mib`` and ``formula_mib`` hold the sums.
+    ``covered_mib`` is the sum of the engine's parts that a formula predicts, and ``beyond_mib`` the sum of the others.
     """
     medians = parts.groupby(["source", "part"])["bytes"].median() / 2**20
     row = {

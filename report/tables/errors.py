@@ -198,7 +198,10 @@ def lossless(derived: Derived) -> Table:
 
 
 def losses(derived: Derived) -> Table:
-    """Return the table of final validation losses, differences from the baseline's losses, and times to a target."""
+    """Return the table of final validation losses: their means, their differences from the baseline, and verdicts.
+
+    It also has the training time to a target, which is the baseline's mean loss plus the margin.
+    """
     rows = loss_verdicts.losses(derived)
     base = listed(list(filter(None, dict.fromkeys(row["base"] for row in rows)))) or "the baseline"
     margins = [row["margin"] for row in rows if not math.isnan(row["margin"])]
