@@ -93,9 +93,10 @@ def _dots(measures: Sequence[Measure]) -> str:
 
 
 def _strokes(measures: Sequence[Measure], mark: str) -> str:
-    """Return the end of a caption's sentence that says what strokes show: ``; strokes ( | ): the same per rank``.
+    """Return the end of a caption's sentence that says what strokes show.
 
-    ``mark`` are the words for a stroke.  The text is empty if no measure has strokes.
+    For example, ``; strokes ( | ): scheduled step / measured step``, where ``strokes ( | )`` is ``mark``, the words for
+    a stroke.  The text is empty if no measure has strokes.
     """
     shown = [measure for measure in measures if measure.stroke]
     return "".join(f"; {mark}: {each.stroke_label or each.stroke.replace('_', ' ')}" for each in shown)
@@ -111,7 +112,7 @@ class Rows:
     measures: tuple[Measure, ...]
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Return the figure of a table that has rows."""
+        """Draw the table ``data``, which must have rows, and return the figure."""
         rows, shown = by_setting_and_configuration(data), _measured(self.measures, data)
         names = [name + caveats.rates(group) for name, _, group in rows]
         figure, (panels,) = axes.grid(style, 1, len(shown), [axes.rows_inches(len(rows))], share_y=True)
@@ -180,7 +181,7 @@ class Lines:
     band: bool = False  # whether bands show the range of the raw values; if not, each raw value is a dot
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Return the figure of a table that has rows and a column ``panel``."""
+        """Draw the table ``data``, which must have rows and a column ``panel``, and return the figure."""
         shown, titles = _measured(self.measures, data), list(data["panel"].unique())
         looks = theme.shades([str(name) for name in data[self.lines].unique()])
         if self.lines == "configuration":
@@ -272,7 +273,7 @@ class Stacked:
     middle: Literal["mean", "median"] = "median"
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Return the figure of a table that has rows, with a panel for each value of its column ``panel``."""
+        """Draw the table ``data`` with a panel for each value of its column ``panel``, and return the figure."""
         held = set(data[(data["kind"] == "bar") & data[self.value].gt(0)]["part"])
         known = [part for part in self.parts if part in held]
         colours = theme.of_parts([*known, *sorted(held - set(known))])
@@ -331,7 +332,7 @@ class Front:
     log: bool = False  # whether ``x`` is on a logarithmic axis
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Return the figure of a table that has rows, with a row of panels for each setting."""
+        """Draw the table ``data`` with a row of panels for each of its settings, and return the figure."""
         shown, settings = _measured(self.measures, data), by_setting(data)
         figure, panels = axes.grid(
             style, len(settings), len(shown), [3.6 if self.log else 2.6] * len(settings)
@@ -401,7 +402,7 @@ class Lanes:
     lanes: tuple[str, ...]  # names of the lanes, from top to bottom
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Return the figure of a table that has rows; a bar reaches from ``begin`` to ``end``, both in seconds."""
+        """Draw the table ``data``, one bar from ``begin`` to ``end`` (in seconds) for each row; return the figure."""
         rows, colours = groups(data, ["panel"]), theme.of_parts(self.lanes)
         height = 0.35 + 0.13 * len(self.lanes)
         figure, panels = axes.grid(style, len(rows), 1, [height] * (len(rows) - 1) + [height + 0.25])

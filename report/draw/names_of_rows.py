@@ -48,11 +48,11 @@ def common_to(data: pd.DataFrame) -> str:
 
 
 def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
-    """Return names for some of the peers that a page shows, in which a library may stand for its strategies.
+    """Return the names of the peers' strategies ``some`` for a sentence; ``shown`` are all strategies in the figure.
 
-    A library's name stands for all its strategies in ``some`` if there are several, and ``shown`` has no other strategy
-    of the library.  For example, "FSDP2" stands for "FSDP2" and "FSDP2, kept" if no other FSDP2 is shown.
-    Other strategies are named one by one, in quotation marks if their name has a comma.
+    If ``some`` has all strategies of a library that are shown, and these are several, the name of the library replaces
+    their names: ``FSDP2`` replaces ``FSDP2`` and ``FSDP2, kept``.  All other strategies are named one by one, in
+    quotation marks if the name has a comma.
     """
     of_library: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(some):

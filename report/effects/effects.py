@@ -70,7 +70,7 @@ class Effect:
 
     @property
     def size(self) -> float:
-        """Size of the change, without its sign, to rank effects: nats, or the logarithm of a ratio.
+        """Absolute size of the change, by which effects are ranked: in nats, or as the logarithm of a ratio.
 
         It is -1 if nothing was measured.
         """
@@ -193,8 +193,8 @@ def losses(derived: Derived) -> dict[Key, Effect]:
 def net_speeds(derived: Derived) -> dict[Key, Effect]:
     """Return the net speed-up of each configuration to its baseline's final loss.
 
-    A configuration has one if its losses and the seconds of its steps are known.  If it does not reach the loss, its
-    verdict is ``not reached``; for this verdict its seconds need not be known.
+    Configurations without losses or without seconds of steps are left out.  A configuration that does not reach the
+    loss has the verdict ``not reached``; it is not left out if it has no seconds.
     The dict is empty if no configuration has seconds.
     """
     of_losses, known = losses(derived), net_speed.foremost(derived)
@@ -242,7 +242,7 @@ def largest_models(derived: Derived) -> dict[Key, Effect]:
 
 
 def scaling(derived: Derived) -> list[tuple[str, str, int, int, Effect]]:
-    """Return, for each configuration, the ratio of all ranks' tokens/s on the most nodes to those on the fewest nodes.
+    """Return, for each configuration, all ranks' tokens/s on the most nodes over their tokens/s on the fewest nodes.
 
     Each entry is (kind, configuration, fewest nodes, most nodes, effect).  The kind is ``weak`` if every rank's batch
     stays the same, and ``strong`` if the batch of all ranks together stays the same.

@@ -55,9 +55,9 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
         base: Validations of the baseline, with the same columns.
 
     Returns:
-        The comparison.  Its ratio is NaN, and ``why`` says why, if the two share no seed, if a seed has no loss after
-        the last step, if a loss is infinite, if a curve has a single validation, or if a curve begins below the loss
-        to which steps are counted.
+        The comparison.  If there is no ratio, ``ratio`` is NaN, and ``why`` gives the reason: the two share no seed, a
+        seed has no loss after the last step, a loss is infinite, a curve has a single validation, or a curve begins
+        below the loss to which steps are counted.
     """
     tables = [each.pivot_table(index="seed", columns="step", values="loss") for each in (own, base)]
     seeds = tables[0].index.intersection(tables[1].index)

@@ -138,10 +138,10 @@ def front(derived: Derived) -> pd.DataFrame:
     There is one row per setting and configuration; in each setting, rows are in ascending order of the bytes, ``sent``.
     Configurations with losses of fewer than 6 seeds are left out.  Settings in which fewer than
     :data:`FEWEST_OF_FRONT` configurations remain are left out, too.
-    A configuration is compared with each that sends at most as many bytes, by the interval of the difference of losses
-    in pairs of one seed.  Column ``front`` is ``no`` if any of these has a significantly lower loss; ``beaten`` then
-    names the lowest.  It is ``yes`` if all of these have a significantly higher loss, or if there are none.  Otherwise
-    it is ``inconclusive``.
+    The rivals of a configuration are the other configurations that send at most as many bytes.  Their losses are
+    compared with its loss in pairs of one seed.  Column ``front`` is ``no`` if any rival has a significantly lower
+    loss; ``beaten`` then names the rival with the lowest loss.  It is ``yes`` if all rivals have significantly higher
+    losses, or if there are no rivals.  Otherwise it is ``inconclusive``.
     """
     trials = derived.trials.dropna(subset=["validation_loss", "sent_bytes"])
     rows: list[Row] = []
@@ -178,11 +178,10 @@ def _verdict(difference: Interval, margin: float, steps: int) -> str:
 
 
 def power(difference: Interval, margin: float) -> float:
-    """Return the power of a test: the probability that it finds a configuration not inferior whose losses are equal.
+    """Return the power of the test: the probability of the verdict "not inferior" if the true difference is 0.
 
-    This is the probability that the interval of the difference ends below ``margin``, if the true difference is 0.  The
-    differences are assumed to vary between seeds as much as the measured differences, which ``difference`` summarises;
-    the probability is from the noncentral t distribution.
+    With this verdict, the interval of the difference ends below ``margin``.  The measured ``difference`` only gives the
+    spread between seeds and their number.  The probability follows from the noncentral t distribution.
     The power is NaN if ``difference`` has no interval.
     """
     if not difference.known:
@@ -198,12 +197,14 @@ def power(difference: Interval, margin: float) -> float:
 
 
 def non_inferiority(difference: Interval, margin: float) -> str:
-    """Return the verdict on a difference of losses from the baseline's; more is worse.
+    """Return the verdict on a difference: a configuration's loss minus its baseline's loss.
 
-    * ``inferior``: the interval lies above the margin.
-    * ``no power``: it does not, and there is no interval, or the power is below :data:`ENOUGH_POWER`: a configuration
-      that is equal to the baseline would be found not inferior too rarely.
-    * ``not inferior``: the interval ends below the margin.
+    The first verdict that applies is returned:
+
+    * ``inferior``: the interval of the difference lies above the margin.
+    * ``no power``: there is no interval, or the power is below :data:`ENOUGH_POWER`, so that a configuration that is
+      equal to the baseline would rarely be found not inferior.
+    * ``not inferior``: the interval lies below the margin.
     * ``inconclusive``: the margin lies inside the interval.
 
     ``inferior`` and ``not inferior`` are each wrong in at most 2.5 % of samples.

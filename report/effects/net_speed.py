@@ -52,9 +52,9 @@ class NetSpeed:
 def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
     """Return the net speed-ups of all configurations whose loss is compared with a baseline's.
 
-    A configuration has one for each setting in each source of seconds; a configuration without seconds has one, whose
-    ``step`` is None.  Configurations that trained for fewer than :data:`LEAST_STEPS` steps are left out, since their
-    losses hardly depend on the policy.
+    A source of seconds gives one entry for each setting in which it has the configuration's seconds.  A configuration
+    without any seconds has one entry, whose ``step`` is None.  Configurations that trained for fewer than
+    :data:`LEAST_STEPS` steps are left out, since their losses hardly depend on the policy.
     """
     found = list[NetSpeed]()
     for row in loss_verdicts.losses(derived):
@@ -76,9 +76,10 @@ def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
 
 
 def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:
-    """Return one net speed-up for each (setting, configuration): the net speed-up from the first source of seconds.
+    """Return, by (setting, configuration), the net speed-up that uses the first source of seconds.
 
-    A configuration is left out if its first source has its seconds in several settings, and if it has no source.
+    A configuration without any source is left out.  It is also left out if the first source has its seconds in several
+    settings, since these may give different net speed-ups.
     """
     by_key = dict[tuple[str, str], list[NetSpeed]]()
     for each in net_speeds(derived):
@@ -132,7 +133,10 @@ def seconds_behind(derived: Derived) -> tuple[Interval, ...]:
 
 
 def _single(rows: Sequence[NetSpeed]) -> bool:
-    """Return whether the source of the first row has seconds in a single setting, so that it occurs in one row only."""
+    """Return whether the first source of seconds has them in a single setting.
+
+    ``rows`` are the net speed-ups of one configuration, one for each setting of each source.
+    """
     names = [each.step.source for each in rows if each.step is not None]
     return names.count(names[0]) == 1
 

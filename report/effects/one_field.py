@@ -23,23 +23,23 @@ FEWEST: Final = 3
 
 
 class OneField(NamedTuple):
-    """Records in which each configuration's baseline is its counterpart (:func:`one_field`), and one field's name."""
+    """Records in which configurations are compared with their counterparts, which differ in one field only."""
 
     field: str  # the field in which a configuration and its counterpart differ, such as ``schedule``
     derived: Derived
 
 
 def one_field(derived: Derived) -> OneField | None:
-    """Return the records, changed so that configurations are compared with others that differ in one field only.
+    """Return the records with other baselines: each configuration's baseline is its counterpart.
 
-    A configuration's counterpart is the configuration in the same setting that lacks its change of one field, and has
-    the same strategy and all its other changes.  For the field ``feedback``, the counterpart of
-    ``ZeRO++ (g int8:64, feedback loco)`` is ``ZeRO++ (g int8:64)``.  Controls and peers have no counterparts.
-    In the returned records the counterparts are the baselines, and the configurations with a counterpart the contrast.
-    Configurations are compared in a single field: the field in which the most configurations have a counterpart.
+    A counterpart of a configuration has the same setting and strategy, and the same changes of the policy except the
+    change of one field.  For the field ``feedback``, the counterpart of ``ZeRO++ (g int8:64, feedback loco)`` is
+    ``ZeRO++ (g int8:64)``.  Controls and peers have no counterparts.
+    A single field is chosen: the field in which the most configurations have a counterpart.  In the returned records,
+    these configurations are the contrast, and their counterparts are the baselines.
 
-    Returns None if fewer than :data:`FEWEST` configurations have a counterpart in this field, or if all counterparts
-    are baselines of the suite, since the suite then compares them already.
+    Returns None if fewer than :data:`FEWEST` configurations have a counterpart in this field.  Returns None also if
+    all counterparts are baselines of the suite, since the suite then compares with them already.
     """
     first = derived.finished.drop_duplicates(["setting", "configuration"])
     names = zip(first["setting"], first["configuration"], first["id"], strict=True)

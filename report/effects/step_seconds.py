@@ -197,12 +197,14 @@ def _of_setting(derived: Derived, own: str, base: str) -> list[StepSpeed]:
 
 
 def _of_records(source: Derived, trial: Trial, base: Trial, name: str) -> list[StepSpeed]:
-    """Return a speed-up for each setting in which other records have the work and both configurations.
+    """Return the speed-up of a configuration's step over its baseline's step, as other records measured it.
+
+    There is one for each setting of the other records in which both ran with the same work.
 
     Args:
         source: The other records.
         trial: A trial of the configuration.
-        base: A trial of its baseline.
+        base: A trial of the baseline.
         name: The source as text.
     """
     labels, known = [label_of(each, {}) for each in (trial, base)], _known(source)

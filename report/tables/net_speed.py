@@ -19,7 +19,8 @@ _COUNT: Final = "{:,.0f}".format
 def net_speedup(derived: Derived) -> Table:
     """Return the table of net speed-ups.
 
-    There is one row for each configuration and each setting in which a source has seconds of it.
+    A configuration has one row for each source of seconds and each setting of the source; without seconds, it has one
+    row.
     """
     rows = net_speed.net_speeds(derived)
     base = listed(list(dict.fromkeys(each.row["base"] for each in rows))) or "the baseline"

@@ -57,10 +57,10 @@ def peers(derived: Derived) -> Table:
 
 
 def ours_over_peers(derived: Derived) -> list[Interval]:
-    """Return the speed-ups of our policies over the libraries, from all rows of :func:`peers`.
+    """Return all speed-ups in the table :func:`peers`: of each policy of ours over each library, in each setting.
 
-    There is one for each of our policies in each setting and each library: over the library's best configuration.  If
-    any of our policies ran over gloo alone, as libraries do, only the speed-ups of such policies are returned.
+    A library is represented by its configuration that is hardest to beat.  If any policies of ours ran over gloo alone,
+    as libraries do, only the speed-ups of these policies are returned.
     """
     rows = peers(derived).data
     if rows.empty:

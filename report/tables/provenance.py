@@ -144,8 +144,8 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     def by_configuration(values: list[str]) -> str:
         """Return the distinct values as one text, in the order of the table.
 
-        If there are several, and each configuration has only one of them, its configurations follow each value in
-        parentheses.
+        If there are several values, and no configuration has two of them, the names of the configurations with a value
+        follow this value in parentheses.
         """
         names = {
             str(value): part.unique() for value, part in table["configuration"].groupby(values, sort=False)
@@ -161,7 +161,7 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def _some(values: Sequence[str]) -> str:
-    """Return values joined by semicolons; if there are more than :data:`_SHOWN`, the text only counts the others."""
+    """Return values joined by semicolons, at most :data:`_SHOWN`; ``and 3 more`` follows if 3 are left out."""
     rest = len(values) - _SHOWN
     return "; ".join(values[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
 
