@@ -67,9 +67,7 @@ class Sentence(NamedTuple):
     """The first sentence of a page's head, and what the next sentences need."""
 
     text: str
-    effect: Effect | None = (
-        None  # the effect that the sentence states; None if it states no effect of a configuration
-    )
+    effect: Effect | None = None  # the effect that the sentence states; None if it states none in ``found``
     likewise: str = ""  # sentences on the same configuration in other settings; a space precedes each
 
 

@@ -1,10 +1,10 @@
 """Computes break-even rates: the rates of the link at which the speed-up over the baseline crosses 1.
 
 Between neighbouring measured rates the speed-up is a straight line in the logarithms of both axes.  Fieller's method
-gives the ranges of rates in which the speed-up does not differ significantly from 1.  There is a break-even in such a
-range if the line crosses 1 inside of it, and if the configuration is faster on one side of the range and slower on the
-other.  A range that ends at the lowest or highest measured rate has one side only; there it is enough that the line
-crosses 1 once.  Definition: docs/reference/metrics.md.
+gives the ranges of rates in which the speed-up does not differ significantly from 1.  Such a range is the interval of a
+break-even if two conditions hold: the line crosses 1 inside the range, and the configuration is faster below the range
+and slower above it, or the other way round.  A range at the end of the measured rates has nothing on its other side;
+there, the line must cross 1 exactly once.  Definition: docs/reference/metrics.md.
 """
 
 from __future__ import annotations

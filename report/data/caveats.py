@@ -171,11 +171,11 @@ def warnings(derived: Derived) -> list[str]:
                 f"The bytes of the weights that {name} gathered were measured, not predicted: the class declares none."
             )
     if (pools := len(frames.pools)) > 1:
-        sentences.append(f"The records are sweeps of {pools} machines (see Environment).")
+        sentences.append(f"The records are from sweeps on {pools} machines (see the table Environment).")
     if frames.left_out:
         failures = counted(frames.left_out, "failure")
         sentences.append(
-            f"Left out: {failures} on another machine or with other code, which measured nothing."
+            f"Left out: {failures} on another machine or with other code, where no trial of this folder finished."
         )
     if frames.stale_traces:
         stale = counted(frames.stale_traces, "trace")
@@ -224,7 +224,9 @@ def warnings(derived: Derived) -> list[str]:
         )
     if frames.interrupted:
         stopped = counted(frames.interrupted, "trial")
-        sentences.append(f"{stopped} interrupted and not yet run again: the same `zeropp run` runs them.")
+        sentences.append(
+            f"Interrupted and not yet run again: {stopped}; the same `zeropp run` command runs them."
+        )
     sentences.append(modelled_in_words(derived).strip())
     if len(frames.failures):
         sentences.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")

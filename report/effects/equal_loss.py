@@ -75,7 +75,7 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
     losses = [curve.mean().to_numpy() for curve in curves]
 
     def steps_to(curve: int, above: float) -> float:
-        """Return the steps after which a curve reaches its final loss plus ``above`` nats.
+        """Return the number of steps after which a curve reaches its final loss plus ``above`` nats.
 
         ``curve`` is 0 for the configuration and 1 for the baseline.  If ``above`` is at most 0, return the number of
         all steps.

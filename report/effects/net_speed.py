@@ -133,9 +133,9 @@ def seconds_behind(derived: Derived) -> tuple[Interval, ...]:
 
 
 def _single(rows: Sequence[NetSpeed]) -> bool:
-    """Return whether the first source of seconds has them in a single setting.
+    """Return whether the first source has the configuration's seconds in exactly one setting.
 
-    ``rows`` are the net speed-ups of one configuration, one for each setting of each source.
+    ``rows`` are all net speed-ups of the configuration, one for each source and setting of the source, in order.
     """
     names = [each.step.source for each in rows if each.step is not None]
     return names.count(names[0]) == 1

@@ -304,9 +304,10 @@ def interval_notes(
 ) -> list[str]:
     """Return three footnotes on the intervals in these columns, each of which may be empty.
 
-    They say at how many occasions the values were measured, why some values have no interval, and how many disturbed
-    trials or pairs were left out.  ``behind`` are other intervals, from which the intervals of a column were computed;
-    the trials that they leave out are considered, too.
+    The first says at how many occasions the values were measured, and the second why some values have no interval.  The
+    third says how many disturbed trials or pairs were left out; if columns differ in this number, the largest counts.
+    ``behind`` are intervals that no column shows, but from which a column was computed; the third footnote treats them
+    as a column.
     """
     of_columns = {
         column.key: [value for value in data[column.key] if isinstance(value, Interval)] for column in columns
