@@ -70,7 +70,9 @@ def judge(ratio: Interval, margin: float) -> Verdict:
 
 
 def compare(first: Path, second: Path, margin: float) -> Comparison:
-    """Compare the trials that two results folders have in common, ``first`` from before a change, ``second`` after it.
+    """Return the comparison of two results folders, by the trials that finished in both.
+
+    Folder ``first`` is from before a change, and ``second`` from after it.
 
     ``margin`` is a share: with 0.02, step times that differ by less than 2 % count as the same (:func:`judge`).
 

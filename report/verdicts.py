@@ -57,9 +57,7 @@ class _Quantity:
     effects_of: Callable[
         [Derived], dict[Key, Effect]
     ]  # from records, the effect of each setting and configuration
-    of_baseline: float = (
-        math.nan
-    )  # number in the baseline's row (1 for ratios); NaN: the value in the baseline's effect
+    of_baseline: float = math.nan  # number in the baseline's row; NaN: the value of the baseline's effect
 
 
 _QUANTITIES: Final = {

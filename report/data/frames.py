@@ -37,9 +37,8 @@ _NOT_OF_A_SETTING: Final = (
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
 _ALWAYS_NAMED: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
 
-OCCASION_APART: Final = timedelta(
-    hours=1
-)  # a sweep that begins later after the last sweep's end is another occasion
+# A sweep that begins more than this time after the end of the sweep before it ran at another occasion.
+OCCASION_APART: Final = timedelta(hours=1)
 
 _FORESEEN: Final = ("seconds", "compute", "wire", "calibrated")
 _STEP_SECONDS: Final = ("total", "forward", "backward", "optimizer")

@@ -226,9 +226,7 @@ class StepSource:
     name: str  # name of the other suite, or of the machine
     derived: Derived | None = None  # the other suite's records
     machine: Machine | None = None  # the machine whose steps are predicted (:mod:`impl.plan.step_time`)
-    rate: float | None = (
-        None  # rate in Mbit/s of the link in predictions; None: the rate of each trial's link
-    )
+    rate: float | None = None  # Mbit/s of the link in predictions; None: the rate of each trial's link
     missing: str = ""  # clause that says why the other suite's records were not found; empty if they were
 
 

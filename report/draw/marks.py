@@ -49,14 +49,10 @@ class Measure:
     # None, the value is the median of the column, without an interval.
     estimate: Callable[[pd.DataFrame], Interval] | None = None
     form: Callable[[float], str] = _THREE_DIGITS  # formats an estimate
-    bar: bool = (
-        True  # whether values are lengths from 0; if not, they are points, and the axis need not begin at 0
-    )
+    bar: bool = True  # whether values are drawn as lengths from 0; if not, as points on any axis
     log: bool = False  # whether the quantity's axis is logarithmic
     line: float | None = None  # value at which a reference line is drawn; None: no line
-    stroke: str = (
-        ""  # another column, whose median is drawn as a short stroke across the bar or point; empty: none
-    )
+    stroke: str = ""  # another column, whose median is drawn as a stroke across the bar; empty: none
     stroke_label: str = ""  # name of the stroke in the caption; by default the name of its column
     dot: str = "trial"  # what one dot stands for
 

@@ -44,16 +44,16 @@ class Effect:
     """The comparison of one configuration with its baseline, in one quantity and one setting."""
 
     change: (
-        Interval  # ratio to the baseline's value, or difference from it; counted quantities have no spread
+        Interval  # ratio of the value to the baseline's, or difference of the two; without spread if counted
     )
     verdict: Verdict
-    value: Interval  # the configuration's own value; if only the change is known, the change
+    value: Interval  # the configuration's value; equals ``change`` if only the change is known
     base: float = math.nan  # the baseline's value
-    equal: float = 1.0  # the change if there is no difference: 1 for ratios, 0 for differences
-    why: str = ""  # why the verdict is inconclusive, if not for too few values
-    steps: int = 0  # for losses: steps of training before the loss was measured
-    expected: Prediction | None = None  # the change to expect of a further run, if that is predicted
-    text: str = ""  # printed where there is no number
+    equal: float = 1.0  # the value of ``change`` that means "no difference": 1 for ratios, 0 for differences
+    why: str = ""  # why the verdict is inconclusive; empty if it is not, or if there are too few values
+    steps: int = 0  # for losses: number of training steps before the loss was measured
+    expected: Prediction | None = None  # prediction of the change in a new run; None if nothing is predicted
+    text: str = ""  # text of the cell if there is no number
 
     @property
     def significant(self) -> bool:

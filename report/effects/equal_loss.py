@@ -25,15 +25,16 @@ class EqualLoss:
     Losses are means over the seeds that both have.
     """
 
-    # The baseline's steps over the configuration's; NaN if a curve begins below that loss.
+    # The baseline's number of steps over the configuration's number of steps; NaN if ``why`` gives a reason.
     ratio: Interval = NONE
-    loss: float = math.nan  # the configuration's mean loss at the end
-    base: float = math.nan  # the baseline's mean loss at the end
-    steps: float = math.nan  # the configuration's, to the higher of the two losses
-    base_steps: float = math.nan  # the baseline's, to the same loss
-    # False if the configuration ends higher than the baseline, significantly or with too few seeds to tell.
+    loss: float = math.nan  # the configuration's final loss
+    base: float = math.nan  # the baseline's final loss
+    steps: float = math.nan  # steps of the configuration to the higher of the two final losses
+    base_steps: float = math.nan  # steps of the baseline to the same loss
+    # Whether the configuration reaches the baseline's final loss.  It does not if its final loss is significantly
+    # higher, or if it is higher and there are too few seeds for an interval.
     reached: bool = True
-    why: str = ""  # why there is no ratio
+    why: str = ""  # why there is no ratio; empty if there is one
 
     @property
     def target(self) -> float:

@@ -31,9 +31,9 @@ _FEWEST_DECIMALS: Final = 2
 class NetSpeed:
     """The net speed-up of a configuration over its baseline, with the seconds of steps from one source and setting."""
 
-    row: Row  # of the table of losses
+    row: Row  # the configuration's row of :func:`report.effects.loss_verdicts.losses`
     equal: EqualLoss
-    step: StepSpeed | None  # None without seconds
+    step: StepSpeed | None  # speed-up of a step; None if no source has seconds
 
     @property
     def at_both(self) -> Interval:

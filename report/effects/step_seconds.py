@@ -43,10 +43,10 @@ class StepSpeed:
     """The speed-up of a configuration's step over its baseline's step, by one source of seconds in one setting."""
 
     speedup: Interval
-    seconds: float
-    base_seconds: float
-    source: str  # in words, such as ``this suite's own records`` or ``records of convergence``
-    where: str  # the setting of these seconds
+    seconds: float  # seconds of the configuration's step
+    base_seconds: float  # seconds of the baseline's step
+    source: str  # the source as text: ``this suite's own records``, or ``records of convergence``
+    where: str  # description of the setting in which the seconds were measured or predicted
 
     @property
     def named(self) -> str:
@@ -102,7 +102,7 @@ class StepsFrom:
 
     folders: tuple[Path, ...] = ()  # results folders, or archives of such folders
     machine: Path | None = None  # file of a machine whose model of steps predicts seconds
-    rate: float | None = None  # Mbit/s of the link that is modelled; None for that of each trial
+    rate: float | None = None  # Mbit/s of the link in predictions; None: the rate of each trial's link
 
 
 def derive_folder(results: Path, steps: StepsFrom | None = None) -> Derived:
@@ -182,7 +182,7 @@ def _fields(trial: Trial) -> dict[str, Any]:
 
 
 def _of_setting(derived: Derived, own: str, base: str) -> list[StepSpeed]:
-    """Return the speed-up of trial ``own`` over trial ``base`` in their setting, from the suite's own records.
+    """Return the speed-up of trial ``own`` over trial ``base`` in their setting, by the suite's records, in a list.
 
     The list is empty if the setting's seconds do not count (``shaped`` in :func:`_known`), or if there are no pairs.
     """

@@ -1,4 +1,4 @@
-"""Makes the table of the seconds and bytes of workload ``rlhf`` by phase, with published rates in rows of their own."""
+"""Makes the table of the seconds and bytes of workload ``rlhf`` by phase, which also has rows of published rates."""
 
 from __future__ import annotations
 

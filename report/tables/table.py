@@ -55,9 +55,7 @@ class Column:
 
     key: str  # column of the table's data; its values are numbers, words or :class:`Interval`
     title: str  # title of the column, with the unit
-    form: Callable[[Any], str] = (
-        text  # formats a value; a column with another form than ``text`` holds numbers
-    )
+    form: Callable[[Any], str] = text  # formats a value; if it is not ``text``, the column holds numbers
     says: str = ""  # definition of the column, one or more sentences; may be empty
     mark: str = ""  # another column of the data, whose text is printed after each value; empty: none
     place: bool = False  # whether the column names a part of the setting
