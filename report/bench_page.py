@@ -45,7 +45,7 @@ OPERATIONS: Final = {
 class Measured:
     """Describes the table of one kind of benchmark: its texts, its columns, and the function that computes values."""
 
-    name: str
+    name: str  # of the table's files
     title: str
     notes: str  # sentences below the table
     # From one sample, returns its labels (text), among them ``where`` and ``configuration``, and its measures, each

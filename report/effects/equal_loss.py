@@ -47,8 +47,8 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
 
     Each has a curve: its validation loss over steps, as the mean over the seeds that both have.  Steps are counted to
     the higher of the two final losses.  Both curves reach this loss, so that nothing is extrapolated.
-    The interval of the ratio follows from the interval of the difference between the final losses, in pairs of one
-    seed: its ends are the ratios that belong to the two ends of that interval.
+    The ratio is also computed for the lower and the upper end of another interval: of the difference of the final
+    losses, in pairs of one seed.  These two ratios are the ends of the ratio's interval.
 
     Args:
         own: Validations of the configuration, with columns ``seed``, ``step`` and ``loss``.  If there are several for

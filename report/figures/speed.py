@@ -293,9 +293,9 @@ STEP_SPLIT: Final = Figure(
     mark=Stacked(
         "seconds",
         "seconds per step",
-        "Each bar is as long as the step in the table Summary, and is divided in the ratio of the mean seconds of the "
-        "step's parts over all timed steps and trials; pale parts are exposed communication, in which the rank only "
-        "waited for messages",
+        "Each bar is as long as the step in the table Summary; its parts are in proportion to the mean seconds of the "
+        "parts of a step, over all timed steps and trials; pale parts are exposed communication, in which the rank "
+        "only waited for messages",
         (*_PASSES, "optimizer", "other"),
         middle="mean",
     ),

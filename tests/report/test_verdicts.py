@@ -179,8 +179,8 @@ KINDS: dict[str, tuple[Callable[[], list[Record]], str, str, str, str, str]] = {
     "the same loss": (
         lambda: validated({"": 0.0, "int4:64": 0.0}), "loss", "qgZ (g int4:64)", r"[+-]0\.0000 ± 0\.00\d\d ○",
         "not significant", (r"qgZ \(gradients int4:64\) does not differ significantly from ZeRO-3 in validation loss "
-        r"\(6 seeds\); more than 200 seeds would show a difference of this size\. qgZ \(gradients int4:64\) has "
-        r"ZeRO-3's final validation loss 1\.3\dx sooner \(95 % CI within this start 1\.\d\d to 1\.\d\d\)\."),
+        r"\(6 seeds\); more than 200 seeds would show a difference of this size\. qgZ \(gradients int4:64\) reaches "
+        r"ZeRO-3's final validation loss 1\.3\dx as fast \(95 % CI within this start 1\.\d\d to 1\.\d\d\)\."),
     ),
     "more memory": (
         lambda: bytes_of("zeropp"), "memory", "ZeRO++", r"\d\d\.\d \(1\.\d\d\) ▼", "worse",
