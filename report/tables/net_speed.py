@@ -31,8 +31,8 @@ def net_speedup(derived: Derived) -> Table:
     ]
     if any(each.step is None for each in rows):
         notes.append(
-            "A row without seconds of a step has no net speed-up. To get these seconds, name another suite with "
-            "--seconds or with this suite's key seconds, or a machine file with --machine."
+            "A row without seconds of a step has no net speed-up. To get these seconds, name a suite with --seconds or "
+            "with this suite's key seconds, or a machine file with --machine."
         )
     return table_of(
         "net_speedup",
