@@ -231,8 +231,7 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
         }
         names = [f"{name} ({counted(count, 'occasion')})" for name, count in apart.items() if count]
         notes.append(
-            f"For {listed(names)}, the mean of each of these occasions lies outside of the interval."
-            * bool(names)
+            f"The means of some occasions lie outside of the intervals of {listed(names)}." * bool(names)
         )
     notes.append(caveats.footnotes(cells).strip())
     ran = [NAMES[name].partition(",")[0] for name in derived.finished["strategy"].unique() if name in PEERS]
