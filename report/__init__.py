@@ -21,10 +21,13 @@ def load(where: str | Path) -> pd.DataFrame:
     Times are in s and sizes in B, both per optimizer step (``report/quantities.csv``).  Column ``trial`` holds the
     trial's definition in its canonical form.  Column ``losses`` holds the list of the trial's validations, each a dict
     with ``step``, ``loss``, ``train_seconds`` and ``inter_bytes``.
-    ``where`` is a suite's results folder, an archive of such a folder (``.tar.xz``), or a folder that holds several
-    of these.
+    ``where`` is a suite's results folder, or an archive of a results folder (``.tar.xz``), or a folder that holds
+    several results folders or archives.
 
-    Raises a ReportError or RecordError if ``where`` holds no records, a folder mixes pools, or a file is no record.
+    Raises:
+        ReportError: If ``where`` does not exist or holds no records, or if the records of one results folder must not
+            be compared (:func:`report.data.frames.load`).
+        RecordError: If a JSON file in a results folder is not a record of this schema.
     """
     import pandas as pd
 

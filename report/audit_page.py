@@ -51,9 +51,11 @@ def page(report: Report, command: Sequence[str]) -> str:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> dict[str, Any]:
-    """Return what the template prints of a table: its ``title``, its ``heads`` and its ``lines`` of cells.
+    """Return the parts of a table that the template ``audit.html`` prints.
 
-    A heading and a cell are pairs of their text and whether their column holds numbers.
+    ``title`` is the table's title, ``heads`` the list of its headings, and ``lines`` a list of cells for each row.
+    Each heading and each cell is a pair: its text, and whether its column holds numbers.  Optional columns without any
+    value are left out.
     """
     known = [column for column in columns if column.always or any(row.get(column.key) for row in rows)]
     shown = list(filled(rows, known))

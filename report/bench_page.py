@@ -1,6 +1,6 @@
-"""Shows benchmark records as tables, in a terminal and on the page ``report.html`` of their folder.
+"""Shows records of ``zeropp bench`` as tables, in a terminal and on the page ``report.html`` of their folder.
 
-A ratio divides two times of the same round; a row of a table holds medians over rounds.
+Each ratio divides two times of the same round.  A row of a table holds the median of each quantity over all rounds.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ OPERATIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The table of one kind of benchmark: its name, title, notes and columns, and how a sample gives its cells."""
+    """Describes the table of one kind of benchmark: its texts, its columns, and the function that computes values."""
 
-    name: str
+    name: str  # of the table's files
     title: str
-    notes: str
-    # returns a sample's labels, among them ``where`` and ``configuration``, and its measures, each an array (rounds,)
+    notes: str  # sentences below the table
+    # From one sample, returns its labels (text), among them ``where`` and ``configuration``, and its measures, each
+    # with one number per round as an array (rounds,).
     values: Callable[[Sample], dict[str, Any]]
     columns: tuple[Column, ...]
 
@@ -130,9 +131,10 @@ KINDS: Final[dict[Kind, Measured]] = {
         "codecs",
         "Rates of codecs",
         "The copy moves the same elements into an existing buffer, and is timed just before the codec. A codec that "
-        "reaches the copy's rate is limited by memory; a slower one is limited by arithmetic. Sums add 4 frames. "
-        "'Encode with carried error' adds the error of the previous encoding to the elements, and keeps the error of "
-        "its own encoding. A row with 'other arithmetic' is another library's codec, which allocates its own buffers.",
+        "reaches the copy's rate is limited by memory; a slower codec is limited by arithmetic. 'Sum 4' adds the "
+        "elements of 4 frames. 'Encode with carried error' adds the error of the previous encoding to the elements, "
+        "encodes the sums, and keeps the error of this encoding. A row with 'other arithmetic' is the codec of another "
+        "library, which allocates new buffers in each call.",
         _codec,
         (
             Column("codec", "codec"),
@@ -149,9 +151,9 @@ KINDS: Final[dict[Kind, Measured]] = {
     "collective": Measured(
         "collectives",
         "Times and bytes of collectives",
-        "Times are those of the slowest rank. The ledger's bytes include what ranks of a node read through shared "
-        "memory; a row names shared memory only if a hop lies inside a node. gloo sends fp32, so only the rows with "
-        "fp32 compare equal types.",
+        "Times are those of the slowest rank. Bytes are counted by the ledger, which also counts the bytes that ranks "
+        "of a node read from each other's shared memory. The column 'transport' names shared memory only if a hop lies "
+        "inside a node. gloo sends fp32, so only rows with the codec fp32 compare messages of the same type.",
         _collective,
         (
             Column("algorithm", "algorithm"),
@@ -185,8 +187,8 @@ KINDS: Final[dict[Kind, Measured]] = {
     "hops": Measured(
         "hops",
         "Reductions in chunks",
-        "Times are those of the slowest rank. The hops are timed by themselves, as messages without encoding. A share "
-        "of 1 means that the whole shorter hop is hidden.",
+        "Times are those of the slowest rank. Each of the two hops is also timed by itself, as messages without "
+        "encoding. 'Shorter hop hidden' is 1 if all the time of the shorter hop is hidden behind the longer hop.",
         _hops,
         (
             Column("configuration", "reduction"),
@@ -202,9 +204,10 @@ KINDS: Final[dict[Kind, Measured]] = {
 
 
 def tables_of(benches: Sequence[Bench]) -> list[Table]:
-    """Return a table for each kind of sample, with one row per configuration.
+    """Return a table for each kind of sample that occurs in the records, with one row per place and configuration.
 
-    A row holds medians with intervals; its column ``id`` names the records.
+    A row holds the median over all rounds of all records, with its interval.  Column ``id`` holds the ids of the
+    records from which the row was computed, joined by spaces.
     """
     tables = []
     for name, kind in KINDS.items():
@@ -242,7 +245,7 @@ def build(results: Path) -> Path:
         if len(values := sorted({getattr(bench, field) for bench in benches})) > 1:
             kinds = f"{len(values)} {name} ({', '.join(values)}), which cannot be combined"
             raise ReportError(
-                f"{results}: holds records of {kinds}; keep the records of one in this folder, and move the others away"
+                f"{results}: holds records of {kinds}; keep the records of one of these here, and move the others away"
             )
     tables, last = tables_of(benches), benches[-1]
     text = page.fill(
@@ -259,7 +262,10 @@ def build(results: Path) -> Path:
 
 
 def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
-    """Return the facts of the page's head, as pairs of name and value: where and when the benchmark ran."""
+    """Return the facts in the page's head, as pairs (name, value): when, on which machine and with what code it ran.
+
+    Machine and code are those of the last record.  A fact without a value is left out.
+    """
     machine, code = benches[-1].machine, benches[-1].code
     ran = (bench.started[:16].replace("T", " ") for bench in (benches[0], benches[-1]))
     facts = {
@@ -284,7 +290,10 @@ def show(benches: Sequence[Bench], out: Console) -> None:
 
 
 def show_run(record: Path) -> None:
-    """Build the page of a record's folder; print the record's tables, what was not measured, and the page's path."""
+    """Print the tables of one benchmark record and the list of what it could not measure; build its folder's page.
+
+    The last line that is printed is the path of the page, which shows all records of the folder.
+    """
     (bench,) = [bench for bench in read_all(record.parent) if bench.id == record.stem]
     out = console()
     show([bench], out)

@@ -1,7 +1,8 @@
 """Builds a page from files of pytest-benchmark (``tox -e bench``).
 
 The page has a table for each group of benchmarks, with medians over the rounds of the last run.
-Rounds of two benchmarks are not pairs, so a comparison is the ratio of two medians, without an interval.
+The benchmarks of a group run one after the other, so their rounds are not pairs: a comparison is the ratio of two
+medians, and has no interval.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ _COLUMNS: Final = (
 
 
 def tables_of(files: Sequence[BenchmarkFile]) -> list[Table]:
-    """Return one table for each group of benchmarks in the last of the ``files``, with one row per benchmark."""
+    """Return one table for each group of benchmarks in the last file, with one row per benchmark.
+
+    ``files`` are the files of all runs, in the order in which they were written.  The file before the last gives the
+    previous run's medians; all earlier files are ignored.
+    """
     import pandas as pd
 
     last, before = files[-1], {}
@@ -62,11 +67,13 @@ def tables_of(files: Sequence[BenchmarkFile]) -> list[Table]:
 
 
 def _row(timed: Timed, *, reference: Timed | None, before: dict[str, float]) -> dict[str, Any]:
-    """Return the row of one benchmark.
+    """Return the row of one benchmark: for each column (``_COLUMNS``) its cell.
 
-    ``rate`` and ``sent_mb`` are None if the test did not note these bytes; ``times`` is None if the group has no
-    reference, or a reference with another number of elements; ``change`` is None if the previous run lacks the
-    benchmark.
+    ``reference`` is the benchmark that the others of the group are compared with, and ``before`` maps the names of
+    benchmarks to their median seconds in the previous run.
+    Cell ``rate`` is None if the test did not note how many bytes a call reads and writes, and ``sent_mb`` is None if
+    the test did not note how many bytes are sent.  Cell ``times`` is None if there is no reference, or if the reference
+    has another number of elements.  Cell ``change`` is None if the previous run did not have the benchmark.
     """
     stats, moved, sent = timed.stats, timed.noted("moved_bytes"), timed.noted("sent_bytes")
     alike = reference is not None and reference.noted("elements") == timed.noted("elements")
@@ -85,7 +92,7 @@ def build(results: Path) -> Path:
     """Build the page of a folder with files of pytest-benchmark, and return the page's path.
 
     Raises:
-        RecordError: As :func:`harness.records.benchmark_file.read_all` raises it.
+        RecordError: If the folder holds no JSON files, or a JSON file that pytest-benchmark did not write.
     """
     files = read_all(results)
     last, tables = files[-1], tables_of(files)

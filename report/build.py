@@ -44,15 +44,22 @@ def build(
 ) -> Path:
     """Build the report of a results folder, inside this folder, and return the page's path.
 
-    Equal records give equal bytes.
-    ``columns`` maps the name of a table to the columns that this table prints after the configuration; a column is
-    given by its title or by its name in the CSV.  ``width`` is that of the figures, in mm.
-    Figures are drawn as SVG, which the page shows, and in these further ``forms`` ("pdf", "png").  Each further form
-    takes about as long as the page.
-    ``steps`` names other records or a machine file whose seconds of a step are used for net speed-ups; by default,
-    these are the records that the suite's key ``seconds`` names.
-    Raises a Refusal for an unknown table or column, and what :func:`report.effects.step_seconds.derive_folder` and
-    :func:`publish` raise.
+    Equal records give a report that is equal to the byte.
+
+    Args:
+        results: The results folder.
+        columns: For a table's name, the columns that this table prints after the configuration.  A column is given by
+            its title or by its name in the CSV.  Tables that are not named print all their columns.
+        width: Width of the figures in mm.
+        forms: Formats in which figures are drawn besides SVG: "pdf", "png".  Each format takes about as long as the
+            page.
+        steps: Other records, or a machine file, that give the seconds of a step for net speed-ups.  By default these
+            are the records of the suite that the suite's key ``seconds`` names.
+
+    Raises:
+        Refusal: If a table or column is unknown, or the machine file cannot be read.
+        ReportError: If the records or ``steps`` cannot be used (:func:`report.effects.step_seconds.derive_folder`), or
+            the folder cannot be written.
     """
     usual = not columns and width == theme.WIDTH and not forms and steps is None
     made_of = stamp.digest(results) if usual else ""
@@ -81,9 +88,10 @@ def every_table(derived: Derived) -> list[Table]:
 
 
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
-    """Return all tables; those that ``columns`` names have only the requested columns.
+    """Return all tables ``shown``, with only the requested columns in each table that is a key of ``columns``.
 
-    The requested columns keep their order, and follow the columns that name the setting and the configuration.
+    In such a table, the columns that name the setting and the configuration come first.  The requested columns follow
+    in the order in which ``columns`` lists them.
     """
     tables = {table.name: table for table in shown}
     for name, requested in columns.items():
@@ -95,11 +103,11 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
 
 
 def explanation(folder: Path, table: str, row: str, column: str, steps: StepsFrom | None = None) -> str:
-    """Explain one number of a page: return its records, its raw values and its definition as text.
+    """Return a text that explains one number of a page: its records, its raw values and its definition.
 
-    ``table`` is the table's name, ``row`` contains parts of the row's cells (:meth:`Table.row`), and ``column`` is the
-    column's title.  ``steps`` is as for :func:`build`.
-    Raises a Refusal if the table, row or column is unknown; its message lists those that exist.
+    ``table`` is the table's name, ``row`` is text from the row's cells (:meth:`Table.row`), and ``column`` is the
+    column's title.  ``steps`` has the same meaning as in :func:`build`.
+    Raises a Refusal if the table, row or column is unknown; the message lists the tables, rows or columns that exist.
     """
     derived = derive_folder(folder, steps)
     shown = find_table(every_table(derived), table)
@@ -150,7 +158,11 @@ def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str
 
 
 def _swap_in(staging: Path, results: Path) -> None:
-    """Rename new files over old ones, the page last, then remove files to which only the old page linked."""
+    """Move the new report from ``staging`` into ``results``, where it replaces the previous report.
+
+    Each file is renamed over the old file of the same name, the page last.  Then the files are removed to which the
+    old page linked and which the new report does not have.
+    """
     page, fresh = results / PAGE, set[str]()
     linked = set(_LINK.findall(page.read_text("utf-8", "replace"))) if page.is_file() else set()
     for folder in _FOLDERS:

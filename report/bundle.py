@@ -48,10 +48,14 @@ tar -xf "$here"/{packed} -C "$here"
 
 
 def bundle(folder: Path, into: Path) -> Path:
-    """Write ``<into>/<suite>-artifact.tar.xz`` from the records of ``folder``, and return its path.
+    """Write ``<into>/<suite>-artifact.tar.xz`` from the records of ``folder``, and return the path of this archive.
 
-    Raises a RecordError if the folder has no records, if no record says which run wrote it, if the last of these runs
-    does not say which suite it ran, or if the suite needs a file outside of its folder.
+    Raises a RecordError in these cases:
+
+    * The folder has no records.
+    * An older version wrote the records, so that they do not say which run wrote them, or the run does not say which
+      suite it ran.
+    * The suite names a file outside of the suite's folder.
     """
     records = read_all(folder)
     if not records:
@@ -108,8 +112,8 @@ def bundle(folder: Path, into: Path) -> Path:
         for path, content in sorted(files.items()):
             if Path(path).is_absolute() or ".." in Path(path).parts:
                 raise RecordError(
-                    f"{path}: the suite names this file outside of its own folder, so it cannot be packed; move it "
-                    "into the suite's folder, name it there, and run the suite again"
+                    f"{path}: this file, which the suite names, lies outside of the suite's folder, so it cannot be "
+                    "packed; move it into that folder, change its path in the suite, and run the suite again"
                 )
             entry = tarfile.TarInfo(f"{suite}-artifact/{path}")
             entry.size = len(content)

@@ -103,7 +103,7 @@ def report(
         if requested or explain or steps:
             many = f"{folder} holds {len(archives)} archives"
             needing = "--columns, --explain, --seconds and --machine"
-            raise Refusal(f"{many}: {needing} need the records of one suite; name the results folder of one")
+            raise Refusal(f"{many}: {needing} need the records of one suite; name a suite's results folder")
         _build_archives(archives, width, forms)
         return
     if explain is not None:
@@ -161,8 +161,9 @@ def compare(
 
 
 def _build_archives(archives: Sequence[Path], width: float, forms: Sequence[str]) -> None:
-    """Build the page of each archive, several at once; print the paths of the pages, then the errors.
+    """Build the page of each archive, in several processes; then print the paths of the pages, and the errors.
 
+    The pages that can be built are built even if others cannot.
     Raises ``typer.Exit`` with status 2 if a page could not be built.
     """
     processes, pages, errors = min(len(archives), machine.cores()), list[Path](), list[Exception]()
@@ -198,7 +199,12 @@ def build_report(
     forms: Sequence[str] = (),
     steps: StepsFrom | None = None,
 ) -> None:
-    """Build the page of a folder of records of a suite or of a benchmark, and print the page's path."""
+    """Build the page of a results folder, and print the page's path.
+
+    The folder holds records of a suite, records of ``zeropp bench``, or files of pytest-benchmark.  ``columns``,
+    ``width``, ``forms`` and ``steps`` are those of :func:`report.build.build`, and only for a suite.
+    Raises a Refusal if the folder holds benchmarks, and any of these four is given.
+    """
     interrupts.take_over()
     of_bench, of_tests = bench_record.holds(folder), benchmark_file.holds(folder)
     if (of_bench or of_tests) and (columns or forms or width != _WIDTH or steps):
@@ -222,9 +228,10 @@ def build_report(
 
 
 def report_after_run(folder: Path) -> None:
-    """Print the path of a suite's page, and on standard error the sentences in the page's head.
+    """Print the path of a suite's page and, on standard error, the sentences in the page's head.
 
-    The page is built first, unless the same program has built it from the same records.
+    The page is built first, unless the folder already has a page that this version of the code built from the same
+    records (:mod:`report.stamp`).
     """
     interrupts.take_over()
     if (sentences := stamp.sentences_of(folder)) is None:
@@ -239,7 +246,10 @@ def report_after_run(folder: Path) -> None:
 
 
 def _columns(options: Sequence[str]) -> dict[str, list[str]]:
-    """Parse options of the form ``TABLE=COLUMN;COLUMN``; return the named columns of each table, by table."""
+    """Parse the values of ``--columns``, of the form ``TABLE=COLUMN;COLUMN``: return the columns of each named table.
+
+    For example, ``["summary=Step, s;Tokens/s"]`` gives ``{"summary": ["Step, s", "Tokens/s"]}``.
+    """
     columns = {}
     for text in options:
         table, _, names = map(str.strip, text.partition("="))
@@ -252,7 +262,10 @@ def _columns(options: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _steps_from(seconds: Sequence[str], machine: Path | None, rate: str, results: Path) -> StepsFrom | None:
-    """Return the sources of seconds of steps that ``--seconds`` and ``--machine`` name; None without these options."""
+    """Return where the seconds of a step come from, as ``--seconds``, ``--machine`` and ``--rate`` say.
+
+    Returns None if neither ``--seconds`` nor ``--machine`` is given.
+    """
     if rate and machine is None:
         raise Refusal("--rate sets the link of a machine: add --machine MACHINE.toml, or remove --rate")
     try:
@@ -274,7 +287,8 @@ def _steps_from(seconds: Sequence[str], machine: Path | None, rate: str, results
 def folder_of(suite: str, results: Path) -> Path | None:
     """Return the results folder of a suite; ``suite`` is the suite's name, its file, or the results folder itself.
 
-    Returns None if a suite of this name has no results, and raises a Refusal if the suite of this file has none.
+    Returns None if ``suite`` is a name, and no folder has this name.
+    Raises a Refusal if ``suite`` is a suite file, and the suite has no results folder.
     """
     if suite.endswith(".toml"):
         folder = results / name_of(Path(suite))
@@ -286,7 +300,10 @@ def folder_of(suite: str, results: Path) -> Path | None:
 
 
 def _existing_folder(suite: str, results: Path) -> Path:
-    """Return :func:`folder_of` a suite; raises a Refusal that lists the suites with results if there is no folder."""
+    """Return the results folder of a suite, as :func:`folder_of` finds it.
+
+    Raises a Refusal if there is no such folder; the message lists the suites that have results.
+    """
     if (folder := folder_of(suite, results)) is None:
         unknown = f"unknown suite {suite!r}: {results} holds {suites_in(results)}"
         raise Refusal(f"{unknown}; expected one of these, or a folder (`zeropp show` prints single trials)")
@@ -294,6 +311,6 @@ def _existing_folder(suite: str, results: Path) -> Path:
 
 
 def suites_in(results: Path) -> str:
-    """Return the names of the suites that have results, as text."""
+    """Return the names of the suites that have a folder in ``results``, as ``a, b``; ``no suites`` if none has."""
     names = sorted(path.name for path in results.glob("*") if path.is_dir()) if results.is_dir() else []
     return ", ".join(names) or "no suites"

@@ -1,6 +1,7 @@
-"""Compares two result folders of one suite, before and after a change, by pairs of trials.
+"""Compares two results folders of one suite, before and after a change, by pairs of trials with the same id.
 
-The two folders ran at different times, so anything else that changed in between is part of the ratios, too.
+The trials of the two folders ran at different times, so the ratios also contain everything else that changed in
+between, for example the state of the machine.
 """
 
 from __future__ import annotations
@@ -36,27 +37,28 @@ _COLUMNS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of two results folders."""
+    """The comparison of two results folders: a table and notes."""
 
-    names: tuple[str, str]  # of the folders
-    # One row per setting and configuration. ``step`` (an :class:`Interval`) is the seconds of a step in the second
-    # folder over those in the first, and ``verdict`` the verdict on it. ``bytes`` is the same ratio of the bytes
-    # between nodes. ``loss`` is the last validation loss in the second folder minus that in the first, in nats, or NaN.
+    names: tuple[str, str]  # paths of the first and the second folder
+    # One row per setting and configuration.  ``step`` (an :class:`Interval`) is a ratio: the seconds of a step in the
+    # second folder over the seconds in the first; ``verdict`` is the verdict on this ratio.  ``bytes`` is the same
+    # ratio of the bytes between nodes.  ``loss`` is a difference in nats: the last validation loss in the second folder
+    # minus the last validation loss in the first; it is NaN if no trial was validated in both.
     table: Table
     notes: tuple[str, ...]  # sentences above the table, beginning with the counts of verdicts
 
     @property
     def worse(self) -> int:
-        """How many rows have the verdict ``worse``."""
+        """Number of rows with the verdict ``worse``."""
         return int(self.table.data["verdict"].eq("worse").sum())
 
 
 def judge(ratio: Interval, margin: float) -> Verdict:
-    """Return the verdict on a ratio of step times, after over before.
+    """Return the verdict on a ratio of step times: the time after a change over the time before it.
 
     The verdict is ``same`` if the interval lies between ``1 / (1 + margin)`` and ``1 + margin``.  Otherwise it is
     ``better`` if the interval lies below 1, ``worse`` if it lies above 1, and ``inconclusive`` if it contains 1.
-    Without an interval it is ``inconclusive``.
+    A ratio without an interval is ``inconclusive``.
     """
     if not ratio.known:
         return "inconclusive"
@@ -68,18 +70,22 @@ def judge(ratio: Interval, margin: float) -> Verdict:
 
 
 def compare(first: Path, second: Path, margin: float) -> Comparison:
-    """Compare the trials that two results folders have in common, ``first`` from before a change, ``second`` after it.
+    """Return the comparison of two results folders, by the trials that finished in both.
 
-    Step times whose ratio differs from 1 by at most ``margin`` (0.02 is 2 %) count as the same (:func:`judge`).
+    Folder ``first`` is from before a change, and ``second`` from after it.
 
-    Raises a ReportError if a folder has no records, or no trial finished in both folders.
+    ``margin`` is a share: with 0.02, step times that differ by less than 2 % count as the same (:func:`judge`).
+
+    Raises a ReportError if a folder has no records, or if no trial finished in both folders.
     """
     loaded = [load(folder, across_pools=True) for folder in (first, second)]
     before, after = map(trials, loaded)
     columns = ["id", "step_seconds", "sent_bytes", "validation_loss", "disturbed"]
     both = before.merge(after[columns], on="id", suffixes=("", "_after"))
     if both.empty:
-        raise ReportError(f"{first} and {second}: no trial finished in both; expected two runs of one suite")
+        raise ReportError(
+            f"{first} and {second}: no trial finished in both folders; name results folders of two runs of one suite"
+        )
     settings = groups(both, ["where", "configuration"])
     rows = pd.DataFrame(
         [{"where": key[0], "configuration": key[1]} | _row(setting, margin) for key, setting in settings]

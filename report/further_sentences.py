@@ -1,6 +1,6 @@
-"""The sentences that follow the first one in the head of a page, on what its question may be about besides.
+"""The sentences that follow the first sentence in the head of a page, on other answers to the suite's question.
 
-Which of them follow depends on the records alone, so that pages of old records have them too.
+The records alone decide which sentences follow, not the words of the question; so pages of old records have them too.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def further_sentences(
     found: Found,
     effects_of: Callable[[Derived], dict[Key, Effect]],
 ) -> list[str]:
-    """Return the sentences that follow the first one in a page's head.
+    """Return the sentences that follow the first sentence in a page's head; the list may be empty.
 
     Args:
         derived: The records.
         asked: The quantity that the suite asks for.
         kind: The quantity that the first sentence compares.
-        found: For each quantity, the effect of each configuration in each setting.
-        effects_of: Computes the effects of ``kind`` from records.
+        found: For each quantity, the effect of each setting and configuration.
+        effects_of: The function that computes the effects on ``kind`` from records.
     """
     if asked in ("size", "nodes", "trials"):
         return []
@@ -59,10 +59,11 @@ def _on_one_field(
     found: Found,
     effects_of: Callable[[Derived], dict[Key, Effect]],
 ) -> str:
-    """Return the sentence on the largest significant difference between configurations that differ in one field.
+    """Return the sentence on the largest significant difference between two configurations that differ in one field.
 
-    A decrease of a loss is preferred to an increase, even to a larger one.  The text is empty if there are too few such
-    configurations, or if no difference between them has an interval and a conclusive verdict.
+    Improvements are preferred: a significant decrease of a loss is stated even if an increase is larger.
+    The text is empty if too few configurations differ from another in one field only
+    (:func:`report.effects.one_field.one_field`), or if all differences between them are inconclusive.
     """
     pairs = one_field(derived)
     if pairs is None:
@@ -96,9 +97,10 @@ def _on_one_field(
 
 
 def _by_interval(effect: Effect) -> Effect:
-    """Return an effect on a loss with the verdict that follows from the interval alone, without the suite's margin.
+    """Return an effect on a loss, with a verdict that depends on its interval alone and not on the suite's margin.
 
-    The margin is what a suite allows between a configuration and the suite's baseline.
+    The margin does not apply here, because it is the difference that a suite allows between a configuration and the
+    suite's baseline.
     """
     if effect.why or not effect.change.known:
         return effect
@@ -108,10 +110,11 @@ def _by_interval(effect: Effect) -> Effect:
 
 
 def _bytes(derived: Derived, key: Key, counterpart: str, difference: Difference, found: Found) -> str:
-    """Return a sentence on the bytes of a configuration and of its counterpart, after a space.
+    """Return a sentence that compares the bytes of a configuration with the bytes of its counterpart.
 
-    For example, `` X sends 0.481 of ZeRO-3's bytes between nodes, and ZeRO++ sends 0.323.``  The text is empty if a
-    number is not known.
+    The counterpart is the configuration that differs from it in one field.  The text begins with a space, for example:
+    `` X sends 0.481 of ZeRO-3's bytes between nodes, and ZeRO++ sends 0.323.``
+    It is empty if the bytes of the configuration or of the counterpart were not measured.
     """
     sent, bases = found.get("bytes", {}), effects.beside(derived).get(key, ())
     other = (key[0], counterpart)
@@ -128,7 +131,10 @@ def _bytes(derived: Derived, key: Key, counterpart: str, difference: Difference,
 
 
 def _net(difference: Difference, net: Effect | None) -> str:
-    """Return `` The net speed-up of X over ZeRO++ is 1.02 (95 % CI ...).``; empty if it has no interval."""
+    """Return the sentence `` The net speed-up of X over ZeRO++ is 1.02 (95 % CI ...).``
+
+    The text is empty if the net speed-up is not known or has no interval.
+    """
     if net is None or net.why or not net.change.known:
         return ""
     equal = "" if net.significant else ", not significant"
@@ -137,11 +143,13 @@ def _net(difference: Difference, net: Effect | None) -> str:
 
 
 def _on_fewest_bytes(derived: Derived, asked: Quantity, found: Found) -> str:
-    """Return the sentence on the configuration that sends the fewest bytes of those with a loss like the baseline's.
+    """Return the sentence on the configuration with the fewest bytes among those whose loss is like the baseline's.
 
-    In a suite of losses these are the losses that are not significantly higher or, without such losses, those within
-    the margin; the text is empty if there are too few configurations for a front of bytes and losses.  In a suite of
-    bytes these are the losses that equal the baseline's in every digit.
+    If the suite asks for losses, a loss is like the baseline's if it is not significantly higher.  If no configuration
+    has such a loss, losses within the margin count.  If the suite asks for bytes, a loss must equal the baseline's in
+    every digit.
+    The text is empty if the suite asks for another quantity, if there are several settings, if no loss is like the
+    baseline's, or if a suite that asks for losses has too few configurations for a front of bytes and losses.
     """
     losses, sent = found.get("loss", {}), found.get("bytes", {})
     bases, trials = effects.beside(derived), derived.finished.drop_duplicates("configuration")
@@ -182,7 +190,10 @@ def _on_fewest_bytes(derived: Derived, asked: Quantity, found: Found) -> str:
 
 
 def _same_losses(derived: Derived, key: Key, base: str) -> bool:
-    """Return whether a configuration has its baseline's validation losses, for each seed that both have."""
+    """Return whether a configuration and its baseline have equal validation losses for each seed that both have.
+
+    Returns False if they have no seed in common.
+    """
     trials = derived.trials[derived.trials["setting"].eq(key[0])]
     own, other = (loss_verdicts.by_seed(trials[trials["configuration"].eq(name)]) for name in (key[1], base))
     differences = (own - other).dropna()
@@ -190,9 +201,10 @@ def _same_losses(derived: Derived, key: Key, base: str) -> bool:
 
 
 def _on_net_speed(derived: Derived, asked: Quantity, found: Found) -> str:
-    """Return the sentence on the net speed-up of configurations whose losses do not differ from the baseline's.
+    """Return the sentence on the largest net speed-up, for a suite of losses in which no loss differs significantly.
 
-    The text is empty if a loss differs significantly, or if no net speed-up does.
+    The text is empty if the suite asks for another quantity, if a loss differs significantly from the baseline's, or if
+    no net speed-up differs significantly from 1.
     """
     losses, nets = (
         {key: effect for key, effect in found.get(kind, {}).items() if key[1] in derived.compared.contrast}

@@ -35,7 +35,7 @@ _SHORT: Final = 16  # rows of a summary that stands before the figures
 
 
 def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) -> str:
-    """Render the page as HTML, with the figures that had data and the tables that have rows."""
+    """Return the page as HTML, with the figures ``drawn`` and the ``tables``, all of which have data."""
     frames = derived.frames
     by_name = {table.name: table for table in tables}
     first = [table for table in tables if table.name == "summary" and len(table.data) <= _SHORT]
@@ -70,19 +70,25 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
 
 
 def _head_table(head: Verdicts, table: Table) -> tuple[Table, Table, str]:
-    """Split the table of verdicts: return the rows that the page shows, those that it folds, and the fold's label."""
+    """Split the table of verdicts into the rows that the page shows and the rows behind a fold.
+
+    Return both parts as tables, and the label of the fold, such as ``3 more rows``.
+    """
     shown, rest = head.parts(table)
     noun = "more row" if table.places else "more configuration"
     return shown, rest, counted(len(rest.data), noun)
 
 
 def fill(**parts: Any) -> str:
-    """Return the HTML of ``page.html``, filled with ``parts``; optional parts that are left out are empty."""
+    """Return the HTML of the template ``page.html``, filled with ``parts``.
+
+    A part that is named in ``_OPTIONAL`` may be left out; it is then empty.
+    """
     return render_template("page.html", {"full": theme.WIDTH} | dict.fromkeys(_OPTIONAL, ()) | parts)
 
 
 def render_template(template: str, parts: Mapping[str, Any]) -> str:
-    """Render one of the templates in this folder, with the style sheet that all templates share."""
+    """Return the HTML of a template file of this folder, filled with ``parts`` and the style sheet ``page.css``."""
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
@@ -92,12 +98,16 @@ def render_template(template: str, parts: Mapping[str, Any]) -> str:
 
 
 def heading(derived: Derived) -> tuple[str, str]:
-    """Return the page's heading in two parts, of which the page shows the second as a name.
+    """Return the page's heading in two parts; the page prints the second part as a name.
 
-    The parts are the compared configurations ("A and B against", or their number if their names are long) and the
-    baseline.  If the names are long, all configurations change one strategy, and the suite names no baseline, the
-    parts are the number of configurations and this strategy.  If no trial has finished, the second part is the suite.
-    If nothing is compared, the first part is empty.
+    Usually the first part is "A and B against", with the names of the compared configurations, and the second part is
+    the baseline.  There are four other cases:
+
+    * If the names have more than 60 characters, the first part is their number: "5 configurations against".
+    * If in this case all configurations are of one strategy and the suite names no baseline, the parts are
+      "6 configurations of" and this strategy; the baseline is counted, too.
+    * If nothing is compared, the first part is empty, and the second is the baseline.
+    * If no trial has finished, the parts are "No finished trial of" and the name of the suite.
     """
     if derived.finished.empty:
         return "No finished trial of", derived.frames.suite
@@ -114,7 +124,7 @@ def heading(derived: Derived) -> tuple[str, str]:
 
 
 def facts(derived: Derived) -> list[tuple[str, str]]:
-    """Return the facts of the page's head: where and when the trials ran."""
+    """Return the facts in the page's head, as pairs (name, value): when, where and with what code the trials ran."""
     frames, ran = derived.frames, derived.finished
     known = {
         str(fact): listed(sorted({value[:_COMMIT] if fact == "code.commit" else value for value in values}))

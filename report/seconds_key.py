@@ -1,4 +1,7 @@
-"""Finds the records that a suite's key ``seconds`` names, beside the suite's own.  Imports no pandas."""
+"""Finds the records of the suite that another suite's key ``seconds`` names.  Imports no pandas.
+
+A suite takes the seconds of a step from these records, to compute net speed-ups.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from harness.suites.suite import NAME
 def named(results: Path, run: str) -> str:
     """Return the name of the suite that the suite file of a run gives in its key ``seconds``.
 
-    The name is empty if the suite file has no such key or a wrong one, or if the run's file is missing or damaged.
+    ``run`` is the id of a run of the suite whose results folder is ``results``.
+    Returns an empty name if the suite file has no such key, or a value that is no name of a suite.  The name is also
+    empty if the run's file is missing or damaged, or does not hold the suite file.
     """
     try:
         suite = run_record.read(results, run).suite
@@ -25,9 +30,10 @@ def named(results: Path, run: str) -> str:
 
 
 def beside(results: Path, suite: str) -> Path | None:
-    """Return where the records of suite ``suite`` are, in the folder that also holds the results folder ``results``.
+    """Return where the records of suite ``suite`` are, next to the results folder ``results`` of another suite.
 
-    This is the suite's own results folder or, if that has no records, the suite's archive; None without an archive.
+    This is the suite's results folder or, if this folder has no records, the suite's archive (``.tar.xz``).
+    Returns None if there is neither.
     """
     folder = results.absolute().parent / suite
     packed = folder.with_name(f"{suite}{archive.SUFFIX}")
@@ -35,7 +41,10 @@ def beside(results: Path, suite: str) -> Path | None:
 
 
 def files(results: Path) -> list[Path]:
-    """Return the sorted record files and archives of all suites that runs of a results folder name in ``seconds``."""
+    """Return the files with the records of all suites that the runs of a results folder name in ``seconds``.
+
+    These are JSON files of results folders, or archives, in sorted order.
+    """
     runs = sorted((results / run_record.RUNS).glob("*.json"))
     places = {beside(results, name) for run in runs if (name := named(results, run.stem))}
     return sorted(

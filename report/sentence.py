@@ -1,13 +1,12 @@
 """The sentences in the head of a page: the largest significant difference in the quantity that the suite asks for.
 
-The first sentence is a template that the quantity fills (:mod:`harness.suites.answering_quantity`); a question is never
-parsed.  If several configurations are compared, the sentence is about one of them: about a strategy without changes if
-such a strategy differs significantly, and, for speeds, about the largest gain if there is a gain.  The sentence then
-ends with the numbers of better and worse comparisons, so that the choice hides nothing.
+The first sentence fills a template that the suite's quantity chooses (:mod:`harness.suites.answering_quantity`); the
+words of the suite's question are never parsed.  If several configurations are compared, the sentence is about a single
+configuration, which :func:`foremost` chooses: usually the largest significant difference of a strategy without changes.
+The sentence then ends with the numbers of better and worse comparisons, so that readers see what the choice leaves out.
 
-Further sentences from the same template follow where the records have more to say: on the same configuration in one or
-two other settings, on configurations that differ in one field alone, on the fewest bytes for an equal loss, and on net
-speed-ups.
+Up to four kinds of sentences follow: on the same configuration in one or two other settings, on configurations that
+differ in one field alone, on the fewest bytes for an equal loss, and on net speed-ups.
 Definitions: docs/reference/metrics.md, Verdicts.
 """
 
@@ -47,42 +46,42 @@ def two_digits(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """An effect, and the words that name it in a sentence."""
+    """The effect of one configuration in one setting, and the words that describe it in a sentence."""
 
     effect: Effect
-    name: str
-    base: str
-    place: str = ""  # if there are several settings, which one: ``with 50 Mbit/s, ``
-    notes: str = ""  # after the claim
-    sequel: str = ""  # further sentences, each after a space
+    name: str  # of the configuration
+    base: str  # name of the baseline
+    place: str = ""  # words for the setting, if there are several settings: ``with 50 Mbit/s, ``
+    notes: str = ""  # clauses that follow the claim and its interval in the same sentence
+    sequel: str = ""  # sentences at the end, on break-even rates; a space precedes each
     preset: bool = True  # whether the configuration is a strategy without changes, or a control
-    facts: str = ""  # sentences on the configuration right after the claim's sentence, each after a space
+    facts: str = ""  # sentences directly after the claim's sentence, before ``sequel``; a space precedes each
 
     @property
     def known(self) -> bool:
-        """Whether the effect has an interval, and nothing makes its verdict inconclusive."""
+        """Whether the effect has an interval, and there is no other reason (``why``) for an inconclusive verdict."""
         return self.effect.change.known and not self.effect.why
 
 
 class Sentence(NamedTuple):
-    """The first sentence of a page's head, the effect that it is about, and sentences on the same in other settings."""
+    """The first sentence of a page's head, and what the next sentences need."""
 
     text: str
-    effect: Effect | None = None  # None if the sentence is about none of the effects that are compared
-    likewise: str = ""
+    effect: Effect | None = None  # the effect that the sentence states; None if it states none in ``found``
+    likewise: str = ""  # sentences on the same configuration in other settings; a space precedes each
 
 
 def sentence(
     derived: Derived, asked: Quantity, kind: str, found: Mapping[Key, Effect], compared: Sequence[Key]
 ) -> Sentence:
-    """Return the sentence of a page's head.
+    """Return the first sentence of a page's head.
 
     Args:
         derived: The records.
         asked: The quantity that the suite asks for.
-        kind: The quantity that the sentence compares, of which ``found`` has the effects.
-        found: An effect for each setting and configuration.
-        compared: The keys in ``found`` of the configurations that are compared with a baseline.
+        kind: The quantity that the sentence compares.  It is ``asked`` or, if ``asked`` has no effects, ``step``.
+        found: The effects on ``kind``, one for each setting and configuration.
+        compared: The keys of ``found`` whose configurations are compared with a baseline.
     """
     if derived.finished.empty:
         return Sentence(_nothing_finished(derived))
@@ -105,11 +104,11 @@ def sentence(
 def on_largest(
     kind: str, differences: Sequence[Difference], *, controls: Sequence[Verdict] = (), among: str = ""
 ) -> str:
-    """Return the sentence on the largest significant difference or, if none is significant, on the largest difference.
+    """Return the sentence on the largest significant difference, or on the largest difference if none is significant.
 
-    ``differences`` has at least one entry.  ``controls`` has the verdicts of the compared controls that
-    ``differences`` leaves out.  ``among`` begins the sentence if only some configurations are compared: ``where only
-    policy.schedule differs, ``.
+    ``differences`` has at least one entry.  ``controls`` holds the verdicts of controls (deliberate faults) that are
+    compared but are not in ``differences``; the sentence ends with them.  ``among`` is the beginning of the sentence,
+    if only some configurations are compared: ``where only policy.schedule differs, ``.
     """
     count = len(differences)
     of_all = f", the largest of {count} differences" if count > 1 else ""
@@ -140,7 +139,7 @@ def on_largest(
 def on_peers(found: Sequence[Interval]) -> str:
     """Return the sentence on our speed-ups over the best configuration of each library in the same types.
 
-    ``found`` has at least one speed-up, as :func:`report.tables.peers.ours_over_peers` returns them.
+    ``found`` holds these speed-ups, at least one, from :func:`report.tables.peers.ours_over_peers`.
     """
     verdicts: list[Verdict] = [_over_peer(each) for each in found]
     ratios = [each.estimate for each in found]
@@ -162,15 +161,19 @@ def _over_peer(speedup: Interval) -> Verdict:
 
 
 def capitalised(text: str) -> str:
-    """Begin a text with a capital letter, unless its first word has capitals of its own, such as ``qwZ``."""
+    """Return a text with a capital first letter.
+
+    The text stays unchanged if its first word has a capital after the first letter, as ``qwZ`` has.
+    """
     first = text.split(maxsplit=1)[0]
     return text if first[1:].lower() != first[1:] else f"{text[0].upper()}{text[1:]}"
 
 
 def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> str:
-    """Return a sentence, after a space, for each of a few differences that a reader compares with ``top``.
+    """Return one sentence for each difference in ``others``, which a reader compares with the difference ``top``.
 
-    The text is empty if ``top`` is not significant, or if ``others`` are more than :data:`_MOST_OTHERS`.
+    A space precedes each sentence.  The text is empty if ``top`` is not significant, or if there are more than
+    :data:`_MOST_OTHERS` others.
     """
     if not (top.known and top.effect.significant) or len(others) > _MOST_OTHERS:
         return ""
@@ -188,11 +191,13 @@ def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> str:
 
 
 def foremost(kind: str, differences: Sequence[Difference], *, gains: bool = False) -> Difference:
-    """Return the largest significant difference, else the largest that is known, else the largest.
+    """Return the largest significant difference.
 
-    Of significant differences in speeds and losses, only those of strategies without changes are considered, and of
-    these in speeds, or with ``gains`` in any quantity, only improvements.  If there are no such strategies, or no
-    improvements, this restriction does not apply.
+    If there are none, return the largest difference that has an interval or, without any, the largest of all.
+    Two restrictions apply to significant differences, in this order; each is dropped if it would leave none:
+
+    * In speeds and losses, the configuration must be a strategy without changes.
+    * In speeds, or in any quantity if ``gains`` is true, the difference must be an improvement.
     """
     known = [each for each in differences if each.known]
     shown = [each for each in known if each.effect.significant]
@@ -206,10 +211,11 @@ def foremost(kind: str, differences: Sequence[Difference], *, gains: bool = Fals
 def _counts(
     kind: str, differences: Sequence[Difference], controls: Sequence[Verdict] = (), *, such: bool = False
 ) -> str:
-    """Return ``; of 9 comparisons of step time, 8 are better and 1 is worse``; empty for one comparison.
+    """Return the clause ``; of 9 comparisons of step time, 8 are better and 1 is worse``.
 
-    ``such`` says that these are not all comparisons of the page: ``; of 4 such comparisons, ...``.
-    The verdicts of controls, which are not counted among the comparisons, follow: ``; the control is worse``.
+    The clause is empty if there is only one comparison.
+    If ``such`` is true, there are other comparisons on the page, and the clause says ``; of 4 such comparisons, ...``.
+    The verdicts ``controls`` follow: ``; the control is worse``.  Controls are not counted as comparisons.
     """
     if len(differences) < 2:
         return ""
@@ -223,7 +229,7 @@ def _counts(
 
 
 def _verdicts_in_words(found: Sequence[Verdict]) -> str:
-    """Return the number of each verdict as text: ``8 are better and 1 is worse``."""
+    """Return text that counts the verdicts of each kind: ``8 are better and 1 is worse``."""
     counts = Counter(found)
     verdicts: tuple[Verdict, ...] = (
         "better",
@@ -239,9 +245,10 @@ def _verdicts_in_words(found: Sequence[Verdict]) -> str:
 
 
 def _claim(kind: str, difference: Difference) -> tuple[str, str]:
-    """Return a clause that states a difference, and its interval with the number of values, in parentheses.
+    """Return two texts: a clause that states a difference, and the evidence for it in parentheses.
 
-    The second text is empty for a quantity that is counted and has no interval.
+    The evidence is the interval and the number of values (:func:`evidence`).  It is empty for a quantity that is
+    counted, which has no interval.
     """
     effect, name, base = difference.effect, difference.name, difference.base
     change, value = effect.change, effect.change.estimate
@@ -273,9 +280,9 @@ def _claim(kind: str, difference: Difference) -> tuple[str, str]:
         case "net" if value < 1:
             ends = (1 / change.high, 1 / change.low)
             final_loss = _whose("final validation loss", base)
-            claim = f"{name} takes {form(1 / value)}x as long to {final_loss}"
+            claim = f"{name} takes {form(1 / value)}x as long to reach {final_loss}"
         case "net":
-            claim = f"{name} has {_whose('final validation loss', base)} {form(value)}x sooner"
+            claim = f"{name} reaches {_whose('final validation loss', base)} {form(value)}x as fast"
         case "nodes":
             claim = f"{_whose('tokens/s of all ranks', name)} change by a factor of {form(value)}"
         case "tokens":
@@ -289,7 +296,7 @@ def _claim(kind: str, difference: Difference) -> tuple[str, str]:
 
 
 def _after(effect: Effect) -> str:
-    """Return the steps of training after which a loss was measured: ``after 1,400 steps ``."""
+    """Return words for the number of training steps after which a loss was measured: ``after 1,400 steps ``."""
     return f"after {effect.steps:,} steps "
 
 
@@ -299,10 +306,11 @@ def evidence(
     form: Callable[[float], str] = "{:.2f}".format,
     ends: tuple[float, float] | None = None,
 ) -> str:
-    """Return the interval of an effect with its number of values, in parentheses after a space.
+    """Return the interval of an effect and its number of values: `` (95 % CI 1.72 to 1.84, n = 12)``.
 
-    ``form`` formats the ends of the interval, or ``ends`` instead of these.  A net speed-up has no number of values,
-    since it is the product of two samples.  The text is empty for a quantity that is counted.
+    ``form`` formats the two ends.  ``ends`` are the ends to print, by default the effect's interval.
+    A net speed-up (``kind`` is ``net``) has no number of values, since it is the product of two samples.
+    The text is empty for a quantity that is counted.
     """
     if effect.counted:
         return ""
@@ -320,14 +328,17 @@ def evidence(
 
 
 def _whose(thing: str, name: str) -> str:
-    """Return ``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``; without ``thing``, ``that of ...``."""
+    """Return words for a thing of a configuration: ``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``.
+
+    If ``thing`` is empty, return ``ZeRO++'s``, or ``that of ZeRO++ (weights int4:64)``.
+    """
     if name.replace("+", "").replace("-", "").isalnum():
         return f"{name}'s {thing}".strip()
     return f"{f'the {thing}' if thing else 'that'} of {name}"
 
 
 def _noun(kind: str) -> str:
-    """Return the noun for one value of a quantity: ``pair``, or ``seed`` for losses, or ``repeat`` for nodes."""
+    """Return the noun for one value of a sample: ``seed`` for losses, ``repeat`` for ``nodes``, and else ``pair``."""
     return {"loss": "seed", "nodes": "repeat"}.get(kind, "pair")
 
 
@@ -352,11 +363,10 @@ def _in_words(number: int, noun: str) -> str:
 def differences_of(
     derived: Derived, asked: Quantity, found: Mapping[Key, Effect], compared: Sequence[Key]
 ) -> list[Difference]:
-    """Return the differences in the order of the page.
+    """Return a difference for each key in ``compared``, in the same order, from the effects ``found``.
 
-    Controls are left out if at least two other configurations are compared.
-
-    A control is a deliberate fault, with which a suite shows that it would notice such a fault.
+    If at least two of the configurations are not controls, controls are left out.  A control is a configuration with a
+    deliberate fault, with which a suite shows that it would notice this fault.
     """
     trial_of, first = derived.frames.trial_of, derived.finished.drop_duplicates("configuration")
     trials = {
@@ -396,9 +406,10 @@ def differences_of(
 
 
 def _places(derived: Derived) -> dict[str, str]:
-    """Return words for each of several settings, such as ``with 50 Mbit/s, ``; empty for a single setting.
+    """Return words for each setting, such as ``with 50 Mbit/s, ``, by the setting's hash.
 
-    The words give one field in which all settings differ or, without such a field, all fields in which any differ.
+    The words name one field that has another value in each setting.  If there is no such field, they name all fields in
+    which any settings differ.  The dict is empty if there is a single setting.
     """
     titles = titles_of(derived.finished[["setting", "where"]])
     if len(titles) < 2:
@@ -414,7 +425,7 @@ def _places(derived: Derived) -> dict[str, str]:
 
 
 def _of_nodes(derived: Derived) -> list[Difference]:
-    """Return, for each configuration, how its tokens/s on the most nodes differ from those on the fewest nodes."""
+    """Return one difference per configuration: its tokens/s on the most nodes over its tokens/s on the fewest nodes."""
     batches = {"weak": "a rank", "strong": "in all"}
     return [
         Difference(
@@ -425,10 +436,11 @@ def _of_nodes(derived: Derived) -> list[Difference]:
 
 
 def _break_evens(derived: Derived, key: Key) -> str:
-    """Return sentences on the rates at which a configuration breaks even.
+    """Return sentences on the rates at which a configuration breaks even; a space precedes each sentence.
 
-    There is a sentence for each size (a setting without its rate), first for the size of the setting in ``key``.  If
-    there are more than :data:`_MOST_SIZES` sizes, there is the first sentence only.
+    Break-even rates are determined for each size, which is a setting without its rate; each size has a sentence.
+    ``key`` is (setting, configuration): the sentence on the size of this setting comes first.  If there are more than
+    :data:`_MOST_SIZES` sizes, the other sentences are left out.
     """
     elsewhere = derived.trials.loc[derived.trials["setting"].eq(key[0]), "elsewhere"].iloc[0]
     rows = derived.break_evens
@@ -449,9 +461,9 @@ def _break_evens(derived: Derived, key: Key) -> str:
 
 
 def _at_size(name: str, found: break_even.BreakEven, high_mbit: float) -> str:
-    """Return a clause on the rates, up to ``high_mbit``, at which a configuration breaks even.
+    """Return a clause on the rates at which a configuration breaks even: ``ZeRO++ breaks even at 96.1 (...) Mbit/s``.
 
-    The clause is empty if there are too few repeats for an interval.
+    ``high_mbit`` is the highest measured rate.  The clause is empty if there are too few repeats for an interval.
     """
     highest = f"{_three_digits(high_mbit)} Mbit/s"
     match found.outcome:
@@ -464,7 +476,7 @@ def _at_size(name: str, found: break_even.BreakEven, high_mbit: float) -> str:
     if found.few:
         return ""
     ranges = listed([f"from {two_digits(low)} to {two_digits(high)} Mbit/s" for low, high in found.unclear])
-    speedup = "its speed-up, interpolated between measured rates, is not significant"
+    speedup = "the speed-up, interpolated between measured rates, is not significant"
     return f"{_whose('break-even', name)} is not determined: {speedup} {ranges}"
 
 
@@ -485,7 +497,7 @@ def _nothing_finished(derived: Derived) -> str:
 
 
 def _nothing_compared(derived: Derived) -> str:
-    """Return a sentence that says why nothing is compared."""
+    """Return the sentence for a page without comparisons, which says how many trials finished and what is missing."""
     failed, compared = len(derived.frames.failures), derived.compared
     beside = f"; {counted(failed, 'trial')} failed" if failed else ""
     finished = f"{counted(len(derived.finished), 'trial')}"
@@ -498,14 +510,18 @@ def _nothing_compared(derived: Derived) -> str:
 
 
 def caveat(derived: Derived) -> str:
-    """Say why seconds are unreliable: others had the processors, or links achieved different rates; else empty."""
+    """Return a sentence that says why the page's seconds are unreliable; empty if they are reliable.
+
+    Seconds are unreliable if most trials are disturbed, or if links of one setting achieved different rates.
+    """
     clauses: list[str] = []
     if derived.mostly_disturbed:
         trials = f"{len(derived.disturbed)} of {counted(len(derived.finished), 'trial')}"
         clauses.append(
-            f"others took more than {metrics.OTHERS_WITHIN:.0%} of the processors' time in {trials}"
+            f"in {trials} other programs and the machine's host took more than {metrics.OTHERS_WITHIN:.0%} of the "
+            "processors' time"
         )
     if differing := len(derived.differing):
         apart = f"achieved rates more than {speedups.RATES_AGREE_WITHIN:.0%} apart"
-        clauses.append(f"in {counted(differing, 'setting')} the links of the compared configurations {apart}")
+        clauses.append(f"in {counted(differing, 'setting')} the links of compared configurations {apart}")
     return f"The seconds are unreliable: {'; '.join(clauses)}." if clauses else ""

@@ -1,7 +1,7 @@
-"""Notes in a stamp which records a folder's report was built from, so that `zeropp run` does not draw it again.
+"""Writes and checks the stamp of a report, by which `zeropp run` sees that it need not draw the report again.
 
-The stamp is a hidden file beside the page.  It holds a hash of everything that decides the page, and the sentences in
-the page's head.
+The stamp is a hidden file in the results folder.  It holds a hash of everything from which the page was made, and the
+sentences in the page's head.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _HERE: Final = Path(__file__).parent
 
 
 def digest(results: Path) -> str:
-    """Return a hexadecimal SHA-256 of everything that decides a folder's page.
+    """Return a SHA-256, as hexadecimal text, of everything from which a folder's page is made.
 
-    This is the folder's records, traces and journal, the records of the suites that its suite names in ``seconds``,
-    and the program that draws the page, with the versions of its packages.
+    This is: the folder's records, traces and journal; the records of the suites that its suite names in ``seconds``;
+    the source files of this program; and the versions of the packages that draw the page.
     """
     whole = hashlib.sha256(f"{source_digest()} {[version(name) for name in _PACKAGES]}".encode())
     for path in sorted(path for path in _HERE.rglob("*") if path.is_file() and path.suffix != ".pyc"):
@@ -47,7 +47,10 @@ def _add(whole: Any, path: Path, folder: Path) -> None:
 
 
 def sentences_of(results: Path) -> list[str] | None:
-    """Return the sentences in the head of the folder's page; None if the page is not of the records as they are now."""
+    """Return the sentences in the head of a folder's page, from its stamp.
+
+    Returns None if there is no page or no stamp, or if records or the program changed after the page was built.
+    """
     try:
         found, *sentences = regular_file.read_text(results / _STAMP).splitlines()
     except (OSError, ValueError):  # there is no stamp, or it is damaged
@@ -56,10 +59,13 @@ def sentences_of(results: Path) -> list[str] | None:
 
 
 def remove(results: Path) -> None:
-    """Remove the stamp of a folder whose page was drawn with unusual options, so that `zeropp run` draws it again."""
+    """Remove the stamp of a folder, so that `zeropp run` draws the page again.
+
+    This is for pages that were drawn with other options than `zeropp run` uses.
+    """
     (results / _STAMP).unlink(missing_ok=True)
 
 
 def write(results: Path, made_of: str, sentences: Sequence[str]) -> None:
-    """Write the stamp of a report that was built from records with the digest ``made_of``."""
+    """Write the stamp of a report; ``made_of`` is what :func:`digest` returned before the report was built."""
     write_whole(results / _STAMP, "\n".join([made_of, *sentences]))

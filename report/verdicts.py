@@ -49,13 +49,15 @@ _g3, _ratio = number(3), "{:.2f}".format
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """A quantity that has a column in the table of verdicts, with the function that compares it."""
+    """A quantity with a column in the table of verdicts, and the function that compares configurations in it."""
 
     key: str  # the column's name in the CSV; the verdicts are in the column KEY_verdict
     title: str
-    form: Callable[[float], str]
-    effects_of: Callable[[Derived], dict[Key, Effect]]
-    of_baseline: float = math.nan  # what the baseline's row shows, if effects have no value for it
+    form: Callable[[float], str]  # formats a number
+    effects_of: Callable[
+        [Derived], dict[Key, Effect]
+    ]  # from records, the effect of each setting and configuration
+    of_baseline: float = math.nan  # number in the baseline's row; NaN: the value of the baseline's effect
 
 
 _QUANTITIES: Final = {
@@ -77,40 +79,46 @@ _QUANTITIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
-    """The head of a page: its sentence, its table of verdicts, and the figure that shows what the sentence says."""
+    """The head of a page: its sentences, its table of verdicts, and the name of its figure."""
 
-    quantity: Quantity  # that the suite asks for
-    first: str  # sentence on the largest difference
-    further: str  # sentences that follow it; may be empty
+    quantity: Quantity  # the quantity that the suite asks for
+    first: str  # the first sentence, on the largest difference
+    further: str  # the sentences that follow the first sentence; may be empty
     caveat: str  # a sentence that says why seconds are unreliable; empty if they are reliable
-    figure: str  # name of the figure that shows this difference
-    table: Table  # of all configurations; without rows if nothing is compared
-    open: tuple[int, ...]  # numbers of the rows that a page shows before it is asked for more
+    figure: str  # name of the figure for this quantity
+    table: Table  # the table of verdicts; without rows if nothing is compared
+    open: tuple[int, ...]  # indices of the table's rows that a page shows unfolded
 
     @property
     def sentence(self) -> str:
-        """The first sentence and those that follow it."""
+        """The first sentence and the sentences ``further``, joined by a space."""
         return f"{self.first} {self.further}".rstrip()
 
     @property
     def lines(self) -> list[str]:
-        """The sentences, and the caveat if there is one."""
+        """One text with all sentences; a second text with the caveat, if there is a caveat."""
         return [self.sentence, *filter(None, [self.caveat])]
 
     def parts(self, table: Table) -> tuple[Table, Table]:
-        """Split the table of verdicts, as it is printed, into the open rows and the rest."""
+        """Return the rows of ``table`` that the page shows unfolded, and its other rows, as two tables.
+
+        ``table`` is the table of verdicts, possibly with other columns; it has the same rows as :attr:`table`.
+        """
         is_open = table.data.reset_index(drop=True).index.isin(self.open)
         return replace(table, data=table.data[is_open]), replace(table, data=table.data[~is_open])
 
 
 def of_folder(results: Path) -> Verdicts:
-    """Return the head of the page of a results folder; raises as :func:`report.effects.step_seconds.derive_folder`."""
+    """Return the head of the page of a results folder.
+
+    Raises a ReportError if the folder's records cannot be reported together (:func:`report.data.frames.load`).
+    """
     return verdicts(derive_folder(results))
 
 
 @lru_cache(maxsize=32)  # page, documents and terminal ask for it
 def verdicts(derived: Derived) -> Verdicts:
-    """Compute the head of a page from the records of a folder."""
+    """Return the head of the page of these records."""
     frames = derived.frames
     asked = quantity([frames.trial_of[identity] for identity in sorted(frames.trial_of)], frames.answer)
     names = {*derived.compared.contrast, *effects.all_baselines(derived)}
@@ -136,9 +144,10 @@ def verdicts(derived: Derived) -> Verdicts:
 
 
 def _mostly_peers(derived: Derived) -> bool:
-    """Return whether most configurations are those of libraries, and some of ours can be compared in the same types.
+    """Return whether the first sentence compares our engine with libraries, instead of configurations with a baseline.
 
-    The question of such a suite is about the libraries, not about the baseline of its other tables.
+    It does if more than half of the configurations are those of DDP, FSDP2 and DeepSpeed, and at least one of ours uses
+    the same types as a library.  The question of such a suite is about the libraries.
     """
     first = derived.finished.drop_duplicates("configuration")["id"]
     libraries = [family_of(derived.frames.trial_of[name].strategy) in FAMILIES for name in first]
@@ -149,12 +158,16 @@ _NONE: Final = Table("verdicts", "Verdicts", "", pd.DataFrame(), ())
 
 
 def _compared(derived: Derived, found: Mapping[Key, Effect]) -> list[Key]:
-    """Return the keys of the contrast's configurations whose difference from a baseline was measured."""
+    """Return the keys of the effects in ``found`` that were measured and whose configuration is in the contrast."""
     return [key for key, effect in found.items() if key[1] in derived.compared.contrast and effect.size >= 0]
 
 
 def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Mapping[Key, Effect]]) -> Table:
-    """Return the table of verdicts: a row for each setting and configuration, the setting's baselines first."""
+    """Return the table of verdicts: one row per setting and configuration, with the baselines first in each setting.
+
+    ``found`` holds the effects of each quantity.  The column of the quantity ``kind`` is followed by the prediction for
+    a new run and by ``n``.
+    """
     shown = {name: of for name, of in _QUANTITIES.items() if found.get(name)}
     own, own_title = _own_column(derived, asked)
     first = derived.finished.drop_duplicates("configuration").set_index("configuration")["id"]
@@ -198,7 +211,10 @@ def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Map
 
 
 def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quantity]) -> list[str]:
-    """Return sentences on intervals, on trials that were left out, and on cells without a number or a mark."""
+    """Return the notes below the table: on intervals, on trials that were left out, and on cells without a mark.
+
+    Each note is one or a few sentences; a note may be empty.
+    """
     one_value = "error" in shown and data[f"{shown['error'].key}_verdict"].eq("one value").any()
     columns = [
         Column(of.key, of.title)
@@ -215,7 +231,7 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
         }
         names = [f"{name} ({counted(count, 'occasion')})" for name, count in apart.items() if count]
         notes.append(
-            f"Means of single occasions lie outside of the intervals of {listed(names)}." * bool(names)
+            f"The means of some occasions lie outside of the intervals of {listed(names)}." * bool(names)
         )
     notes.append(caveats.footnotes(cells).strip())
     ran = [NAMES[name].partition(",")[0] for name in derived.finished["strategy"].unique() if name in PEERS]
@@ -239,10 +255,12 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
 def _places(
     derived: Derived, sizes: Mapping[Key, Effect]
 ) -> Iterator[tuple[dict[str, Any], str, list[str], Sequence[str]]]:
-    """Yield (first cells of the rows, key, configurations, baselines) for each place of the table of verdicts.
+    """Yield the groups of rows of the table of verdicts, as (cells, key, configurations, baselines).
 
-    A place is a setting that has a contrast, or, with ``sizes``, a memory limit; its key is the setting's hash or the
-    limit as text.
+    A group is a setting in which configurations are compared with a baseline.  If the largest models are compared
+    (``sizes`` is not empty), a group is a memory limit.  ``cells`` are the cells that all rows of the group share, by
+    column.  ``key`` is the setting's hash, or the limit as text.  ``configurations`` are the names of the rows,
+    ``baselines`` the names of the baselines.
     """
     contrast, overall = derived.compared.contrast, effects.all_baselines(derived)
     if sizes:
@@ -263,7 +281,10 @@ def _places(
 
 
 def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, Any]:
-    """Return what the table's data holds of a cell: its value, its verdict and its printed text, by column."""
+    """Return three entries of a row in the table's data, for one quantity: its value, its verdict and its printed text.
+
+    For example, their columns are ``speedup``, ``speedup_verdict`` and ``_speedup``.
+    """
     value = effect.value if effect is not None else Interval(math.nan, math.nan, math.nan, 0)
     verdict, mark = "not measured", ""
     if is_base:
@@ -283,10 +304,11 @@ def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, A
 
 
 def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, Any]:
-    """Return the table's cells for the prediction interval of an effect, and ``n``, the number of values behind it.
+    """Return a row's entries for the prediction interval of an effect, and ``n``, its number of values.
 
-    All are NaN without an effect, and for bytes and memory, which are counted and do not vary.  The interval is also
-    NaN if the effect has no interval, or if its seconds are of one occasion, which says nothing about other occasions.
+    All entries are NaN if there is no effect, or if the quantity is counted (bytes, memory), since it does not vary.
+    The interval is also NaN if the effect has no interval, and for seconds that were measured at one occasion only,
+    since one occasion says nothing about another.
     """
     row: dict[str, Any] = dict.fromkeys(("expected_low", "expected_high", "_expected", "n"), math.nan)
     if effect is None or effect.counted:
@@ -306,9 +328,10 @@ def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, 
 
 
 def _own_column(derived: Derived, asked: Quantity) -> tuple[dict[Key, Any], str]:
-    """Return the values and the title of a further column for the quantity that the suite asks for.
+    """Return the values, by (setting, configuration), and the title of the last column of the table of verdicts.
 
-    Both are empty if another column shows this quantity.
+    The column shows the quantity that the suite asks for: tokens/s (``tokens``, ``nodes``) or break-even rates
+    (``rate``).  Values and title are empty for other quantities, since these have a column anyway.
     """
     keys = ["setting", "configuration"]
     if asked == "tokens":
@@ -339,9 +362,10 @@ def _text_or_number(value: Any) -> str:
 
 
 def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -> str:
-    """Return the caption, which says what numbers and marks mean, and when a loss is worse.
+    """Return the caption of the table of verdicts: what its numbers and marks mean, and when a loss is worse.
 
-    ``again`` says whether the table predicts a new run.
+    ``shown`` are the quantities that have a column.  ``again`` says whether the table has the column "Expected in a
+    new run".
     """
     base = spelled(derived.compared.baseline)
     margins = [row["margin"] for row in loss_verdicts.losses(derived) if row["margin"] > 0]
@@ -351,9 +375,9 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
     )
     first = "Intervals are 95 % confidence intervals."
     if again:
-        first += ' "Expected in a new run" is the prediction interval of one further run, for the quantity that the '
-        first += "suite asks for."
-    first += f" Memory is followed by its ratio to {base}'s." if "memory" in shown else ""
+        first += ' "Expected in a new run" is the interval in which the value of one further run is expected, for the '
+        first += "quantity that the suite asks for."
+    first += f" In parentheses after memory: its ratio to {base}'s memory." if "memory" in shown else ""
     first += f" Marks are the verdicts against {base} (docs/reference/metrics.md): {marks}."
     if has_margin:
         allowed = (
@@ -361,12 +385,12 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
         )
         margin = lowest_to_highest(margins, two_digits)
         each = " in each setting" * (" to " in margin)
-        rule = f"begins above the margin of {margin} nats ({allowed}{each})"
+        rule = f"lies above the margin of {margin} nats ({allowed}{each})"
         otherwise = (
-            "better if it ends below 0; within the margin if it lies between 0 and the margin; not significant if it "
+            "better if it lies below 0; within the margin if it lies between 0 and the margin; not significant if it "
             "contains 0 and ends below the margin"
         )
-        first += f" A loss is worse if its interval {rule}; {otherwise}."
+        first += f" A loss is worse if the interval of its change {rule}; {otherwise}."
     note = peers_note(derived.finished)
     if note and not peers(derived).data.empty:
         note += (
@@ -377,11 +401,11 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
 
 
 def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None) -> tuple[int, ...]:
-    """Return the numbers of the open rows, which a page shows without being asked for more.
+    """Return the indices of the rows that a page shows unfolded, at most :data:`MOST_OPEN`.
 
-    If there are at most :data:`MOST_OPEN` rows, all are open.  Otherwise, as far as there is room, these are open: the
-    row of effect ``first``, the rows of the largest significant effects, and the rows of the largest other effects,
-    each together with the row of its setting's baseline.
+    If the table has no more rows than this, all are shown.  Otherwise rows are added while there is room: first the
+    row of effect ``first``, then the rows of significant effects, then the rows of other effects, larger effects first.
+    With each row, the row of its setting's baseline is added.
     """
     rows = table.data.to_dict("records")
     if len(rows) <= MOST_OPEN:
@@ -400,7 +424,10 @@ def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None)
 
 
 def _has_front(derived: Derived) -> bool:
-    """Return whether one setting has a front of bytes and losses, with enough different strategies to draw it."""
+    """Return whether the page's figure is the front of bytes and losses.
+
+    It is if the front is of a single setting and has at least ``FEWEST_OF_FRONT`` different strategies.
+    """
     front = loss_verdicts.front(derived)
     trials = derived.trials[derived.trials["configuration"].isin(front["configuration"])]
     return len(set(front["setting"])) == 1 and len(set(trials["strategy"])) >= loss_verdicts.FEWEST_OF_FRONT

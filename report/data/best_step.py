@@ -1,7 +1,8 @@
-"""Lower bounds on a step's time: by the schedule of its units (:mod:`impl.plan.timeline`), and by the CPUs.
+"""Computes two lower bounds on a step's time: from the simulated schedule of its units, and from its CPU seconds.
 
-The seconds of computation are those of the model by itself (:mod:`harness.measure.compute_alone`).  If they were not
-measured, they are the part of the ranks' steps in which the ranks did not wait.
+:mod:`impl.plan.timeline` simulates the schedule.  Both bounds need the seconds of computation.  They were measured on
+the model by itself (:mod:`harness.measure.compute_alone`); for trials without this measurement, they are the seconds of
+the ranks' steps in which the ranks did not wait.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ _Seconds = NDArray[np.float64]
 
 
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
-    """Return, by id of the trial, how many seconds a step takes in the simulated schedule.
+    """Return, by id of the trial, the seconds that a step takes in the simulated schedule.
 
-    A trial's value is the median, over samples or timed steps, of the slowest rank's seconds.  Trials whose seconds of
-    computation are not known are left out.  ``steps`` is the number of timed steps of each trial, by id.
+    A trial's value is the median of the slowest rank's seconds over the samples of computation, or over the timed steps
+    if computation was not measured by itself (:func:`computations`).  It is NaN for trials whose schedule cannot be
+    simulated, such as those of peers.  Trials whose seconds of computation are not known are left out.  ``steps`` is
+    the number of timed steps of each trial, by id.
     """
     achieved = frames.finished.set_index("id")["achieved_mbit"]
     sent = frames.bytes[frames.bytes["source"].eq("ledger") & frames.bytes["link"].eq("inter")]
@@ -49,16 +52,17 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
 
 
 def timed(steps: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of steps, or of tokens, that are not warm-ups."""
+    """Return the rows of ``steps`` that are not warm-ups; ``steps`` may also hold decoded tokens."""
     return steps[~steps["warmup"].astype(bool)]
 
 
 def computations(frames: Frames) -> pd.DataFrame:
-    """Return the seconds of computation of a step on each rank.
+    """Return the seconds in which each rank computes in a step, without waiting for messages.
 
-    There is one row for each rank and sample of computation by itself (``alone`` is true), or, if a trial has no such
-    samples, for each rank and timed step.  ``index`` is the number of the sample or step.  ``forward``, ``backward``
-    and ``rest`` are the seconds of the parts of a step, and ``cpu_seconds`` the CPU seconds of the whole step.
+    If computation by itself was measured in a trial, the table has one row for each of the trial's ranks and samples,
+    and ``alone`` is true.  Otherwise it has one row for each rank and timed step, and ``alone`` is false.  ``index`` is
+    the number of the sample or step.  ``forward``, ``backward`` and ``rest`` are the seconds of the parts of a step,
+    and ``cpu_seconds`` the CPU seconds of the whole step; each may be NaN.
     """
     alone = frames.alone
     passes = alone["id"].map({identity: trial.accumulation for identity, trial in frames.trial_of.items()})
@@ -84,16 +88,21 @@ def computations(frames: Frames) -> pd.DataFrame:
 
 
 def before_training(steps: pd.DataFrame, *names: str) -> pd.Series[float]:
-    """Return, for each step, the sum of the columns ``names``, which only workload ``rlhf`` fills; 0 for others."""
+    """Return the sum of the columns ``names`` for each row of ``steps``; empty cells count as 0.
+
+    The columns hold seconds of generating or scoring.  Only workload ``rlhf`` has these phases, which precede training
+    in each of its steps.
+    """
     sums: pd.Series[float] = steps[[*names]].apply(pd.to_numeric).fillna(0.0).sum(axis=1)
     return sums
 
 
 def processor_seconds(frames: Frames) -> pd.Series[float]:
-    """Return, by id of the trial, the CPU seconds of all ranks' computation in a step over the number of CPUs.
+    """Return, by id of the trial, the seconds in which the trial's CPUs could do the computation of a step.
 
-    The CPUs are those that all ranks share.  A value is a median over samples or steps (:func:`computations`); it is
-    NaN on GPUs, for ranks that may run on several machines, and for records without CPU seconds.
+    This is the sum of all ranks' CPU seconds, divided by the number of CPUs that the ranks share.  A value is the
+    median over samples or timed steps (:func:`computations`).  It is NaN on GPUs, for ranks that may run on several
+    machines, and for records without CPU seconds.
     """
     computed = computations(frames).astype({"cpu_seconds": float})
     of_steps = computed.groupby(["id", "index"])["cpu_seconds"].agg(lambda ranks: ranks.sum(skipna=False))
@@ -104,11 +113,17 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
 def _bound(
     frames: Frames, identity: str, mbit: float, sent: dict[Hashable, float], parts: _Seconds
 ) -> _Seconds | float:
-    """Return the seconds, (n,), that a trial's steps take by the simulated schedule.
+    """Return the seconds that n steps of a trial take in the simulated schedule, as an array (n,).
 
-    ``parts``, (n, 3), are the seconds of each step's forward, backward and rest; ``sent`` are the bytes that the
-    busiest node sends in one step, by unit, phase and purpose.  Returns NaN without a policy, for steps that do more
-    than train, at an unknown rate, and for a schedule that changes the order of messages.
+    Args:
+        frames: The records.
+        identity: Id of the trial.
+        mbit: Rate of the link in Mbit/s.
+        sent: Bytes that the busiest node sends in one step, by (unit, phase, purpose).
+        parts: Seconds of computation in the forward pass, the backward pass and the rest of each step, (n, 3).
+
+    Returns NaN for peers, which have no policy, and for workloads other than ``train``.  Returns NaN if bytes are sent
+    at an unknown rate, and if a schedule of the policy changes ``reduce`` or ``chunks``.
     """
     trial, rate = frames.trial_of[identity], mbit * BITS_PER_MBIT
     policy = trial.resolved_policy()
@@ -132,7 +147,7 @@ def _bound(
         return Collective(hops=(TimedHop(adapter=seconds_of(unit, phase, "weights", "persistent")),))
 
     def reduce(unit: UnitGeometry) -> Collective:
-        """Return a unit's reduction, in the steps of the ring or in chunks; a hop inside the node takes no time."""
+        """Return a unit's reduction as the steps of a ring, or as hops in chunks; hops inside a node take no time."""
         adapter = seconds_of(unit, "backward", "gradients")
         if policy.reduce == "ring":
             steps = max(1, topology.world - 1)

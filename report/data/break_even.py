@@ -1,9 +1,10 @@
-"""Break-even rates: where the speed-up over the baseline, drawn over the link's rate, crosses 1.
+"""Computes break-even rates: the rates of the link at which the speed-up over the baseline crosses 1.
 
-Between neighbouring measured rates the curve is a straight line in the logarithms of both axes.  Fieller's method
-gives the ranges of rates in which the speed-up does not differ significantly from 1.  Such a range is a break-even if
-the configuration is faster on one side of it and slower on the other, or if the measured rates end on one side.
-Definition: docs/reference/metrics.md.
+Between neighbouring measured rates the speed-up is a straight line in the logarithms of both axes.  Fieller's method
+gives the ranges of rates in which the speed-up does not differ significantly from 1.  Such a range is the interval of a
+break-even if two conditions hold: the line crosses 1 inside the range, and the configuration is faster below the range
+and slower above it, or the other way round.  A range at the end of the measured rates has nothing on its other side;
+there, the line must cross 1 exactly once.  Definition: docs/reference/metrics.md.
 """
 
 from __future__ import annotations
@@ -31,29 +32,30 @@ Outcome = Literal["crosses", "pays", "costs", "not determined"]
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
-    """Where a configuration's speed-up crosses 1, in Mbit/s."""
+    """The rates at which a configuration's speed-up crosses 1, all in Mbit/s."""
 
     outcome: Outcome  # ``pays``: faster at every measured rate; ``costs``: slower at every measured rate
-    # In ascending order; an end that lies beyond the measured rates is infinite.
+    # Rates at which the speed-up crosses 1, with their intervals, in ascending order.  An end of an interval is
+    # infinite if it lies beyond the measured rates.
     crossings: tuple[Interval, ...] = ()
-    unclear: tuple[
-        tuple[float, float], ...
-    ] = ()  # further ranges of rates without a significant difference from 1
-    few: str = ""  # why there is no interval at any rate
+    # Ranges of rates without a break-even in which the speed-up does not differ significantly from 1: (low, high).
+    unclear: tuple[tuple[float, float], ...] = ()
+    few: str = ""  # why no rate has an interval, such as too few repeats; empty otherwise
 
     @property
     def highest(self) -> Interval:
-        """The highest rate at which the speed-up crosses 1, with its interval; NaN if it crosses 1 at no rate."""
+        """The highest rate at which the speed-up crosses 1, with its interval; NaN if there is no such rate."""
         return self.crossings[-1] if self.crossings else Interval(math.nan, math.nan, math.nan, 0)
 
 
 def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Return the rates at which each configuration breaks even, in settings that differ in rate alone.
+    """Return a table of break-even rates, from pairs of trials (:func:`report.data.speedups.pairs`).
 
-    The table has one row for each setting and configuration that ran at two or more rates.  Column ``found`` is a
-    :class:`BreakEven`, ``outcome`` and ``break_even_mbit`` are its outcome and its highest crossing.  ``low_mbit`` and
-    ``high_mbit`` are the lowest and highest measured rate, ``low_speedup`` and ``high_speedup`` the speed-ups there.
-    ``records`` has the ids of the trials behind the row, joined by spaces.
+    Settings that differ in rate alone belong together.  There is one row for each configuration in each such group of
+    settings, if it ran at two or more rates.  Column ``found`` is a :class:`BreakEven`; ``outcome`` and
+    ``break_even_mbit`` are its outcome and its highest crossing.  ``low_mbit`` and ``high_mbit`` are the lowest and
+    highest achieved rate, ``low_speedup`` and ``high_speedup`` the speed-ups at these two rates.  ``records`` has the
+    ids of the trials behind the row, joined by spaces.
     """
     keys = ["elsewhere", "nodes", "ranks_per_node", "tokens_per_rank", "place", "configuration"]
     rows = []
@@ -73,7 +75,10 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
-    """Return the break-even of one configuration from ``points``: (rate, pairs of trials), by ascending rate."""
+    """Return the break-even of one configuration.
+
+    ``points`` are the measured rates in Mbit/s, in ascending order, each with the pairs of trials at this rate.
+    """
     kept = [undisturbed(pairs) for _, pairs in points]
     ratios, logs = [speedup(pairs) for _, pairs in points], [_logs(pairs) for pairs in kept]
     occasions = [_by_pair(pairs, pairs["occasion"]) for pairs in kept]
@@ -121,9 +126,10 @@ def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
 
 
 def in_words(found: BreakEven) -> str:
-    """Return a break-even as text: its crossings with their intervals, such as ``96.1 (90.2 to 104)``.
+    """Return a break-even as text: its rates in Mbit/s with their intervals, such as ``96.1 (90.2 to 104)``.
 
-    Without a crossing, the text says that there is none, or why none could be determined.
+    If there is no such rate, the text says whether the configuration is always faster or always slower, or why no
+    break-even is determined.
     """
     match found.outcome:
         case "crosses":
@@ -136,12 +142,15 @@ def in_words(found: BreakEven) -> str:
 
 
 def crossings_in_words(found: BreakEven) -> str:
-    """Return all crossings as text, with their intervals."""
+    """Return all rates at which the speed-up crosses 1, with their intervals, as text: ``96.1 (90.2 to 104)``."""
     return listed([with_interval(crossing, _end) for crossing in found.crossings])
 
 
 def unclear_in_words(found: BreakEven) -> str:
-    """Return the further ranges of rates in which the difference is not significant, as text; empty for none."""
+    """Return the ranges ``unclear`` of a break-even as text: ``not significant from 50.0 to 90.0 Mbit/s``.
+
+    The text is empty if there are none.
+    """
     ranges = [f"{_three_digits(low)} to {_three_digits(high)} Mbit/s" for low, high in found.unclear]
     return f"not significant from {listed(ranges)}" if ranges else ""
 
@@ -151,7 +160,11 @@ def _end(mbit: float) -> str:
 
 
 def _by_pair(pairs: pd.DataFrame, values: pd.Series[_Value]) -> dict[tuple[int, int], _Value]:
-    """Return values of pairs by seed and repeat; the first value counts if a pair ran again with another time limit."""
+    """Return one value for each pair of trials, by (seed, repeat).
+
+    ``values`` has a value for each row of ``pairs``.  If a pair ran again with another time limit, its first value
+    counts.
+    """
     by_pair: dict[tuple[int, int], _Value] = {}
     for seed, repeat, value in zip(pairs["seed"], pairs["repeat"], values, strict=True):
         by_pair.setdefault((seed, repeat), value)
@@ -159,12 +172,15 @@ def _by_pair(pairs: pd.DataFrame, values: pd.Series[_Value]) -> dict[tuple[int, 
 
 
 def _logs(pairs: pd.DataFrame) -> dict[tuple[int, int], float]:
-    """Return the logarithms of the speed-ups by seed and repeat."""
+    """Return the natural logarithm of each pair's speed-up, by (seed, repeat)."""
     return _by_pair(pairs, np.log(pairs["baseline_seconds"]) - np.log(pairs["step_seconds"]))
 
 
 def _zeros(means: Sequence[float]) -> list[float]:
-    """Return the places along the points at which the line through them crosses or touches zero."""
+    """Return the places at which the line through the points crosses or touches zero, in ascending order.
+
+    ``means`` are the heights of the points, which lie at the places 0, 1, 2 and so on.
+    """
     zeros = {float(index) for index, mean in enumerate(means) if mean == 0}
     for index, (left, right) in enumerate(pairwise(means)):
         if left * right < 0:
@@ -173,7 +189,10 @@ def _zeros(means: Sequence[float]) -> list[float]:
 
 
 def _rates(points: Sequence[tuple[float, pd.DataFrame]], low: float, high: float) -> tuple[float, float]:
-    """Return the rates in Mbit/s at two places along the points; place 1.5 is halfway from the second to the third."""
+    """Return the rates in Mbit/s at the places ``low`` and ``high`` along the points.
+
+    Place 1.5 is halfway from the second to the third point, on a logarithmic axis of rates.
+    """
     logs = [math.log(rate) for rate, _ in points]
     ends = (math.exp(float(np.interp(place, range(len(logs)), logs))) for place in (low, high))
     return next(ends), next(ends)

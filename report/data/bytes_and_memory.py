@@ -1,4 +1,7 @@
-"""Bytes and memory by part, and trials of several sizes: by nodes, and by the model under a limit."""
+"""Tables of bytes and memory by part, and of trials of several sizes.
+
+Sizes are numbers of nodes, or sizes of the model that are tried under a limit of memory.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,11 @@ _CONSTANT: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumul
 
 
 def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Return the bytes that all ranks send between nodes in a step, from the ledger: one row per trial and part.
+    """Return the bytes that all ranks send between nodes in a step, by the ledger: one row per trial and part.
 
-    ``part`` is one of :data:`VOLUME_PARTS` or :data:`OWNERS`.  ``m`` is ``bytes`` divided by ``m_bytes``, which is M
-    times the number of micro-batches.
+    Only trials of ``table`` (:func:`report.data.metrics.trials`) have rows.  ``part`` is one of :data:`VOLUME_PARTS`
+    or :data:`OWNERS`.  ``bytes`` is a mean per timed step.  ``m`` is ``bytes`` divided by ``m_bytes``, which is M times
+    the number of micro-batches.
     """
     ledger = frames.bytes[frames.bytes["source"] == "ledger"]
     between = ledger[ledger["link"].eq("inter") & ledger["phase"].isin(TRAINING)]
@@ -40,9 +44,10 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
-    """Return the bytes of a trial's hpZ copy on one rank by formula: kept as frames, and kept in 16 bits.
+    """Return two sizes of a trial's hpZ copy on one rank, in bytes by formula: kept as frames, and kept in 16 bits.
 
-    Both are NaN without such a copy, in a host engine, and with a codec of a published format or of the user.
+    Both are NaN for trials without such a copy, in a host engine, or with a codec from a file of the user.  They are
+    also NaN for a codec of a published format.
     """
     trial = frames.trial_of[identity]
     policy, topology = trial.resolved_policy(), trial.topology()
@@ -53,16 +58,20 @@ def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
 
 
 def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Return the most bytes that any rank holds or copies: one row per trial, source and part (``Frames.memory``)."""
+    """Return the bytes on the rank that holds or copies the most: one row per trial, source and part.
+
+    Source and part are those of ``Frames.memory``; each part may have its maximum on another rank.
+    """
     largest = frames.memory.groupby(["id", "source", "part"], as_index=False)["bytes"].max()
     return table[[*OF_TRIAL, "secondary", "nodes", "ranks_per_node", "shape"]].merge(largest, on="id")
 
 
 def by_nodes(derived: Derived) -> pd.DataFrame:
-    """Return the trials that show scaling: groups of trials on three or more numbers of nodes.
+    """Return groups of trials that show scaling, because they ran on three or more numbers of nodes.
 
-    The trials of a group (column ``title``) share the model, the rate, the ranks per node and the batch.  Column
-    ``kind`` is ``weak`` if the batch of each rank is the same, and ``strong`` if that of all ranks together is.
+    The trials of a group share the model, the rate, the ranks per node and the batch; column ``title`` describes the
+    group.  Column ``kind`` is ``weak`` if the batch of each rank is equal in the group, and ``strong`` if the batch of
+    all ranks together is equal.  A trial may be in a group of either kind.
     """
     table = derived.trials.assign(everyone=lambda t: t["tokens_per_rank"] * t["world"])
     columns, parts = [*KEPT, "step_seconds", "tokens_per_second", "sent_bytes"], []
@@ -75,7 +84,10 @@ def by_nodes(derived: Derived) -> pd.DataFrame:
 
 
 def under_limits(derived: Derived) -> pd.DataFrame:
-    """Return the trials that ``trained`` within a memory limit and those that exceeded it; empty unless both exist."""
+    """Return the trials that had a memory limit: those that trained within it, and those that exceeded it.
+
+    Column ``trained`` tells them apart.  The table is empty unless it would hold trials of both kinds.
+    """
     keys = [
         "id",
         "strategy",
@@ -96,7 +108,9 @@ def under_limits(derived: Derived) -> pd.DataFrame:
 
 
 def largest(group: pd.DataFrame) -> tuple[float, float]:
-    """Return two sizes in millions of parameters: of the largest model that trained, of the smallest that did not.
+    """Return two sizes in millions of parameters: of the largest model that trained, and of the smallest that did not.
+
+    ``group`` are rows of :func:`under_limits`.
 
     The first size is 0 if no model trained; the second size is NaN if all models trained.
     """

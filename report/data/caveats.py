@@ -1,4 +1,4 @@
-"""What limits the numbers of a page: marks with footnotes, warnings, and what an emulated link does."""
+"""Texts on what limits the numbers of a page: marks with footnotes, warnings, and notes on emulated links."""
 
 from __future__ import annotations
 
@@ -48,27 +48,30 @@ _SHAPED: Final = "Throttled: nodes are hosts, and the kernel limited the outgoin
 
 
 def share(value: float) -> str:
-    """Format the ratio of a lower bound to a measured time with two decimals; a mark follows a ratio above 1."""
+    """Format the ratio of a lower bound to a measured time with two decimals.
+
+    The mark § follows a ratio above 1.  NaN gives an en dash.
+    """
     if pd.isna(value):
         return NOTHING
     return f"{value:.2f}" + (f" {ABOVE}" if round(value, 2) > 1 else "")
 
 
 def rates(rows: pd.DataFrame) -> str:
-    """Return the mark of rows in whose setting the links achieved different rates; empty for other rows."""
+    """Return the mark `` †`` if, in the setting of any of the rows, links achieved different rates; else no text."""
     return f" {RATES}" if "rates_differ" in rows and rows["rates_differ"].any() else ""
 
 
 def footnotes(cells: Iterable[str]) -> str:
-    """Return the footnotes for the marks that occur in these cells; each footnote begins with a space."""
+    """Return the footnotes for the marks that occur in these cells; a space precedes each footnote."""
     text = "".join(cells)
     return "".join(f" {footnote}" for mark, footnote in FOOTNOTES.items() if mark in text)
 
 
 def alone_in_words(derived: Derived) -> str:
-    """Return a footnote about the trials whose computation was not measured by itself; empty if there are none.
+    """Return a footnote that counts the trials whose computation was not measured by itself; empty if there are none.
 
-    The footnote begins with a space.  Trials without seconds do not count (:func:`untimed_in_words`).
+    The footnote begins with a space.  Trials of thread ranks are not counted, since they have no seconds.
     """
     timed = derived.trials[~derived.trials["id"].isin(derived.frames.untimed)]
     unmeasured = int((~timed["alone"].eq(other=True)).sum())
@@ -82,7 +85,10 @@ def alone_in_words(derived: Derived) -> str:
 
 
 def modelled_in_words(derived: Derived) -> str:
-    """Return a footnote, which begins with a space, about the trials whose link was modelled; empty for none."""
+    """Return a footnote that counts the trials whose link was modelled; empty if there are none.
+
+    The footnote begins with a space.
+    """
     trials = derived.finished
     paced = int(trials["modelled"].sum())
     which = "all trials" if paced == len(trials) else f"{paced} of {counted(len(trials), 'trial')}"
@@ -94,7 +100,10 @@ def modelled_in_words(derived: Derived) -> str:
 
 
 def untimed_in_words(derived: Derived) -> str:
-    """Return a warning that the ranks of some trials were threads, so that no seconds were measured; else empty."""
+    """Return a warning that counts the trials whose ranks were threads; empty if there are none.
+
+    Threads take turns, so such trials are not timed.
+    """
     trials = derived.finished
     untimed = int(trials["id"].isin(derived.frames.untimed).sum())
     which = "all trials" if untimed == len(trials) else f"{untimed} of {counted(len(trials), 'trial')}"
@@ -106,9 +115,10 @@ def untimed_in_words(derived: Derived) -> str:
 
 
 def taken_fact(derived: Derived) -> str | None:
-    """Return as text the largest share of CPU time that others took in any trial; None if no trial has finished.
+    """Return the largest share of CPU time that others took in any trial, as text: ``at most 3.1% in a trial``.
 
-    Others are other programs and the machine's host.  The text says so if records lack this share.
+    Others are other programs and the machine's host.  The text also says how many records lack this share.
+    Returns None if no trial has finished.
     """
     shares = derived.finished["taken_share"]
     if not shares.notna().any():
@@ -161,11 +171,11 @@ def warnings(derived: Derived) -> list[str]:
                 f"The bytes of the weights that {name} gathered were measured, not predicted: the class declares none."
             )
     if (pools := len(frames.pools)) > 1:
-        sentences.append(f"The records are sweeps of {pools} machines (see Environment).")
+        sentences.append(f"The records are from sweeps on {pools} machines (see the table Environment).")
     if frames.left_out:
         failures = counted(frames.left_out, "failure")
         sentences.append(
-            f"Left out: {failures} on another machine or with other code, which measured nothing."
+            f"Left out: {failures} on another machine or with other code, where no trial of this folder finished."
         )
     if frames.stale_traces:
         stale = counted(frames.stale_traces, "trace")
@@ -214,7 +224,9 @@ def warnings(derived: Derived) -> list[str]:
         )
     if frames.interrupted:
         stopped = counted(frames.interrupted, "trial")
-        sentences.append(f"{stopped} interrupted and not yet run again: the same `zeropp run` runs them.")
+        sentences.append(
+            f"Interrupted and not yet run again: {stopped}; the same `zeropp run` command runs them."
+        )
     sentences.append(modelled_in_words(derived).strip())
     if len(frames.failures):
         sentences.append(f"{counted(len(frames.failures), 'trial')} failed; see Failed trials below.")
@@ -222,9 +234,9 @@ def warnings(derived: Derived) -> list[str]:
 
 
 def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
-    """Return text that says how links of these ``kinds`` emulate a network, and which one-way latency (ms) they add.
+    """Return text that says how links emulate a network; empty if all links are real networks.
 
-    The text is empty for a real network.
+    ``kinds`` are the kinds of the links, and ``latencies_ms`` the latencies that they add in one direction, in ms.
     """
     kinds = set(kinds)
     nodes, throttled = [_NODES[kind] for kind in _NODES if kind in kinds], _SHAPED * ("shaped" in kinds)
@@ -243,7 +255,10 @@ def emulated(kinds: Iterable[str], latencies_ms: Iterable[float | None]) -> str:
 
 
 def emulated_by_trials(frames: Frames) -> str:
-    """Return the text of :func:`emulated` for the finished trials on several nodes; one node has no link."""
+    """Return the text of :func:`emulated` for the finished trials on several nodes.
+
+    Trials on one node are ignored, since they have no link.
+    """
     trials = frames.finished[frames.finished["nodes"] > 1]
     latencies = [frames.trial_of[identity].cluster.latency for identity in trials["id"]]
     is_held = trials["rate_mbit"].notna() | trials["link_kind"].ne("namespaces")
@@ -251,15 +266,18 @@ def emulated_by_trials(frames: Frames) -> str:
 
 
 def emulated_by_benches(benches: Iterable[Bench]) -> str:
-    """Return the text of :func:`emulated` for benchmarks, in which only a link between namespaces has a rate."""
+    """Return the text of :func:`emulated` for the benchmarks on several nodes.
+
+    A benchmark with a rate ran over a link between namespaces; without a rate, nothing limited the link.
+    """
     places = {sample.place for bench in benches for sample in bench.samples}
     rates = [rate for nodes, _, rate in places if (nodes or 1) > 1]
     return emulated({"none" if rate is None else "namespaces" for rate in rates}, [None])
 
 
 def beside_real(kinds: Iterable[str]) -> str:
-    """Return caption text for figures that also show numbers of real networks.
+    """Return caption text that says that nodes are emulated; empty if no link of these ``kinds`` is emulated.
 
-    The text is empty if no link of these ``kinds`` is emulated.
+    It is for figures that also show published numbers, which were measured on real networks.
     """
     return "Nodes here are emulated: see the head of the page." if {*kinds} & {*_NODES} else ""

@@ -1,7 +1,7 @@
 """Names configurations (strategies with changes to their policies) as pages print them, and finds the baseline.
 
-Changes that concern only the execution (types, prefetch, gather, ...) and that all policies of a folder share are left
-out of the names.
+A change is left out of the names if it concerns only the execution (types, prefetch, gather, ...) and if all policies
+of a results folder have it.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _MODULE: Final = re.compile(r"^[\w.]+:")  # of a user's own class
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Printed names of a suite's baseline, and of the configurations that are compared with it."""
+    """The printed names of a suite's baseline, and of the configurations that are compared with the baseline."""
 
-    baseline: str
+    baseline: str  # several baselines are listed as ``A and B``; empty if no trial of the baseline finished
     contrast: tuple[str, ...]
-    # Whether the suite names both.  If not, :func:`is_baseline` chooses the baseline, and the contrast is every other
-    # configuration.
+    # Whether the suite names baseline and contrast.  If not, :func:`is_baseline` chooses the baseline, and the contrast
+    # is every other configuration.
     named_in_suite: bool
 
 
@@ -74,11 +74,12 @@ ROLES: Final = ("baseline", "contrast")
 
 
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
-    """Return whether each row belongs to the baseline.
+    """Return, for each row, whether it belongs to a baseline.
 
-    Rows with the role ``baseline`` belong to it.  If no row has a role, the baseline is plain ZeRO-3 or, without plain
-    ZeRO-3, the configuration listed first.  If the suite names a baseline and no trial of it is in the table, no row
-    belongs to a baseline: another configuration must not take its place unnoticed.
+    If the suite names its baseline, these are the rows with the role ``baseline``.  There may be none, since no other
+    configuration takes the place of a named baseline without a trial.
+    If no row has a role, the baseline is ZeRO-3 without changes.  If that did not run, the baseline is the
+    configuration that is listed first.
     """
     if table["role"].isin(ROLES).any():
         return table["role"].eq("baseline")
@@ -92,11 +93,16 @@ def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
 def with_baseline(
     table: pd.DataFrame, is_base: pd.Series[bool], on: Sequence[str], **columns: str
 ) -> pd.DataFrame:
-    """Add values of the baseline to each row of ``table``.
+    """Return ``table`` with new columns, which hold values of the baseline.
 
-    They are taken from the baseline's row that has the same values in the columns ``on``, and are NaN if there is no
-    such row.  ``columns`` maps the name of each new column to the column of the baseline's row that it is copied from.
-    If a setting has several baselines, column ``beside`` names the baseline that counts.
+    Args:
+        table: One row per trial.
+        is_base: For each row, whether it belongs to a baseline.
+        on: Columns that must be equal: a row gets the values of the baseline's row with equal cells in these columns.
+            If the baseline has no such row, the new cells are NaN.
+        columns: For each new column, the column of ``table`` from which the baseline's value is copied.
+
+    If a setting has several baselines, each row gets the values of the baseline that its column ``beside`` names.
     """
     base, keys = table[is_base], [*on]
     if base[["setting", "configuration"]].drop_duplicates()["setting"].duplicated().any():
@@ -110,12 +116,15 @@ def with_baseline(
 
 
 def is_preset(table: pd.DataFrame, strategy: str) -> pd.Series[bool]:
-    """Return whether each row belongs to ``strategy`` without changes."""
+    """Return, for each row, whether its configuration is the preset ``strategy`` without changes."""
     return table["strategy"].eq(strategy) & table["configuration"].eq(NAMES[strategy])
 
 
 def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
-    """Return the fields of a policy that affect what is computed and sent, as text; empty without a policy."""
+    """Return the fields of a policy that pages print, as texts by their labels: ``{"weights": "int8:2048", ...}``.
+
+    The dict is empty if ``policy`` is None.
+    """
     if policy is None:
         return {}
     ranks = {"group": policy.group_ranks(topology), "secondary": policy.secondary_ranks(topology)}
@@ -127,16 +136,20 @@ def fields_of(policy: Policy | None, topology: Topology) -> dict[str, str]:
 
 
 def changes_of(trial: Trial, base: Policy | None = None) -> dict[str, str]:
-    """Return the fields of a trial's policy that differ from ``base``, by default its strategy's preset, as text."""
+    """Return the fields in which a trial's policy differs from the policy ``base``, with the trial's values as texts.
+
+    By default ``base`` is the preset of the trial's strategy.
+    """
     usual = fields_of(base or trial.base_policy(), trial.topology())
     values = fields_of(trial.resolved_policy(), trial.topology())
     return {name: value for name, value in values.items() if value != usual[name]}
 
 
 def differences_of(trial: Trial, base: Trial) -> str:
-    """Return as text the fields in which a trial's policy differs from that of ``base``: ``weights int8:2048, hpZ 2``.
+    """Return text that lists the fields in which two trials' policies differ: ``weights int8:2048, hpZ 2``.
 
-    If the trial has a control, its name follows.  Peers have no policy, so no field is named for them.
+    The values are those of ``trial``.  If ``trial`` has a control, the control's name follows.  Peers have no policy,
+    so no field is listed if either trial is a peer's.
     """
     usual = fields_of(base.resolved_policy(), base.topology())
     values = fields_of(trial.resolved_policy(), trial.topology())
@@ -157,7 +170,10 @@ def _changed_text(field: str, value: str) -> str:
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
-    """Return the changes from presets that only concern execution (types, prefetch) and that all policies share."""
+    """Return the changes from presets that all policies share and that only concern execution (types, prefetch).
+
+    Keys are labels of fields.  Trials of peers, which have no policy, are ignored.
+    """
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     return {
         name: value
@@ -171,9 +187,10 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
 def labels_of(
     trials: Mapping[str, Trial], shared: Mapping[str, str], also: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Return the names of the trials' configurations, by id of the trial.
+    """Return the name of each trial's configuration, by id of the trial.
 
-    Names also contain those of the trial's fields ``also`` in which the trials differ.
+    ``shared`` are the changes that names leave out (:func:`shared_changes`).  ``also`` names fields of a trial outside
+    of its policy, such as clipping.  If the trials differ in such a field, all names contain its value.
     """
     fields = {
         name: {path: value for path, value in flatten(trial.canonical()) if path.split(".")[0] in also}
@@ -187,7 +204,11 @@ def labels_of(
 
 
 def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = {}) -> str:
-    """Name a configuration: ``ZeRO++``, or ``ZeRO++ (w int8:64)`` if it has changes or the further fields ``also``."""
+    """Return the name of a trial's configuration: ``ZeRO++``, or ``ZeRO++ (w int8:64)`` if it has changes.
+
+    The parentheses list the policy's changes except ``shared``, a peer's settings, the fields ``also`` with their
+    values, and the control.
+    """
     name, changes = name_of(trial.strategy), changes_of(trial)
     if (
         trial.strategy == RECIPE
@@ -211,7 +232,7 @@ def name_of(strategy: str) -> str:
 
 
 def field_text(field: str, value: str) -> str:
-    """Return a policy field and its value as short text: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
+    """Return a field of a policy and its value as short text: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
     if field == "secondary" and value == "0":
         return "no hpZ copy"
     if field == "schedule" and value != "none":
@@ -220,17 +241,20 @@ def field_text(field: str, value: str) -> str:
 
 
 def _without_module(field: str, value: str) -> str:
-    """Return the value of a field; for a user's own reduction, its class and arguments without the module."""
+    """Return the value of a field; for a user's class in field ``reduce``, the value without the class's module."""
     return _MODULE.sub("", value) if field == "reduce" else value
 
 
 def spelled(name: str) -> str:
-    """Return a configuration's name for a sentence: ``w`` is written out as weights, and ``g`` as gradients."""
+    """Return a configuration's name with ``w`` written as ``weights`` and ``g`` as ``gradients``, for a sentence."""
     return re.sub(r"(?<=[( ])g (?=\S)", "gradients ", re.sub(r"(?<=[( ])w (?=\S)", "weights ", name))
 
 
 def short_names_in_words(names: Iterable[str]) -> str:
-    """Return caption text that explains ``w`` and ``g`` in names, with a space before it; empty without such names."""
+    """Return caption text that explains ``w`` and ``g``; empty if they occur in none of the ``names``.
+
+    The text begins with a space: `` In names w is the codec of weights and g is the codec of gradients.``
+    """
     text = " ".join(names)
     clauses = [
         f"{_SHORT[field]} is the codec of {field}"
@@ -241,9 +265,10 @@ def short_names_in_words(names: Iterable[str]) -> str:
 
 
 def _peer_settings(trial: Trial) -> dict[str, str]:
-    """Return a peer's settings that are not the usual ones (stage 3, fp32).
+    """Return the settings in which a peer's trial differs from the usual settings, as texts by their names.
 
-    These are the keys of DeepSpeed's configuration, the types, and the size of buckets.
+    Settings are the keys of DeepSpeed's configuration, the types, the group, and the size of buckets.  Usual are stage
+    3, computation in fp32, gradients in the type of computation, and one group of all ranks.
     """
     config = trial.deepspeed_config if family_of(trial.strategy) == DEEPSPEED else None
     settings = {path.rpartition(".")[2]: str(value) for path, value in flatten(json.loads(config or "{}"))}

@@ -17,13 +17,17 @@ PAIR = ("setting", "sweep", "seed", "repeat", "step")  # generations that ran un
 
 
 def generations(frames: Frames) -> pd.DataFrame:
-    """Return one row for each timed generation, with the columns of ``frames.finished`` and the following.
+    """Return one row for each timed generation, with the columns of ``frames.finished`` and these:
 
-    ``seconds`` is the sum of the slowest rank's seconds over the tokens, and ``exposed`` the share of these seconds in
-    which that rank waited for messages.  ``first_bytes`` and ``later_bytes`` are the bytes that all ranks sent between
-    nodes for the first token, and for each later token (NaN without a ledger).  ``baseline`` is the id of the
-    baseline's trial, and ``speedup`` the ratio of tokens per second to those of that trial's generation of the same
-    number.
+    * ``seconds``: the slowest rank's seconds of each token, added up over the tokens;
+    * ``later_seconds``: the same sum without the first token;
+    * ``exposed``: the share of ``seconds`` in which the slowest rank waited for messages;
+    * ``first_bytes`` and ``later_bytes``: the bytes that all ranks sent between nodes for the first token, and for
+      each later token; NaN without a ledger;
+    * ``tokens_per_second`` and ``later_tokens_per_second``: the tokens per second of a rank, with the first token and
+      without it;
+    * ``baseline``: the id of the baseline's trial of the same setting, sweep, seed and repeat;
+    * ``speedup``: tokens per second over the tokens per second of the same generation in the baseline's trial.
     """
     timed = best_step.timed(frames.tokens).astype({"inter_bytes": float, "exposed": float})
     by_token = timed.groupby(["id", "step", "index"])
@@ -53,10 +57,11 @@ def generations(frames: Frames) -> pd.DataFrame:
 
 
 def speedup(group: pd.DataFrame) -> Interval:
-    """Return the ratio of tokens per second to the baseline's: the geometric mean over undisturbed pairs of trials.
+    """Return the ratio of a configuration's tokens per second to its baseline's, with the interval.
 
-    The tokens per second of a trial are the geometric mean over its generations.  If all pairs are disturbed, all
-    pairs count.  The ratio is NaN if no row has a baseline.
+    ``group`` are rows of :func:`generations` of one configuration in one setting.  A trial's tokens per second are the
+    geometric mean over its generations.  The ratio is the geometric mean over undisturbed pairs of trials or, if all
+    pairs are disturbed, over all pairs.  It is NaN if no row has a baseline.
     """
     paired = group.dropna(subset=["baseline"])
     if paired.empty:
@@ -74,10 +79,11 @@ def speedup(group: pd.DataFrame) -> Interval:
 
 
 def speed(group: pd.DataFrame) -> Interval:
-    """Return tokens per second, with the interval: the geometric mean over undisturbed trials.
+    """Return the tokens per second of a rank, with the interval.
 
-    The tokens per second of a trial are the geometric mean over its generations.  If all trials are disturbed, all
-    trials count.
+    ``group`` are rows of :func:`generations` of one configuration in one setting.  A trial's tokens per second are the
+    geometric mean over its generations.  The value is the geometric mean over undisturbed trials or, if all trials are
+    disturbed, over all trials.
     """
     kept = undisturbed(group)
     by_trial = kept.groupby("id", sort=False)

@@ -30,14 +30,15 @@ from impl.policy.shard_layout import FROZEN, UnitGeometry
 from report.data.configuration import NAMES, labels_of, shared_changes
 from report.data.text import OTHERS_WITHIN, plain, with_arguments
 
-# Trials of one setting may differ in these fields: those of the configuration, of repetition, and of checks.
+# Trials of one setting may differ in these fields: in the configuration, in seed and repeat, and in what is checked.
 _NOT_OF_A_SETTING: Final = (
     *CONFIGURATION, "seed", "repeat", "timeout_seconds", "measure_quantisation", "validate_every",
 )  # fmt: skip
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
 _ALWAYS_NAMED: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
 
-OCCASION_APART: Final = timedelta(hours=1)  # sweeps that are further apart ran at different occasions
+# A sweep that begins more than this time after the end of the sweep before it ran at another occasion.
+OCCASION_APART: Final = timedelta(hours=1)
 
 _FORESEEN: Final = ("seconds", "compute", "wire", "calibrated")
 _STEP_SECONDS: Final = ("total", "forward", "backward", "optimizer")
@@ -51,19 +52,21 @@ class ReportError(RecordError):
 
 
 class Frames:
-    """Records, and traces of their steps, as tables, whose columns are the records' fields, with units in the names.
+    """Holds the records of one results folder, and the traces of their steps, as tables.
 
-    The table ``finished`` also has these columns:
+    The columns of a table are fields of the records; their names contain units.  The table ``finished`` also has these
+    columns:
 
-    * ``processors``: the CPUs that all ranks share; NaN on GPUs and on several machines;
+    * ``processors``: number of the CPUs that all ranks share; NaN on GPUs and on several machines;
     * ``taken_share``: the share of these CPUs' time that other programs (``others_share``) and the hypervisor
       (``steal_share``) took;
     * ``disturbed``: whether ``taken_share`` is more than :data:`OTHERS_WITHIN`;
-    * ``beside``: if the setting has several baselines, the one that the configuration is compared with; else empty;
+    * ``beside``: the name of the baseline with which the configuration is compared, if its setting has several
+      baselines; else empty;
     * ``occasion``: the number of the occasion at which the trial ran (:func:`occasions`);
     * ``place`` and ``first``: the order in which configurations are listed.
 
-    Raises as :func:`load`.
+    Raises a ReportError if the records cannot be reported together (:func:`load`).
     """
 
     def __init__(
@@ -116,7 +119,7 @@ class Frames:
         )  # "" unless all records agree
         self.margin = min(record.margin for record in records)  # of losses, in steps; 0 if none is named
         self.pools = tuple(sorted({record.pool for record in records}))  # hashes of machine and code
-        self.left_out = total - len(records)  # failures of another pool, without measurements
+        self.left_out = total - len(records)  # number of failed trials of pools in which nothing was measured
         # trials that Ctrl-C ended and that were not run again; they do not count as failures
         self.interrupted = len(failed) - len(failures)
         self.stale_traces = len(traces) - len(shown)  # traces of trials, machines or code that no record has
@@ -132,12 +135,13 @@ class Frames:
         self.steps = self._without_seconds(_parts(trained, schema.Step, "steps", "rank"), *_STEP_SECONDS)
         self.tokens = _parts(ended, schema.Token, "tokens", "rank")
         self.alone = _parts(trained, schema.Alone, "alone", "rank")
-        # bytes: what ranks sent in the timed steps, by the ledger or as predicted (``source``).  ``padding`` is how
-        # many of the bytes are padding; ``headers`` is what the packets of a real network would add.
-        # interfaces: what the nodes' interfaces counted.
+        # bytes: the bytes that ranks sent in the timed steps, by the ledger or as predicted (``source``).  ``padding``
+        # is how many of these bytes are padding; ``headers`` are the bytes of headers that packets of a real network
+        # would add.  interfaces: the bytes and packets that the nodes' interfaces counted.
         self.bytes = pd.DataFrame(_sent_rows(trained), columns=_SENT)
         self.interfaces = pd.DataFrame(_interface_rows(trained), columns=_INTERFACES)
-        # ``source`` is engine, formula or process for bytes held, copied or copied_formula for bytes copied in a step.
+        # ``source`` is engine, formula or process for bytes that a rank holds, and copied or copied_formula for bytes
+        # that a rank copies in a step.
         self.memory = pd.DataFrame(_memory_rows(trained), columns=["id", "rank", "source", "part", "bytes"])
         validations = _parts(trained, schema.Validation, "validations")
         self.validations = self._without_seconds(validations, "train_seconds")
@@ -152,7 +156,7 @@ class Frames:
         self.facts = _facts_frame(records)  # a row per pool and distinct value
 
     def _without_seconds(self, table: pd.DataFrame, *columns: str) -> pd.DataFrame:
-        """Return a table whose ``columns`` are NaN for trials whose ranks were threads, which take turns."""
+        """Return ``table`` with NaN in ``columns`` for trials of thread ranks, whose seconds mean nothing."""
         untimed = table["id"].isin(self.untimed)
         return (
             table.assign(**{name: table[name].where(~untimed) for name in columns})
@@ -161,7 +165,7 @@ class Frames:
         )
 
     def geometries(self, identity: str) -> list[UnitGeometry]:
-        """Return the geometry of each unit of a trial; the geometries list no parameters."""
+        """Return the geometry of each unit of a trial, without the list of the unit's parameters."""
         topology, policy = self.trial_of[identity].topology(), self.trial_of[identity].resolved_policy()
         group = policy.group_ranks(topology) if policy else 0
         return [
@@ -174,12 +178,12 @@ frames_of = Frames
 
 
 def occasions(records: Sequence[Record]) -> dict[int, int]:
-    """Return the number of the occasion at which each sweep ran, by sweep; an occasion is one start of one machine.
+    """Return, for each sweep, the number of the occasion at which it ran; occasions are numbered 0, 1, 2 and so on.
 
-    A sweep belongs to the occasion of the sweep before it if both ran on one start of one machine (``machine.boot``)
-    and at most :data:`OCCASION_APART` lies between them: such sweeps share the state of the machine and its
-    neighbours, so they are no independent samples.  In records that are older than ``machine.boot``, machines are told
-    apart by their hardware and kernel alone.
+    An occasion is one start of one machine (``machine.boot``).  A sweep belongs to the same occasion as the sweep
+    before it on the same start, if it began at most :data:`OCCASION_APART` after the end of that sweep.  Sweeps of one
+    occasion share the state of the machine and the load from its host, so they are not independent samples.
+    Older records lack ``machine.boot``; for them, machines with equal hardware and kernel count as one machine.
     """
     of_sweep = defaultdict[int, list[Record]](list)
     for record in records:
@@ -199,7 +203,7 @@ def occasions(records: Sequence[Record]) -> dict[int, int]:
 
 
 def _moment(record: Record, field: Literal["started", "finished"]) -> datetime:
-    """Return when a trial started or finished; a time without a zone counts as UTC."""
+    """Return the time at which a trial started or finished; a time without a zone counts as UTC."""
     text = record.started if field == "started" else record.finished
     try:
         moment = datetime.fromisoformat(text)
@@ -212,16 +216,24 @@ def _moment(record: Record, field: Literal["started", "finished"]) -> datetime:
 
 
 def _start(record: Record) -> str:
-    """Return a text that is equal for all records of one start of one machine."""
+    """Return a text that names the start of the machine on which a trial ran.
+
+    It is equal for all records of one start.  For records without ``machine.boot`` it names the machine only.
+    """
     boot = record.machine.get("boot")
     return str(boot or [record.machine.get(name) for name in MUST_AGREE])
 
 
 def load(results: Path, *, across_pools: bool = False) -> Frames:
-    """Read the records ``<id>.json`` of a results folder.
+    """Return the records ``<id>.json`` of a results folder, with its traces, as tables.
 
-    Raises a ReportError if there are no records, or if records of several machines or versions of the code must not be
-    compared and ``across_pools`` is not set; a RecordError for a file with another schema.
+    Raises a ReportError in these cases:
+
+    * There is no such folder, or it holds no records.
+    * ``across_pools`` is false, and records differ in code or kernels, or records of one sweep differ in the machine.
+    * A record's trial cannot be parsed, or no ratio can be computed from a record.
+
+    Raises a RecordError if a JSON file of the folder is not a record of this schema.
     """
     if not results.is_dir():
         raise ReportError(f"{results}: there is no such folder; `zeropp run SUITE` makes one")
@@ -233,9 +245,9 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
 
 
 def _listed(table: pd.DataFrame) -> pd.DataFrame:
-    """Sort trials as tables list them: by size, rate and setting, then by configuration.
+    """Return the trials in the order in which tables list them: by size, rate and setting, then by configuration.
 
-    The new column ``first`` is the smallest ``order`` of the trials of a configuration.
+    The new column ``first`` is the smallest ``order`` among the trials of the row's configuration.
     """
     table = table.astype(dict.fromkeys(_FLOATS, float))
     table["first"] = table.groupby("configuration")["order"].transform("min")
@@ -246,9 +258,13 @@ def _listed(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parts(records: list[Record], model: type[BaseModel], name: str, *rank_fields: str) -> pd.DataFrame:
-    """Return one row for each entry of the list ``name``, which each record has.
+    """Return a table with one row for each entry of a list that the records hold.
 
-    If ``rank_fields`` are named, each rank of a record has the list, and these fields of the rank are columns.
+    Args:
+        records: The records.
+        model: The type of an entry; its fields are columns.
+        name: The name of the list, an attribute of each record or, with ``rank_fields``, of each rank of a record.
+        rank_fields: Fields of a rank that are columns, such as ``rank``.
     """
     values = operator.attrgetter(*model.model_fields)
     rows = []
@@ -260,7 +276,10 @@ def _parts(records: list[Record], model: type[BaseModel], name: str, *rank_field
 
 
 def _trial(record: Record) -> Trial:
-    """Parse the trial of a record; a ReportError names the field that this version cannot parse."""
+    """Return the trial of a record, parsed.
+
+    Raises a ReportError that names the field, if this version cannot parse a field of the trial.
+    """
     try:
         return Trial.from_canonical(record.trial)
     except ValidationError as error:
@@ -282,10 +301,10 @@ def _compared_also(records: Sequence[Record], trials: Mapping[str, Trial]) -> tu
 def _beside(
     records: Sequence[Record], rows: Mapping[str, Mapping[str, Any]], trials: Mapping[str, Trial]
 ) -> dict[tuple[str, str], str]:
-    """Return which baseline each configuration is compared with, in settings that have several baselines.
+    """Return, by (setting, configuration), the name of the baseline with which the configuration is compared.
 
-    It is the baseline that differs from the configuration in the fewest fields; a baseline is compared with itself.
-    Keys are (setting, configuration).
+    Only settings with several baselines have keys.  A configuration is compared with the baseline from which it differs
+    in the fewest fields, and a baseline with itself.
     """
     bases = defaultdict[str, dict[str, Trial]](dict)
     for record in records:
@@ -305,11 +324,15 @@ def _beside(
 def _settings(
     rows: Mapping[str, dict[str, Any]], trials: Mapping[str, Trial], also: Sequence[str]
 ) -> dict[str, dict[str, str]]:
-    """Return, by id of each trial, what identifies its setting.
+    """Return, by id of each trial, a dict that identifies the trial's setting.
 
     A setting consists of all fields of a trial except :data:`_NOT_OF_A_SETTING` and the fields ``also``, which belong
-    to the configuration.  ``setting`` is the hash of these fields and ``where`` their description.  ``elsewhere`` is
-    the description without the rate, and ``shape`` the model, with the optimizer if there are several.
+    to the configuration.  The dict's keys are:
+
+    * ``setting``: a hash of the fields, 12 hexadecimal digits;
+    * ``where``: a description of the setting;
+    * ``elsewhere``: the same description without the rate;
+    * ``shape``: the name of the model, followed by the name of the optimizer if trials have several optimizers.
     """
     apart = (*_NOT_OF_A_SETTING, *also)
     fields = {
@@ -346,10 +369,10 @@ def _settings(
 
 
 def _named(key: str, fields: Mapping[str, Any], among: Sequence[str]) -> str:
-    """Return the text of a field in which settings differ: ``lr 0.02``, or ``adamw lr 0.001`` beside another ``lr``.
+    """Return text for one field of a setting: ``lr 0.02``, or ``adamw lr 0.001`` if two fields are called ``lr``.
 
-    ``fields`` are those of one setting, and the text is empty if the field is not among them.  ``among`` are all fields
-    in which settings differ.
+    ``key`` is the field's path and ``fields`` are all fields of the setting; the text is empty if the setting does not
+    have the field.  ``among`` are all fields in which settings differ.
     """
     value = fields.get(key)
     if key == "cluster.inner_rate":
@@ -372,12 +395,15 @@ def _named(key: str, fields: Mapping[str, Any], among: Sequence[str]) -> str:
 
 
 def groups(data: pd.DataFrame, keys: list[str]) -> list[tuple[tuple[Any, ...], pd.DataFrame]]:
-    """Group rows by equal ``keys``, in the order of first appearance; returns (values of the keys, rows) of each."""
+    """Return the groups of rows that have equal values in the columns ``keys``, as pairs (values, rows).
+
+    Groups are in the order in which their first rows appear.
+    """
     return list(data.groupby(keys, sort=False, dropna=False))
 
 
 def rate_text(mbit: float | None) -> str:
-    """Format the rate of a link: ``50 Mbit/s``, ``1.6 Gbit/s``, or ``unshaped`` without a rate."""
+    """Return the rate of a link as text: ``50 Mbit/s``, ``1.6 Gbit/s``, or ``unshaped`` for None."""
     return labels.at({"cluster.rate": mbit}, "cluster.rate")
 
 
@@ -424,7 +450,10 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
 
 
 def _as_predicted(record: Record) -> bool | None:
-    """Return whether the ledger is as predicted; None without a prediction of all its messages."""
+    """Return whether the bytes in the ledger are those that were predicted.
+
+    Returns None if nothing was predicted, or if the predicted messages are equal but some messages have no prediction.
+    """
     if record.predicted is None:
         return None
     if record_checks.ledger_mismatch(record) is not None:
@@ -433,7 +462,12 @@ def _as_predicted(record: Record) -> bool | None:
 
 
 def _method(record: Record) -> dict[str, Any]:
-    """Return the user's own classes, what they promise, and whether their messages were predicted."""
+    """Return the columns on a user's own classes for reducing gradients and gathering weights.
+
+    ``method`` and ``gather_method`` are the names of the two classes; empty without them.  ``bounded``, ``unbiased``
+    and ``gather_bounded`` say which laws the classes promise.  ``measured_only`` says whether the bytes of any messages
+    were measured but not predicted, and ``weights_measured`` whether the bytes of weights were.
+    """
 
     def facts_of(key: str) -> tuple[str, set[str]]:
         facts = record.ran.get(key)
@@ -455,10 +489,12 @@ def _method(record: Record) -> dict[str, Any]:
 
 
 def _gpus(record: Record, trial: Trial) -> dict[str, float]:
-    """Return the number of GPUs, the energy per token of all of them, and their mean power, utilisation and clock.
+    """Return the columns on a trial's GPUs.
 
-    ``throttled`` is the largest share of time in which any GPU was throttled, and ``gpu_others`` the largest number of
-    other processes that computed on any GPU at once.  Without GPUs, ``gpus`` and ``gpu_others`` are 0, the rest NaN.
+    ``gpus`` is their number, and ``joules_per_token`` the energy that they use together for a token.  ``watts``,
+    ``utilisation`` and ``clock_mhz`` are means over the GPUs.  ``throttled`` is the largest share of time in which any
+    GPU was throttled for one reason.  ``gpu_others`` is the largest number of other processes that computed on one GPU.
+    Without GPUs, ``gpus`` and ``gpu_others`` are 0, and all others are NaN.
     """
     gpus = [gpu for node in record.machine_use for gpu in node.gpus]
     tokens = trial.tokens_per_rank * trial.accumulation * trial.topology().world * trial.steps
@@ -476,7 +512,11 @@ def _gpus(record: Record, trial: Trial) -> dict[str, float]:
 
 
 def _taken(record: Record) -> dict[str, float]:
-    """Return the shares of the CPU time that others took over the timed steps; NaN if they are not on record."""
+    """Return which shares of the CPUs' time others took during the timed steps.
+
+    ``others_share`` is the share of other programs, ``steal_share`` the share of the machine's host, and
+    ``taken_share`` their sum.  All are NaN if the record does not hold these times.
+    """
     if (use := record.processor_use) is None:
         return dict.fromkeys(("others_share", "steal_share", "taken_share"), math.nan)
     seconds = use.processors * use.seconds
@@ -494,7 +534,10 @@ def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 
 
 def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of ledger and prediction; the share of padding in a message is that of the message's unit."""
+    """Yield the rows of ``Frames.bytes``: the messages in the ledgers, and the messages that were predicted.
+
+    The bytes of padding in a message are computed from the share of padding in the message's unit.
+    """
     for record in records:
         pads = {name: 1 - numel / padded for name, numel, padded in record.units if padded}
         whole = record.predicted is not None and not record.predicted.unpredicted
@@ -536,7 +579,10 @@ def _span_rows(traces: Iterable[Trace]) -> Iterator[tuple[Any, ...]]:
 
 
 def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Return the measured rates of links; all records of a sweep repeat its calibration, which is kept once."""
+    """Return the measured rates of links in Mbit/s, one row per measurement.
+
+    The link is calibrated once before a sweep, and all records of the sweep hold these rates; they are kept once.
+    """
     rows = [
         (record.id, link.kind, link.requested_mbit, when, achieved)
         for record in records
@@ -550,9 +596,9 @@ def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
-    """Return the values of each fact about machine, code and run in each pool.
+    """Return a table of facts about machine, code, run and link: one row per pool, fact and distinct value.
 
-    ``records`` is the number of records that have the value.
+    Column ``records`` is the number of the pool's records that have the value.
     """
     counts = Counter[tuple[str, str, str]]()
     for record in records:
@@ -568,7 +614,10 @@ def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def _check_measured(record: Record, trial: Trial) -> None:
-    """Refuse the record of a finished trial from which no ratio can be computed."""
+    """Raise a ReportError if no ratio can be computed from the record of a finished trial.
+
+    Reasons are a link of 0 Mbit/s, a rank without timed steps, and a step of 0 s or less.
+    """
     faults = {
         "a link of 0 Mbit/s": record.link is not None
         and any(not rate > 0 for rate in (*record.link.calibrated_mbit, *record.link.probed_mbit)),
@@ -592,7 +641,11 @@ def _check_measured(record: Record, trial: Trial) -> None:
 
 
 def _check_pools(records: list[Record]) -> None:
-    """Refuse records that differ in code or kernels, or in the machine within one sweep; the error names how."""
+    """Raise a ReportError if finished trials of these records must not be compared; the message says what differs.
+
+    They must have the same code and, on equal devices, the same kernels.  Trials of one sweep must also have the same
+    machine.
+    """
     measured = [record for record in records if record.measured]
     origins = {(record.code.get("source"), record.sweep, record.pool) for record in measured}
     mixed = len({sweep for _, sweep, _ in origins}) < len(origins)
@@ -605,7 +658,7 @@ def _check_pools(records: list[Record]) -> None:
         raise ReportError(
             f"records of {len(firsts)} machines or versions of the code{' in one sweep' * mixed} cannot be "
             f"compared: {pools}. They differ in {'; '.join(lines[:6]) or 'facts that are not recorded'}. "
-            "Move the records of all but one of these into folders of their own"
+            "Keep the records of one machine and version here, and move all others into other folders"
         )
     kernels = defaultdict[Any, list[tuple[str, str]]](list)  # device -> (kernels, id) of each record
     for record in measured:
@@ -615,11 +668,12 @@ def _check_pools(records: list[Record]) -> None:
         if len(dict(named)) > 1:
             raise ReportError(
                 f"records of trials on {device} with different kernels cannot be compared: "
-                f"{_sizes(named)}. Move the records of one kind into a folder of their own, or run them again"
+                f"{_sizes(named)}. Keep the records with one kind of kernels here, and move the others into another "
+                "folder or run them again"
             )
 
 
 def _sizes(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return text that gives, for each name in the (name, id) pairs, the number of its ids and the first id."""
+    """Return text that counts the ids of each name in ``pairs`` (name, id): ``a: 3 records, such as 0f1e; b: ...``."""
     ids = pd.DataFrame(list(pairs), columns=["name", "id"]).groupby("name")["id"].agg(["size", "first"])
     return "; ".join(f"{name}: {size} records, such as {first}" for name, size, first in ids.itertuples())

@@ -1,4 +1,7 @@
-"""Metrics derived from raw records, one row per trial or part.  Formulas: docs/reference/metrics.md."""
+"""Computes metrics from raw records, as tables with one row per trial, or per trial and part of a step.
+
+Formulas: docs/reference/metrics.md.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from report.data.text import OTHERS_WITHIN as OTHERS_WITHIN  # noqa: PLC0414  # 
 from report.data.text import listed
 
 TRAINING: Final = ("generate", "score", "forward", "backward", "step")  # phases of a step that trains
-# Lower bounds over the step's time.
+# Columns with the ratio of a lower bound to the step's time.
 SHARES: Final = ("share", "schedule_share", "ideal_share", "processors_busy")
 KEPT: Final = [
     "id", "strategy", "configuration", "place", "first", "setting", "where", "sweep", "occasion", "seed", "repeat",
@@ -34,16 +37,17 @@ OF_TRIAL: Final = ["id", "strategy", "configuration", "place", "first", "setting
 
 
 def trials(frames: Frames) -> pd.DataFrame:
-    """Return the metrics of every finished trial that trained, one row each; times in seconds, bytes per step.
+    """Return the metrics of every finished trial that trained, one row per trial.
 
-    The columns are those of ``frames.finished``, those that ``report/quantities.csv`` defines, and these:
+    Times are in seconds and sizes in bytes, both per step.  The table has the columns of ``frames.finished``, the
+    columns that ``report/quantities.csv`` defines, and these:
 
     * ``alone``: whether computation was measured by itself;
     * ``egress_bytes``: bytes that the busiest node sends to other nodes;
     * ``m_bytes``: M times the number of micro-batches;
-    * ``tflops``: model TFLOP/s of a rank; NaN unless the model is a preset;
+    * ``tflops``: model TFLOP/s of a rank; NaN unless the model is a preset and the workload is ``train``;
     * ``first_loss``: mean loss of the first step;
-    * ``validation_step``: number of steps before the last validation.
+    * ``validation_step``: number of training steps before the last validation.
     """
     table = frames.finished[frames.finished["workload"] != "generate"]
     for columns in (_times(frames), _traffic(frames), _losses(frames)):
@@ -74,7 +78,10 @@ def trials(frames: Frames) -> pd.DataFrame:
 
 
 def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
-    """Return the model TFLOP/s of each rank; NaN unless the model is a preset and the workload is ``train``."""
+    """Return the model TFLOP/s of each of ``ranks`` ranks in a step of ``seconds``.
+
+    Returns NaN unless the model is a preset and the workload is ``train``.
+    """
     model = trial.model
     preset = PRESETS.get(model.name) if trial.workload == "train" else None
     if preset is None or not set(model.arguments) <= asdict(preset).keys():
@@ -87,7 +94,10 @@ def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
 
 
 def slowest_steps(frames: Frames) -> pd.DataFrame:
-    """Return the slowest rank's row for each timed step of each trial; ``exposed`` sums its exposed seconds."""
+    """Return the slowest rank's row of ``frames.steps`` for each timed step of each trial.
+
+    The new column ``exposed`` holds the seconds in which this rank waited for messages in the whole step.
+    """
     timed = best_step.timed(frames.steps).dropna(subset=["total"])
     slowest = timed.loc[timed.groupby(["id", "index"])["total"].idxmax()]
     exposed = pd.to_numeric(slowest["exposed_forward"]) + pd.to_numeric(slowest["exposed_backward"])
@@ -106,10 +116,11 @@ def _times(frames: Frames) -> pd.DataFrame:
 
 
 def _typical(frames: Frames, steps: pd.DataFrame) -> pd.DataFrame:
-    """Return each trial's ``total`` and ``exposed`` seconds of a step, by id.
+    """Return the ``total`` and ``exposed`` seconds of a typical step of each trial, by id of the trial.
 
-    They are medians over timed steps.  With a schedule they are the means of the medians of its policies, each counted
-    as often as the policy has steps: the median of all steps would be that of one policy.
+    Both are medians over the timed steps in ``steps``.  If the trial's policy has a schedule, a median is computed for
+    the steps of each of the schedule's phases; the value is the mean of these medians, weighted by the phases' numbers
+    of steps.  A median over all steps would be a step of a single phase.
     """
     names = ["total", "exposed"]
     medians = steps.groupby("id")[names].median()
@@ -124,14 +135,16 @@ def _typical(frames: Frames, steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def timed_steps(frames: Frames) -> pd.Series[int]:
-    """Return the number of timed steps of each trial, as its record counts them."""
+    """Return the number of timed steps of each trial, by id of the trial; steps of decoding are not counted."""
     return best_step.timed(frames.steps).groupby("id")["index"].nunique()
 
 
 def _traffic(frames: Frames) -> pd.DataFrame:
-    """Return the bytes that each trial sends between nodes in a step, by ledger, prediction and interfaces.
+    """Return the bytes that each trial sends between nodes in a step, one row per trial.
 
-    A value is NaN if the record lacks its source.
+    They are taken from the ledger (``sent_bytes``, ``segment_bytes``), from the prediction (``predicted_bytes``), and
+    from the nodes' interfaces (``interface_bytes``, ``header_bytes``).  ``egress_bytes``, of the busiest node, are from
+    the ledger or, without a ledger, from the interfaces.  A value is NaN if the record lacks its source.
     """
     between = (frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING)
     sizes = frames.bytes[["bytes", "headers"]].astype(float).where(between, 0)
@@ -155,10 +168,12 @@ def _traffic(frames: Frames) -> pd.DataFrame:
 
 
 def _losses(frames: Frames) -> pd.DataFrame:
-    """Return each trial's mean loss of the first step, and its last validation.
+    """Return each trial's losses: ``first_loss``, ``validation_loss`` and ``validation_step``, one row per trial.
 
-    Of trials that validate only at their end (``validate_every = 0``), validations before step :data:`LEAST_STEPS` are
-    left out.
+    ``first_loss`` is the mean over ranks in the first step.  ``validation_loss`` is the last validation's loss, NaN if
+    it is not finite, and ``validation_step`` the number of steps before it.
+    A trial that validates only at its end (``validate_every = 0``) has no validation here if it has fewer than
+    :data:`LEAST_STEPS` steps.
     """
     steps = frames.steps
     first = steps[steps["index"] == steps.groupby("id")["index"].transform("min")]
@@ -172,9 +187,10 @@ def _losses(frames: Frames) -> pd.DataFrame:
 
 
 def records_of(derived: Derived, row: pd.Series) -> list[str]:
-    """Return the ids of the trials behind a table's row, which are those of its configuration and setting.
+    """Return the ids of the trials from which a table's row was computed.
 
-    The list is empty for a row that no trial is behind, such as a row of numbers from the papers.
+    If the row has a column ``records``, this column names them.  Otherwise they are all trials of the row's
+    configuration and setting.  The list is empty for rows that are not about trials, such as published numbers.
     """
     if isinstance(ids := row.get("records"), str):
         return ids.split()
@@ -184,9 +200,10 @@ def records_of(derived: Derived, row: pd.Series) -> list[str]:
 
 
 def split(frames: Frames) -> pd.DataFrame:
-    """Return the mean time of each part of a step, on the slowest rank of each timed step; one row per trial and part.
+    """Return the mean seconds of each part of a step, one row per trial and part.
 
-    Exposed communication that was not measured (peers) stays inside forward and backward.
+    The mean is over the timed steps, each on its slowest rank.  The parts add up to the step.  For peers, the time in
+    which ranks wait for messages is not measured, so it is contained in the parts forward and backward.
     """
     slowest = slowest_steps(frames)
     parts = slowest[["id", "forward", "backward", "optimizer"]].copy()
@@ -204,39 +221,44 @@ def split(frames: Frames) -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class StepSource:
-    """Where seconds of steps come from besides a suite's own records: other records, or a model of a machine."""
+    """A source of the seconds of steps besides a suite's own records: another suite's records, or a machine file."""
 
-    name: str  # of the other suite, or of the machine
+    name: str  # name of the other suite, or of the machine
     derived: Derived | None = None  # the other suite's records
-    machine: Machine | None = None  # predicts steps (:mod:`impl.plan.step_time`)
-    rate: float | None = None  # Mbit/s of the link that is modelled; None: the rate of each trial's link
-    missing: str = ""  # why there are no records
+    machine: Machine | None = None  # the machine whose steps are predicted (:mod:`impl.plan.step_time`)
+    rate: float | None = None  # Mbit/s of the link in predictions; None: the rate of each trial's link
+    missing: str = ""  # clause that says why the other suite's records were not found; empty if they were
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, so that functions of it can be cached
 class Derived:
-    """The tables of raw values, and the tables derived from them that figures share; each is computed once."""
+    """The tables of raw values, and the tables that are computed from them for figures and tables of a page.
+
+    Each computed table is computed once, when it is first used.
+    """
 
     frames: Frames
-    sources: tuple[StepSource, ...] = ()  # of seconds, before the suite's own
+    sources: tuple[
+        StepSource, ...
+    ] = ()  # sources of the seconds of steps that precede the suite's own records
 
     @cached_property
     def trials(self) -> pd.DataFrame:
-        """The metrics of :func:`trials`, and ``rates_differ``: whether the setting is one of :attr:`differing`."""
+        """The metrics of :func:`trials`, and a column ``rates_differ``: whether the setting is in :attr:`differing`."""
         table = trials(self.frames)
         return table.assign(rates_differ=table["setting"].isin(list(self.differing)))
 
     @cached_property
     def differing(self) -> dict[str, float]:
-        """Settings whose links achieved different rates, each with the rates' relative spread.
+        """The relative spread of the links' rates in each setting whose links achieved different rates.
 
-        See :func:`report.data.speedups.rates_differ`.
+        Keys are hashes of settings; 0.2 is a spread of 20 %.  See :func:`report.data.speedups.rates_differ`.
         """
         return speedups.rates_differ(self.finished[self.finished["workload"] != "generate"])
 
     @cached_property
     def pairs(self) -> pd.DataFrame:
-        """Each trial with the baseline's trial of the same setting and seed (:func:`report.data.speedups.pairs`)."""
+        """Pairs of a trial and the baseline's trial under equal conditions (:func:`report.data.speedups.pairs`)."""
         return speedups.pairs(self.trials, is_baseline(self.trials))
 
     @cached_property
@@ -246,7 +268,7 @@ class Derived:
 
     @cached_property
     def over_papers(self) -> pd.DataFrame:
-        """Each trial with the trial of the paper's baseline, ``zero3-flat`` (:func:`report.data.speedups.pairs`)."""
+        """Pairs as in :attr:`pairs`, but with the trials of the ZeRO++ paper's baseline, ``zero3-flat``."""
         return speedups.pairs(self.trials, is_preset(self.trials, configuration.PAPERS_BASELINE))
 
     @cached_property
@@ -256,10 +278,10 @@ class Derived:
 
     @cached_property
     def sent_errors(self) -> pd.DataFrame:
-        """Errors of sent values, over all units: one row per trial, step, purpose and hop.
+        """Errors of sent values, added up over all units: one row per trial, step, purpose and hop.
 
-        ``hop`` is NaN for the error from end to end.  ``vnmse`` is the sum of squared errors over the sum of squared
-        values.
+        ``hop`` is NaN in the row of the error from end to end.  ``vnmse`` is the sum of squared errors, divided by the
+        sum of squared values.
         """
         errors = self.frames.communication_errors
         floats = dict.fromkeys(("hop", "squared_error", "squared_value", "cosine"), float)
@@ -269,7 +291,7 @@ class Derived:
 
     @cached_property
     def compared(self) -> Comparison:
-        """The suite's baseline, and the configurations that are compared with it."""
+        """The printed names of the suite's baseline and of the configurations that are compared with the baseline."""
         trials, named_in_suite = self.finished, bool(self.finished["role"].isin(configuration.ROLES).any())
         names = [str(name) for name in trials[is_baseline(trials)]["configuration"].unique()]
         contrast = trials["role"].eq("contrast") if named_in_suite else ~trials["configuration"].isin(names)
@@ -278,7 +300,10 @@ class Derived:
 
     @cached_property
     def ids_by_place(self) -> dict[tuple[str, str], list[str]]:
-        """Sorted ids of the finished trials; keys are (configuration, description of the setting)."""
+        """The sorted ids of the finished trials of each configuration in each setting.
+
+        Keys are (configuration, description of the setting).
+        """
         ids: dict[tuple[str, str], list[str]] = defaultdict(list)
         columns = (self.finished[name] for name in ("configuration", "where", "id"))
         for name, where, identity in sorted(zip(*columns, strict=True)):
@@ -287,12 +312,12 @@ class Derived:
 
     @property
     def finished(self) -> pd.DataFrame:
-        """One row per finished trial, whether it trained or generated tokens (``Frames.finished``)."""
+        """One row per finished trial, both of trials that trained and of trials that decoded (``Frames.finished``)."""
         return self.frames.finished
 
     @property
     def disturbed(self) -> frozenset[str]:
-        """Ids of finished trials in which others took more than :data:`OTHERS_WITHIN` of the processors."""
+        """Ids of the disturbed trials: others took more than :data:`OTHERS_WITHIN` of the processors' time."""
         return frozenset(map(str, self.finished[self.finished["disturbed"].astype(bool)]["id"]))
 
     @property

@@ -1,4 +1,4 @@
-"""Published numbers of the papers, with their sources (``report/published/*.csv``)."""
+"""Reads the numbers that the ZeRO++ paper and blog published, with their sources, from ``report/published/*.csv``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ FOLDER: Final = Path(__file__).parents[1] / "published"
 
 
 def throughput() -> pd.DataFrame:
-    """Return TFLOPs per GPU by model, bandwidth and tokens per GPU, with ZeRO++'s speed-up: one row per setting."""
+    """Return the published TFLOP/s per GPU of ZeRO-3 and ZeRO++, one row per model, bandwidth and tokens per GPU.
+
+    Columns ``zero3`` and ``zeropp`` hold the TFLOP/s, and ``speedup`` their ratio.
+    """
     table = pd.read_csv(FOLDER / "zeropp_throughput.csv")
     keys = ["source", "gpus", "gpu", "model", "inter_node_gbps", "tokens_per_gpu"]
     wide = table.pivot_table(index=keys, columns="system", values="tflops_per_gpu", sort=False).reset_index()
@@ -26,7 +29,11 @@ def throughput() -> pd.DataFrame:
 
 
 def parity() -> pd.DataFrame:
-    """Return ZeRO++'s TFLOPs per GPU at a quarter of a bandwidth over ZeRO-3's at the full bandwidth, by model."""
+    """Return the published numbers on bandwidth parity, one row per model.
+
+    ``zeropp`` is the TFLOP/s per GPU of ZeRO++ at a quarter of the bandwidth (``low_gbps``).  ``zero3`` is the TFLOP/s
+    per GPU of ZeRO-3 at the full bandwidth (``high_gbps``).  ``parity`` is ``zeropp`` over ``zero3``.
+    """
     rows = throughput()
     rows = rows[rows["source"].str.contains("bandwidth parity")]
     low = rows.assign(high_gbps=4 * rows["inter_node_gbps"])
@@ -37,23 +44,28 @@ def parity() -> pd.DataFrame:
 
 
 def volume() -> pd.DataFrame:
-    """Return bytes between nodes per step in units of M, one row per preset.
+    """Return the bytes between nodes in a step in units of M, one row per preset, by the rule of the ZeRO++ blog.
 
-    Where column ``published`` is "no", the numbers follow from the rule that the ZeRO++ blog gives.
+    Column ``published`` is "yes" if the blog prints the numbers of the preset, and "no" if they only follow from the
+    rule.
     """
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
 
 
 def total(strategy: str, configuration: str) -> float:
-    """Return an unchanged preset's bytes between nodes per step, in M, by the ZeRO++ blog's rule; NaN for others."""
+    """Return the bytes between nodes in a step of a preset, in units of M, by the rule of the ZeRO++ blog.
+
+    Returns NaN for strategies without such a number, and for configurations that change the preset.
+    """
     totals = volume().set_index("method")["total_m"]
     return float(totals.get(strategy, math.nan)) if "(" not in configuration else math.nan
 
 
 def rlhf(*phases: str) -> pd.DataFrame:
-    """Return the throughputs per GPU in the ZeRO++ blog's RLHF figure, one row per model and phase, with the speed-up.
+    """Return the throughputs per GPU in the RLHF figure of the ZeRO++ blog, one row per model and phase.
 
-    A phase is ``generation``, or ``training``, which is that of RLHF's step 1.
+    Columns ``zero3`` and ``zeropp`` hold the throughputs, and ``speedup`` their ratio.  ``phases`` are ``generation``,
+    or ``training``, which is the training in step 1 of RLHF.
     """
     table = pd.read_csv(FOLDER / "zeropp_rlhf.csv")
     table = table[table["phase"].isin(phases)].sort_values("phase", kind="stable", ignore_index=True)
@@ -63,9 +75,10 @@ def rlhf(*phases: str) -> pd.DataFrame:
 def rows_below(
     measured: Sequence[Mapping[str, Any]], *phases: str
 ) -> Iterator[tuple[dict[str, Any], dict[Any, Any], str]]:
-    """Yield the published rows that a table prints below its ``measured`` rows; none if nothing was measured.
+    """Yield the published rows that a table prints below its ``measured`` rows.
 
-    Each is yielded as the cells of the table's row, the row of :func:`rlhf`, and the strategy.
+    A row is yielded as (cells of the table's row, row of :func:`rlhf`, strategy), for ZeRO-3 and for ZeRO++.
+    Nothing is yielded if there are no measured rows.
     """
     for row in rlhf(*phases).to_dict("records") if measured else []:
         for strategy in (BASELINE, PROPOSED):

@@ -1,4 +1,7 @@
-"""Pairs of trials under equal conditions: speed-ups and parity (docs/reference/metrics.md)."""
+"""Pairs trials that ran under the same conditions, and computes speed-ups and parity from the pairs.
+
+Definitions: docs/reference/metrics.md.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,24 @@ from harness.records.confidence_intervals import (
 )
 from report.data.configuration import PROPOSED, is_baseline, is_preset, with_baseline
 
-RATES_AGREE_WITHIN: Final = 0.10  # relative spread up to which the links of a setting have one rate
-UNTIMED: Final = Interval(math.nan, math.nan, math.nan, 0)  # of seconds that no trial measured
+RATES_AGREE_WITHIN: Final = 0.10  # relative spread up to which the rates of a setting's links count as equal
+UNTIMED: Final = Interval(math.nan, math.nan, math.nan, 0)  # for seconds that no trial measured
 PAIR: Final = ("setting", "sweep", "seed", "repeat")  # trials that ran under the same conditions
 
 
 def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
-    """Pair each trial with the baseline's trial (``is_base``) of the same setting, sweep, seed and repeat.
+    """Return each trial together with the baseline's trial of the same setting, sweep, seed and repeat.
 
-    Trials without such a baseline are left out.  The columns are those of ``table``
-    (:func:`report.data.metrics.trials`) and these:
+    ``is_base`` says which rows of ``table`` belong to the baseline.  Trials without such a trial of the baseline are
+    left out.  A row has the columns of ``table`` (:func:`report.data.metrics.trials`) and these:
 
     * ``baseline``: the id of the baseline's trial;
     * ``speedup``: the baseline's step time over the trial's step time;
     * ``allowed``: the baseline's step time over the trial's best possible step;
-    * ``bytes_ratio``, ``interface_ratio``: bytes over the baseline's, by the ledger and at the interfaces;
-    * ``disturbed``: whether either trial of the pair was disturbed; ``own_disturbed``: whether the trial itself was.
+    * ``bytes_ratio``, ``interface_ratio``: the trial's bytes between nodes over the baseline's bytes, both from the
+      ledger, and both from the interfaces;
+    * ``disturbed``: whether the trial or the baseline's trial was disturbed;
+    * ``own_disturbed``: whether the trial was disturbed.
     """
     columns = {
         "baseline": "id",
@@ -57,16 +62,20 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
 
 
 def undisturbed(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the trials or pairs of one configuration whose seconds count: all undisturbed rows, or else all rows."""
+    """Return the rows that are not disturbed; if all are disturbed, return all.
+
+    ``rows`` are trials, or pairs of trials, of one configuration in one setting.
+    """
     disturbed = rows["disturbed"].astype(bool)
     return rows if disturbed.all() else rows[~disturbed]
 
 
 def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "step_seconds") -> Interval:
-    """Return the geometric mean, over undisturbed pairs, of the ratio of two columns of seconds, with its interval.
+    """Return the geometric mean of the ratio of two columns, ``above`` over ``below``, with its interval.
 
-    The interval includes the spread between occasions.  For :func:`pairs` of one configuration in one setting it is
-    the speed-up.  Trials of thread ranks, which have no seconds, are left out.
+    For rows of :func:`pairs` of one configuration in one setting, this is the speed-up.  The mean is over undisturbed
+    pairs or, if all are disturbed, over all pairs.  The interval includes the spread between occasions.
+    Pairs of thread ranks are left out, since they have no seconds; the mean is NaN if no pair is left.
     """
     kept = undisturbed(group).dropna(subset=[above, below])
     if kept.empty:
@@ -77,9 +86,9 @@ def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "
 
 
 def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
-    """Return the geometric mean, over all pairs, of the ratio of two columns that no other program disturbs.
+    """Return the geometric mean of the ratio of two columns, ``above`` over ``below``, over all pairs.
 
-    Such columns, for example bytes, do not depend on the occasion either.
+    It is for columns that depend neither on other programs nor on the occasion, such as bytes.
     """
     keys = list(zip(group["seed"], group["repeat"], strict=True))
     over, under = (dict(zip(keys, group[name], strict=True)) for name in (above, below))
@@ -87,9 +96,11 @@ def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
 
 
 def expected(group: pd.DataFrame) -> Prediction:
-    """Predict the speed-up of one further run at another occasion, from :func:`pairs` of one configuration.
+    """Return the interval in which the speed-up of one further run at another occasion is expected.
 
-    The prediction uses a covariate, the seconds of computation in the baseline's step, if that predicts better.
+    ``group`` are rows of :func:`pairs` of one configuration in one setting.  If speed-ups are predicted better from the
+    seconds of computation in the baseline's step, the prediction uses these seconds
+    (:func:`harness.records.confidence_intervals.ratio_of_another_run`).
     """
     kept = undisturbed(group)
     points = [
@@ -101,9 +112,10 @@ def expected(group: pd.DataFrame) -> Prediction:
 
 
 def outside(group: pd.DataFrame) -> int:
-    """Return the number of occasions whose own mean speed-up lies outside of the interval over all occasions.
+    """Return the number of occasions whose mean speed-up lies outside of the speed-up's interval.
 
-    ``group`` holds :func:`pairs` of one configuration in one setting.
+    ``group`` are rows of :func:`pairs` of one configuration in one setting, and the interval is computed over all
+    occasions.  Returns 0 if there is no interval.
     """
     ratio, by_occasion = speedup(group), undisturbed(group).groupby("occasion")["speedup"]
     return sum(ratio.known and not ratio.contains(mean) for mean in by_occasion.agg(geometric))
@@ -114,9 +126,9 @@ def _with_disturbance(interval: Interval, kept: pd.DataFrame) -> Interval:
 
 
 def over_itself(paired: pd.DataFrame) -> Interval | float:
-    """Return the speed-up of pairs of one configuration; NaN if there are no pairs.
+    """Return the speed-up of the pairs ``paired`` of one configuration; NaN if there are no pairs.
 
-    If the configuration is its own baseline, the speed-up has no interval.
+    In the rows of the baseline, each trial is paired with itself; then the speed-up is 1 and has no interval.
     """
     if paired.empty:
         return math.nan
@@ -131,7 +143,10 @@ def geometric(values: pd.Series[float]) -> float:
 
 
 def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
-    """Return the geometric mean of ``column`` over the undisturbed trials, with its interval."""
+    """Return the geometric mean of ``column`` over the undisturbed trials, with its interval.
+
+    If all trials are disturbed, all count.  The mean is NaN if no trial has a value.
+    """
     kept = undisturbed(group).dropna(subset=[column])
     if kept.empty:
         return UNTIMED
@@ -140,9 +155,10 @@ def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
-    """Return, by setting, the relative spread of the rates that the configurations' links achieved.
+    """Return the relative spread of achieved rates in each setting whose configurations had links of different rates.
 
-    Only settings with a spread above :data:`RATES_AGREE_WITHIN` are returned; links without a limit are left out.
+    A spread of 0.2 means that the highest of the configurations' median rates is 20 % above the lowest.  Settings with
+    a spread of at most :data:`RATES_AGREE_WITHIN` are left out.  Emulated links without a rate are ignored.
     """
     limited = table["rate_mbit"].notna() | table["link_kind"].eq("real")
     by_configuration = table[limited].dropna(subset=["achieved_mbit"]).groupby(["setting", "configuration"])
@@ -152,19 +168,24 @@ def rates_differ(table: pd.DataFrame) -> dict[str, float]:
 
 
 def several_rates(table: pd.DataFrame) -> pd.DataFrame:
-    """Select the rows whose topology and tokens per rank were measured at two or more rates."""
+    """Return the trials whose topology and tokens per rank ran at two or more requested rates.
+
+    Trials whose link has no achieved rate are left out.
+    """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     rates = table.fillna({"rate_mbit": -1.0}).groupby(keys)["rate_mbit"].transform("nunique")
     return table[(rates >= 2) & table["achieved_mbit"].notna()]
 
 
 def parity(table: pd.DataFrame) -> pd.DataFrame:
-    """Pair each trial of the contrast at a quarter of a rate with the baseline's trial at the full rate.
+    """Return each trial of the contrast at a quarter of a rate, together with the baseline's trial at the full rate.
 
-    The two trials have the same sweep, seed and repeat, and settings that differ in the rate alone.
+    If the suite names no baseline, the contrast is ZeRO++ without changes.  Both trials of a pair have the same sweep,
+    seed and repeat, and their settings differ in the rate alone.
 
-    The columns are those of ``table``, ``baseline`` (the id of the baseline's trial), ``full_rate``, and ``parity``,
-    the ratio of tokens per second.
+    A row has the columns of ``table``, and these: ``baseline`` is the id of the baseline's trial, ``full_rate`` its
+    requested rate in Mbit/s, and ``parity`` the trial's tokens per second over the baseline's tokens per second.
+    ``disturbed`` says whether either trial was disturbed.
     """
     shaped = table.dropna(subset=["rate_mbit"])
     named_in_suite = shaped["role"].eq("baseline").any()
@@ -180,5 +201,8 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def parity_interval(group: pd.DataFrame) -> Interval:
-    """Return the geometric mean of ``parity`` over rows of :func:`parity` with one topology, batch and rate."""
+    """Return the geometric mean of ``parity``, with its interval.
+
+    ``group`` are rows of :func:`parity` with the same topology, batch and rate.
+    """
     return speedup(group, "tokens_per_second", "tokens_per_second_baseline")

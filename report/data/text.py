@@ -17,7 +17,10 @@ _LABEL_CHARACTERS: Final = 48
 
 
 def occasions_in_words(count: int) -> str:
-    """Return caption text that says what intervals over ``count`` occasions include; empty if ``count`` is 0."""
+    """Return caption text that says what intervals of seconds include if trials ran at ``count`` occasions.
+
+    The text is empty if ``count`` is 0.
+    """
     if count == 0:
         return ""
     if count == 1:
@@ -32,7 +35,10 @@ def occasions_in_words(count: int) -> str:
 
 
 def left_out_in_words(intervals: Iterable[Interval]) -> str:
-    """Return sentences on the disturbed trials or pairs that these intervals leave out; empty if there are none."""
+    """Return sentences that count the disturbed trials or pairs that these intervals leave out.
+
+    The text is empty if no interval leaves out any.
+    """
     counts = [(each.left_out, each.n + each.left_out) for each in intervals if each.left_out]
     if not counts:
         return ""
@@ -45,7 +51,10 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
 
 
 def none_in_words(intervals: Iterable[Interval]) -> str:
-    """Return sentences that say why estimates have no interval; empty if none of them lacks one for a known reason."""
+    """Return sentences that give the reasons why some of these estimates have no interval; empty without a reason.
+
+    For example, ``n = 3: no interval; six are needed.``  Each reason is given once.
+    """
     few = [interval for interval in intervals if not interval.known and interval.why_none]
     return " ".join(f"{why}." for why in sorted({interval.why_none for interval in few}))
 
@@ -57,13 +66,17 @@ def with_arguments(name: str, arguments: Mapping[str, object]) -> str:
 
 
 def lowest_to_highest(values: Collection[float], form: Callable[[float], str]) -> str:
-    """Return the lowest and the highest value, ``0.024 to 0.025``; a single number if both have the same text."""
+    """Return the lowest and the highest value as text, ``0.024 to 0.025``; one number if both are printed alike."""
     ends = dict.fromkeys((form(min(values)), form(max(values))))
     return " to ".join(ends)
 
 
 def number(digits: int = 3) -> Callable[[Any], str]:
-    """Return a formatter with ``digits`` significant digits, which uses plain notation from 0.0001 up to 1,000,000."""
+    """Return a function that formats a number with ``digits`` significant digits.
+
+    From 0.0001 up to 1,000,000 it uses plain notation, and otherwise an exponent: ``0.0123``, ``1.23e+07``.
+    None and NaN give an en dash.
+    """
 
     def formatted(value: Any) -> str:
         if value is None or (isinstance(value, float) and math.isnan(value)):
@@ -78,53 +91,66 @@ def number(digits: int = 3) -> Callable[[Any], str]:
 
 
 def text(value: Any) -> str:
-    """Format a value as one line of text."""
+    """Return a value as one line of text: runs of white space and unprintable characters become one space.
+
+    None and NaN give an en dash.
+    """
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return NOTHING
     return " ".join("".join(c if c.isprintable() else " " for c in str(value)).split())
 
 
 def plain(text: object, limit: int = _LABEL_CHARACTERS) -> str:
-    """Return one line of printable characters that the figures' font has, truncated at ``limit`` characters."""
+    """Return a text as one line that figures can print, of at most ``limit`` characters.
+
+    Characters that the figures' font may lack, and control characters, become ``?``.  A longer text ends with ``…``.
+    """
     line = " ".join(str(text).split())
     line = "".join(c if ord(c) < 0x2000 and unicodedata.category(c)[0] != "C" else "?" for c in line)
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def span(counts: Collection[float], noun: str) -> str:
-    """Return the range of counts with their noun: ``5 steps``, or ``5 to 40 steps``."""
+    """Return the lowest and the highest count with their noun, ``5 to 40 steps``; ``5 steps`` if both are equal."""
     low, high = int(min(counts)), int(max(counts))
     return counted(high, noun) if low == high else f"{low} to {high} {noun}s"
 
 
 def byte_unit(largest: float) -> tuple[float, str]:
-    """Return the decimal unit for values up to ``largest`` bytes: its size in bytes, and its name (``"MB"``)."""
+    """Return the decimal unit in which values up to ``largest`` bytes are printed, as (bytes of the unit, its name).
+
+    For example, 5e7 gives ``(1e6, "MB")``, and 12 gives ``(1.0, "bytes")``.
+    """
     units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     return next((unit for unit in units if largest >= unit[0]), (1.0, "bytes"))
 
 
 def listed(parts: Sequence[str]) -> str:
-    """Join parts of a sentence as ``a, b and c``."""
+    """Return the parts of a sentence joined as ``a, b and c``; empty without parts."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}" if parts else ""
 
 
 def sentence(clause: str) -> str:
-    """Make a clause a sentence, with a capital letter and a full stop; ``vNMSE`` keeps its small letter."""
+    """Return a clause as a sentence, with a capital letter and a full stop.
+
+    A clause that begins with ``vNMSE`` keeps its small letter.
+    """
     first = clause if clause.startswith("vNMSE") else f"{clause[:1].upper()}{clause[1:]}"
     return f"{first}."
 
 
 def with_interval(interval: Interval, format_number: Callable[[float], str]) -> str:
-    """Format an estimate, followed by its interval in parentheses if the interval is known."""
+    """Return an estimate with its interval as text, ``2.3 (2.2 to 2.4)``; without parentheses if it has no interval."""
     estimate = format_number(interval.estimate)
     ends = f" ({format_number(interval.low)} to {format_number(interval.high)})" if interval.known else ""
     return f"{estimate}{ends}"
 
 
 def plus_or_minus(interval: Interval, format_number: Callable[[float], str]) -> str:
-    """Format an estimate as ``2.36 ± 0.07`` or, if its printed interval is not symmetric, as ``2.36 (2.29 to 2.44)``.
+    """Return an estimate with its interval as text: ``2.36 ± 0.07``.
 
-    If the interval is not known, or both its ends are equal, the estimate alone is returned.
+    If the interval is not symmetric in the printed digits, its ends are printed: ``2.36 (2.29 to 2.44)``.
+    If the interval is not known, or if its two ends are equal, the estimate alone is returned.
     """
     estimate = format_number(interval.estimate)
     if not interval.known or interval.low == interval.high:

@@ -1,1 +1,1 @@
-"""Draws tidy tables as figures: marks, axes, and the looks of configurations."""
+"""Draws tidy tables (one row per observation) as figures: marks, axes, and the looks of configurations."""

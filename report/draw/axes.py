@@ -29,10 +29,11 @@ _EDGES_INCHES: Final = 0.1  # width of a figure's empty edges, left and right to
 def grid(
     style: Style, rows: int, columns: int, heights: Sequence[float], *, share_y: bool = False
 ) -> tuple[Figure, list[list[Axes]]]:
-    """Return a figure and its panels by row and column.
+    """Return a figure with ``rows`` x ``columns`` panels, and the panels as a list of rows.
 
-    A narrow figure has all panels in one column.  ``heights`` are the heights of the rows in inches; they include the
-    panels' titles and axes.
+    ``heights`` are the heights of the rows in inches, with the panels' titles and axes.  With ``share_y``, the panels
+    of a row share their y axis.  A figure of a narrow ``style`` shows all panels in one column, but they are returned
+    as ``rows`` x ``columns``, too.
     """
     shape = (rows * columns, 1) if style.narrow else (rows, columns)
     ratios = [height for height in heights for _ in range(shape[0] // rows)]
@@ -43,14 +44,15 @@ def grid(
 
 
 def rows_inches(count: int) -> float:
-    """Return the height in inches of a panel with this many rows, its axis and its title."""
+    """Return the height in inches of a panel with ``count`` rows, its axis and its title."""
     return 0.75 + ROW_INCHES * max(count, 2)
 
 
 def wrapped(name: str, limit: int = 26, most: int | None = None) -> str:
-    """Break a name of more than ``limit`` characters near its middle, before a parenthesis or after a comma.
+    """Return a name with line breaks, if it is long.
 
-    A name of more than ``most`` characters is also broken after every slash.
+    A name of more than ``limit`` characters gets one break, before a parenthesis or after a comma near its middle.
+    A name of more than ``most`` characters also gets a break after every slash.
     """
     if most is not None and len(name) > most:
         name = name.replace("/", "/\n")
@@ -62,7 +64,10 @@ def wrapped(name: str, limit: int = 26, most: int | None = None) -> str:
 
 
 def name_rows(ax: Axes, names: Sequence[str], *, first: bool = True) -> None:
-    """Write the names of rows on the y axis, the first row on top; panels that are not the ``first`` show no names."""
+    """Write the names of rows on a panel's y axis, the first name on top.
+
+    ``first`` says whether the panel is the first of its row; other panels get the ticks, but no names.
+    """
     ax.set_yticks(range(len(names)), [wrapped(name) for name in names])
     ax.set_ylim(len(names) - 0.45, -0.55)
     ax.set_ylabel("")
@@ -90,9 +95,11 @@ def beside(ax: Axes, x: float, y: float, text: str) -> None:
 
 
 def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
-    """Leave room for labels right of the data; the x axis begins at 0 (``zero``), or just below the least value.
+    """Set the ends of the x axis, so that there is room for labels on the right of the data.
 
-    The room is a ``share`` of the axis from its beginning to the greatest value.
+    With ``zero``, the axis begins at 0 or at the least value, if that is negative, and the room is ``share`` times the
+    greatest value.  Otherwise it begins just below the least value, and the room is ``share`` times the difference
+    between the greatest and the least value.
     """
     low, high = ax.dataLim.x0, ax.dataLim.x1
     if not (math.isfinite(low) and math.isfinite(high)):
@@ -102,7 +109,10 @@ def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
 
 
 def lines(looks: Mapping[str, Look], **changes: Any) -> dict[str, Artist]:
-    """Return a legend's entries for lines, by name; ``changes`` are properties that are set on each entry's line."""
+    """Return a legend's entries for lines, by name, from the look of each name.
+
+    ``changes`` are properties of matplotlib's lines that are set on every entry, such as ``linestyle="none"``.
+    """
     entries: dict[str, Artist] = {
         name: Line2D([], [], color=look.colour, marker=look.marker, dashes=look.dashes)
         for name, look in looks.items()
@@ -113,7 +123,7 @@ def lines(looks: Mapping[str, Look], **changes: Any) -> dict[str, Artist]:
 
 
 def patches(colours: Mapping[str, str]) -> dict[str, Artist]:
-    """Return a legend's entries for bars, by name, each a patch of its colour."""
+    """Return a legend's entries for bars, by name: a patch in the colour of each name."""
     return {name: Patch(color=colour) for name, colour in colours.items()}
 
 
@@ -129,6 +139,6 @@ def legend(figure: Figure, entries: Mapping[str, Artist], style: Style) -> None:
 
 
 def line_at(ax: Axes, value: float | None, *, across: bool) -> None:
-    """Draw a faint line at a value, if there is one: vertical, or horizontal (``across``)."""
+    """Draw a faint line at ``value``, horizontal with ``across`` and else vertical; no line if ``value`` is None."""
     if value is not None:
         (ax.axhline if across else ax.axvline)(value, color=theme.FAINT, lw=0.8, zorder=1)

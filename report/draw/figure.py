@@ -1,4 +1,4 @@
-"""Declares figures: the question of each, its data as a tidy table, how it is drawn, and its caption and files."""
+"""Defines what a figure is: a question, its data as a tidy table, a way to draw them, a caption, and files."""
 
 from __future__ import annotations
 
@@ -32,40 +32,42 @@ _METADATA: Final[dict[str, dict[str, Any]]] = {
 }
 FORMS: Final = tuple(_METADATA)
 _MARGIN: Final = 0.05  # inches around what is drawn
-_LETTERS: Final = 36  # most characters of a line above or below a narrow panel
+_LETTERS: Final = 36  # most characters in a line of the title or the x label of a narrow panel
 _PANEL: Final = 1.0  # inches: the least width of a panel, with the space around it
-_LAYOUTS: Final = 4  # most times that a figure is laid out
+_LAYOUTS: Final = 4  # a figure is laid out at most so many times
 
 
 def _has_seconds(data: pd.DataFrame) -> bool:
-    """Return whether a table has seconds of trials, so that its caption must say over which occasions they ran."""
+    """Return whether a table has seconds of trials; its caption then says at how many occasions they were measured."""
     return "occasion" in data and not {"step_seconds", "tokens_per_second"}.isdisjoint(data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure: how a tidy table of raw values is drawn; the table's column ``id`` names the records."""
+    """One figure of a page: which raw values it shows, how they are drawn, and what its caption says."""
 
-    name: str  # of its files, and of its anchor on the page
+    name: str  # name of the figure's files, and of its anchor on the page
     title: str
-    question: str  # that the figure answers; the caption begins with the question
-    mark: Rows | Lines | Stacked | Front | Lanes
-    # selects the figure's data from a suite's records; returns no rows if there is nothing to draw
+    question: str  # the question that the figure answers; the caption begins with it
+    mark: Rows | Lines | Stacked | Front | Lanes  # draws the table
+    # Returns the figure's data from a suite's records: a tidy table, whose column ``id`` names the records.  The table
+    # has no rows if there is nothing to draw.
     table: Callable[[Derived], pd.DataFrame] = lambda derived: derived.trials
-    note: str = ""  # a further sentence of the caption
-    # each returns a further sentence, on the data
+    note: str = ""  # sentences of the caption that do not depend on the data
+    # Each function returns sentences of the caption from the figure's data; empty if there is nothing to say.
     notes: tuple[Callable[[pd.DataFrame], str], ...] = ()
-    # returns the whole caption, of at most two sentences; by default the caption is put together from the parts above
+    # Returns the whole caption from the figure's data, in at most two sentences.  If it is None, the caption is put
+    # together from the question, the mark's sentences and the notes.
     whole_caption: Callable[[pd.DataFrame], str] | None = None
 
     @property
     def alt(self) -> str:
-        """Alternative text.  It has no numbers, because tables on the same page have them."""
+        """The figure's alternative text, without numbers: it says that tables on the page have the numbers."""
         short = f"{self.title}. {self.question}"
         return short if self.whole_caption is not None else f"{short} Tables on this page have the numbers."
 
     def caption(self, data: pd.DataFrame) -> str:
-        """Return the caption as one text: its parts, joined."""
+        """Return the caption as one text: the parts of :meth:`caption_parts`, joined by spaces."""
         return " ".join(self.caption_parts(data))
 
     def caption_parts(self, data: pd.DataFrame) -> list[str]:
@@ -83,7 +85,7 @@ class Figure:
         return [part.strip() for part in parts if part.strip()]
 
     def draw(self, derived: Derived, folder: Path, style: Style, forms: Collection[str] = ()) -> Drawn | None:
-        """Write the figure as SVG and in further ``forms``, and its raw values as CSV.
+        """Draw the figure, and write it into ``folder`` as SVG and in the other ``forms``, and its raw values as CSV.
 
         Returns None, and writes nothing, if there is no data to draw.
         """
@@ -96,7 +98,7 @@ class Figure:
         return Drawn(self, data, rendered["svg"], style, (*rendered, "csv"))
 
     def render(self, data: pd.DataFrame, style: Style, forms: Collection[str] = ("svg",)) -> dict[str, bytes]:
-        """Draw a table that has rows, and return the content of the file in each of ``forms``."""
+        """Draw a table, which must have rows, and return the content of the figure's file for each of ``forms``."""
         rendered = {}
         with fonts():
             drawn = self.mark.draw(data, style)
@@ -114,34 +116,38 @@ class Figure:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure that was drawn, with the raw values behind it."""
+    """A figure that was drawn, with the raw values that it shows."""
 
     figure: Figure
-    data: pd.DataFrame
-    svg: bytes
+    data: pd.DataFrame  # the raw values
+    svg: bytes  # the drawing
     style: Style
-    files: tuple[str, ...]  # suffixes of its files
+    files: tuple[str, ...]  # suffixes of the files that were written, such as ``svg`` and ``csv``
 
     def image(self, *, narrow: bool = False) -> str:
-        """Return the drawing as a data URI; with ``narrow``, draw the figure again for a narrow screen."""
+        """Return the drawing as a data URI of SVG; with ``narrow``, it is drawn anew for a narrow screen."""
         svg = self.figure.render(self.data, replace(self.style, width=COLUMN))["svg"] if narrow else self.svg
         return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode('ascii')}"
 
     def records(self, marked: AbstractSet[str]) -> list[tuple[str, str]]:
-        """Return the ids of the records behind the figure, each with a footnote mark if it is in ``marked``."""
+        """Return (id, mark) for each record whose values the figure shows.
+
+        The mark is ‡ (disturbed) if the id is in ``marked``, and else empty.
+        """
         return [(name, caveats.TAKEN if name in marked else "") for name in records_behind(self.data)]
 
 
 def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
-    """Return the sorted ids of the records behind a figure's data, from its columns ``id`` and ``baseline``."""
+    """Return the sorted ids of the records that a figure's data come from: its columns ``id`` and ``baseline``."""
     ids = data.filter(["id", "baseline"]).melt()["value"].dropna()
     return tuple(sorted({identity for cell in ids for identity in str(cell).split()}))
 
 
 def style_of(derived: Derived, width: float = WIDTH) -> Style:
-    """Return the style of a page.
+    """Return the style of a page whose figures are ``width`` mm wide.
 
-    Looks are given to unchanged presets first, so that these have the plain looks of their strategies.
+    It gives a look to each configuration.  A strategy without changes has the strategy's plain colour and marker; the
+    strategy's other configurations have variants of these.
     """
     ran = derived.finished.sort_values("place", kind="stable")
     ran = ran.assign(changed=ran["configuration"] != ran["strategy"].map(NAMES))
@@ -150,9 +156,10 @@ def style_of(derived: Derived, width: float = WIDTH) -> Style:
 
 
 def laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
-    """Lay a figure out, once for all forms, and return the box to be saved.
+    """Place the panels and labels of a figure, and return the part of it that is saved, as a box in inches.
 
-    The box is as wide as the style says, or wider if labels need more width.
+    The box is as wide as the style says, or wider if labels need more width.  All forms (SVG, PDF, PNG) share this
+    layout.
     """
     inner, layout = style.inches - 2 * _MARGIN, figure.get_layout_engine()
     assert layout is not None  # noqa: S101  # axes.grid sets one
@@ -173,7 +180,10 @@ def laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
 
 
 def _least_inches(figure: matplotlib.figure.Figure) -> float:
-    """Return the least width in inches that leaves panels above one another room next to the names of their rows."""
+    """Return the least width in inches of a figure whose panels are in one column.
+
+    It is the width of the longest row names, and 1 inch for a panel.
+    """
     boxes = [(ax, ax.get_tightbbox()) for ax in figure.axes]
     beside = [box.width - ax.bbox.width for ax, box in boxes if box is not None]
     return max(beside, default=0.0) / figure.dpi + _PANEL

@@ -1,4 +1,7 @@
-"""Marks, the ways to draw a tidy table: rows of intervals, lines, stacked bars, a Pareto front, or lanes of time."""
+"""Defines marks, the ways to draw a tidy table: rows, lines, stacked bars, a Pareto front, or lanes of time.
+
+A mark also writes the sentences of a caption that say what is drawn.
+"""
 
 from __future__ import annotations
 
@@ -30,49 +33,53 @@ from report.draw.theme import Look, Style
 _THREE_DIGITS: Final = number(3)
 _FEW: Final = 8  # an axis with fewer integer values has a tick at each of them
 _PANEL_INCHES: Final = 2.3
-_COLUMNS: Final = 3  # most panels in a row of a figure that has a single measure
+_COLUMNS: Final = 3  # largest number of panels in a row, for figures that have a single measure
 _MARKERS: Final = {"o": "circles", "x": "crosses", "|": "strokes"}
 _DOT: Final = {"s": 9, "color": theme.INK, "linewidth": 0.3, "zorder": 2.5, "legend": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A column of raw values, and how it is drawn."""
+    """A quantity that a figure shows: its column of raw values, its label and definition, and how it is drawn."""
 
     column: str
-    label: str  # of its axis, with the unit
-    says: str  # its definition, which becomes a part of a sentence in the caption
-    # Estimates the value of one configuration in one setting from its rows; by default their median.
+    label: str  # label of the quantity's axis, with the unit; ``{base}`` stands for the baseline's name
+    says: str  # definition of the quantity, which becomes a part of a sentence in the caption
+    # Returns the value of one configuration in one setting, with its interval, from the configuration's rows.  If it is
+    # None, the value is the median of the column, without an interval.
     estimate: Callable[[pd.DataFrame], Interval] | None = None
-    form: Callable[[float], str] = _THREE_DIGITS  # prints an estimate
-    bar: bool = True  # drawn as a length from 0; else as a position, on an axis that need not begin at 0
-    log: bool = False  # whether its axis is logarithmic
-    line: float | None = None  # value at which a reference line is drawn
-    stroke: str = ""  # column whose median is drawn as a stroke across the mark
-    stroke_label: str = ""  # what the caption calls it; by default the column's name
+    form: Callable[[float], str] = _THREE_DIGITS  # formats an estimate
+    bar: bool = True  # whether values are drawn as lengths from 0; if not, as points on any axis
+    log: bool = False  # whether the quantity's axis is logarithmic
+    line: float | None = None  # value at which a reference line is drawn; None: no line
+    stroke: str = ""  # another column, whose median is drawn as a stroke across the bar; empty: none
+    stroke_label: str = ""  # name of the stroke in the caption; by default the name of its column
     dot: str = "trial"  # what one dot stands for
 
     def interval(self, group: pd.DataFrame) -> Interval:
-        """Return the estimate, with its interval, from the rows of one configuration in one setting."""
+        """Return the quantity's value with its interval; ``group`` are rows of one configuration in one setting."""
         if self.estimate is not None:
             return self.estimate(group)
         return Interval(float(group[self.column].median()), math.nan, math.nan, len(group))
 
 
 def _measured(measures: Sequence[Measure], data: pd.DataFrame) -> list[Measure]:
-    """Return the measures that have a value in ``data``, with the baseline's name filled into their labels."""
+    """Return the measures that have a value in any row of ``data``, with the baseline's name in their labels."""
     base = listed(list(data["baseline_configuration"].unique())) if "baseline_configuration" in data else ""
     known = [measure for measure in measures if data[measure.column].notna().any()]
     return [replace(measure, label=measure.label.format(base=base)) for measure in known]
 
 
 def _definitions(measures: Sequence[Measure]) -> str:
-    """Return a caption's sentence that defines the measures: ``label: definition; label: definition.``"""
+    """Return the sentence of a caption that defines the measures: ``label: definition; label: definition.``"""
     return sentence("; ".join(f"{measure.label}: {measure.says}" for measure in measures if measure.says))
 
 
 def _dots(measures: Sequence[Measure]) -> str:
-    """Return what one dot stands for, such as ``one trial``; if measures differ, the text names the measures."""
+    """Return words for what one dot stands for: ``one trial``.
+
+    If dots of different measures stand for different things, the words name the measures in parentheses.
+    """
     labels: dict[str, list[str]] = {}
     for measure in measures:
         labels.setdefault(measure.dot, []).append(measure.label)
@@ -82,22 +89,26 @@ def _dots(measures: Sequence[Measure]) -> str:
 
 
 def _strokes(measures: Sequence[Measure], mark: str) -> str:
-    """Return the end of a caption's sentence: what the strokes show, which the caption calls ``mark``."""
+    """Return the end of a caption's sentence that says what strokes show.
+
+    For example, ``; strokes ( | ): scheduled step / measured step``, where ``strokes ( | )`` is ``mark``, the words for
+    a stroke.  The text is empty if no measure has strokes.
+    """
     shown = [measure for measure in measures if measure.stroke]
     return "".join(f"; {mark}: {each.stroke_label or each.stroke.replace('_', ' ')}" for each in shown)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Draws a row for each configuration of each setting, and a panel for each measure, side by side.
+    """Draws a row for each configuration in each setting; each measure has a panel, and panels are side by side.
 
-    A row shows the estimate with its interval, and each raw value as a dot.
+    A row shows the measure's value as a bar or point, its interval as a line, and each raw value as a dot.
     """
 
     measures: tuple[Measure, ...]
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Draw bars or points with their intervals."""
+        """Draw the table ``data``, which must have rows, and return the figure."""
         rows, shown = by_setting_and_configuration(data), _measured(self.measures, data)
         names = [name + caveats.rates(group) for name, _, group in rows]
         figure, (panels,) = axes.grid(style, 1, len(shown), [axes.rows_inches(len(rows))], share_y=True)
@@ -115,7 +126,10 @@ class Rows:
 
 
 def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: Sequence[Look]) -> None:
-    """Draw one measure of all rows into a panel."""
+    """Draw one measure of all rows into a panel.
+
+    ``rows`` are the raw values of each row, and ``looks`` the looks of the rows' configurations.
+    """
     places, column = np.arange(len(rows)), measure.column
     ends = pd.DataFrame([measure.interval(group) for group in rows])
     ends["stroke"] = [group[measure.stroke].median() if measure.stroke else np.nan for group in rows]
@@ -146,22 +160,24 @@ def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: 
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """Draws a line over ``x`` for each configuration, or for each value of the column that ``lines`` names.
+    """Draws a line over ``x`` for each configuration, or for each value of another column (``lines``).
 
-    Each measure has a row of panels, one for each value of the column ``panel``; a single measure may have more rows.
+    The table's column ``panel`` divides its rows over panels, one for each value of the column.  Each measure has its
+    row of panels; the panels of a single measure may fill several rows.
     """
 
     x: str  # column of the x axis
-    label: str  # of the x axis; empty if the title of each panel says what its x axis is
+    label: str  # label of the x axis; if it is empty, the titles of the panels are the labels of their x axes
     measures: tuple[Measure, ...]
-    lines: str = "configuration"  # column of the lines' names
-    # rows with equal values in this column make one point, at their median x; by default this column is ``x``
+    lines: str = "configuration"  # column with the names of the lines
+    # Rows of a line with equal values in this column make one point, at the median of their ``x``.  If it is empty, the
+    # column ``x`` is used.
     points: str = ""
     log: bool = False  # whether the x axis is logarithmic
-    band: bool = False  # whether a band shows the range of the values, instead of a dot for each value
+    band: bool = False  # whether bands show the range of the raw values; if not, each raw value is a dot
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Draw lines through estimates, with a panel for each value of the column ``panel``."""
+        """Draw the table ``data``, which must have rows and a column ``panel``, and return the figure."""
         shown, titles = _measured(self.measures, data), list(data["panel"].unique())
         looks = theme.shades([str(name) for name in data[self.lines].unique()])
         if self.lines == "configuration":
@@ -233,29 +249,27 @@ class Lines:
             if self.band
             else f"each small dot is {_dots(shown)}"
         )
-        return (
-            f"{_definitions(shown)} Markers show the values so defined, and {raw}{_strokes(shown, 'dashes')}."
-        )
+        return f"{_definitions(shown)} Markers show the values defined above, and {raw}{_strokes(shown, 'dashes')}."
 
 
 @dataclass(frozen=True, slots=True)
 class Stacked:
-    """Draws a stacked bar for each configuration.
+    """Draws a stacked bar for each configuration, and totals as marks on the bar.
 
-    Rows of the table whose ``kind`` is "bar" are parts of the bar; rows of other kinds are totals, drawn as marks.
+    In the table, rows whose ``kind`` is "bar" are the parts of a bar; rows of other kinds are totals.
     """
 
-    value: str  # column of the lengths
-    label: str  # of the axis, with the unit
-    says_parts: str  # a sentence of the caption on the bars, without its full stop
-    parts: tuple[str, ...]  # names of parts in the order of stacking; parts that are not named follow
-    # by kind, the marker, its colour and its meaning
+    value: str  # column with the lengths of parts and the positions of totals
+    label: str  # label of the axis, with the unit
+    says_parts: str  # the caption's sentence on the bars, without its full stop
+    parts: tuple[str, ...]  # names of parts in the order of stacking; parts that are not named here follow
+    # For each kind of total: its marker, the marker's colour, and its meaning.
     also: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
-    # the average over trials that is drawn; tables print the same one
+    # The average over trials that is drawn; the page's tables print the same average.
     middle: Literal["mean", "median"] = "median"
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Draw bars and marks, with a panel for each value of the column ``panel``."""
+        """Draw the table ``data`` with a panel for each value of its column ``panel``, and return the figure."""
         held = set(data[(data["kind"] == "bar") & data[self.value].gt(0)]["part"])
         known = [part for part in self.parts if part in held]
         colours = theme.of_parts([*known, *sorted(held - set(known))])
@@ -293,7 +307,7 @@ class Stacked:
         axes.room(ax, zero=True, share=0.12)
 
     def says(self, data: pd.DataFrame) -> str:
-        """Return the caption's sentences on bars and marks."""
+        """Return the caption's sentences on the bars and the marks of totals."""
         also = [self.also[kind] for kind in self.also if kind in set(data["kind"])]
         marks = "".join(f"; {_MARKERS[marker]}: {meaning}" for marker, _, meaning in also)
         # Only the parts of a step are means; their own sentence says to which length they are scaled.
@@ -303,15 +317,18 @@ class Stacked:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """Draws a point for each configuration, at its median ``x`` and its estimate, and the points' Pareto front."""
+    """Draws a point for each configuration, and the Pareto front of these points.
+
+    A point's x is the configuration's median in column ``x``, and its y the configuration's value of the measure.
+    """
 
     x: str  # column of the x axis
-    label: str  # of the x axis
-    measures: tuple[Measure, ...]  # one panel each
+    label: str  # label of the x axis
+    measures: tuple[Measure, ...]  # each has a panel in each setting
     log: bool = False  # whether ``x`` is on a logarithmic axis
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Draw a panel for each setting and measure."""
+        """Draw the table ``data`` with a row of panels for each of its settings, and return the figure."""
         shown, settings = _measured(self.measures, data), by_setting(data)
         figure, panels = axes.grid(
             style, len(settings), len(shown), [3.6 if self.log else 2.6] * len(settings)
@@ -347,23 +364,24 @@ class Front:
         return figure
 
     def _middle(self, rows: pd.DataFrame, measure: Measure) -> list[float]:
-        """Return x and y of a configuration's marker."""
+        """Return x and y of a configuration's point, from the configuration's rows."""
         return [float(rows[self.x].median()), measure.interval(rows).estimate]
 
     def says(self, data: pd.DataFrame) -> str:
         """Return the caption's sentences on the measures and the front."""
         measures = _definitions(_measured(self.measures, data))
         return (
-            f"{measures} Each marker is a configuration's estimate at its median bytes, and each dot is one trial. The "
+            f"{measures} Each marker is a configuration, at the median of its bytes, and each dot is one trial. The "
             "grey line is the Pareto front: a configuration lies on it if no other configuration is lower in one of "
             "the two quantities and at most equal in the other."
         )
 
 
 def front(points: pd.DataFrame) -> pd.DataFrame:
-    """Return the Pareto front of rows (bytes, value), ordered by bytes.
+    """Return the rows of a table with two columns (bytes, value) that are on its Pareto front, ordered by bytes.
 
-    A row is on the front if no other row is lower in one column and at most equal in the other.
+    A row is on the front if no other row is lower in one column and at most equal in the other.  Of rows that are equal
+    in both columns, only the first is returned.
     """
     ordered = points.sort_values(list(points.columns), kind="stable")
     values = ordered.iloc[:, 1]
@@ -372,12 +390,15 @@ def front(points: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Draws spans of time: a panel for each value of the column ``panel``, with a row of bars for each lane."""
+    """Draws spans of time as bars, one row of bars for each lane.
 
-    lanes: tuple[str, ...]
+    There is a panel for each value of the table's column ``panel``.
+    """
+
+    lanes: tuple[str, ...]  # names of the lanes, from top to bottom
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
-        """Draw bars from ``begin`` to ``end``, in ms."""
+        """Draw the table ``data``, one bar from ``begin`` to ``end`` (in seconds) for each row; return the figure."""
         rows, colours = groups(data, ["panel"]), theme.of_parts(self.lanes)
         height = 0.35 + 0.13 * len(self.lanes)
         figure, panels = axes.grid(style, len(rows), 1, [height] * (len(rows) - 1) + [height + 0.25])
@@ -396,5 +417,5 @@ class Lanes:
         return figure
 
     def says(self, data: pd.DataFrame) -> str:
-        """Return the caption's sentences about the panels, from the column ``summary``."""
+        """Return the caption's sentence on the panels: the clauses in the table's column ``summary``."""
         return f"{'; '.join(data['summary'].unique())}."

@@ -12,9 +12,10 @@ from report.data.text import listed
 
 
 def common_and_rest(wheres: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the parts that all descriptions of settings share, and a dict from each description to its other parts.
+    """Return what descriptions of settings have in common, and the rest of each description.
 
-    A description is a text such as ``2x2 ranks, 50 Mbit/s``; its parts are what the commas separate.
+    A description is a text such as ``2x2 ranks, 50 Mbit/s``; commas separate its parts.  The first result lists the
+    parts that all descriptions have.  The second result maps each description to a text with its other parts.
     """
     parts = {where: where.split(", ") for where in map(str, wheres)}
     common = [
@@ -27,23 +28,31 @@ def common_and_rest(wheres: Iterable[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def titles_of(data: pd.DataFrame) -> dict[str, str]:
-    """Return a short title for each setting, by its hash: the fields that the table's settings do not all share."""
+    """Return a short title for each setting, by the setting's hash.
+
+    A title lists the parts of the setting's description that not all settings of the table share.  It is empty if the
+    table has a single setting.
+    """
     where = data.drop_duplicates("setting").set_index("setting")["where"]
     titles = common_and_rest(where)[1]
     return {str(setting): titles[str(text)] for setting, text in where.items()}
 
 
 def common_to(data: pd.DataFrame) -> str:
-    """Return a caption's sentence on what all settings have in common: ``Common setting: 2x2 ranks.``"""
+    """Return a caption's sentence on what all settings have in common: ``Common setting: 2x2 ranks.``
+
+    The text is empty if they have nothing in common.
+    """
     common = common_and_rest(data["where"].unique())[0]
     return f"Common setting: {', '.join(common)}." if common else ""
 
 
 def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
-    """Return the names by which a sentence calls the peers ``some``, so that long lists stay short.
+    """Return the names of the peers' strategies ``some`` for a sentence; ``shown`` are all strategies in the figure.
 
-    If ``some`` has several strategies of a library, and ``shown`` has no other strategy of this library, the library's
-    name stands for all of them.  A strategy's name that has a comma is put in quotation marks.
+    If ``some`` has all strategies of a library that are shown, and these are several, the name of the library replaces
+    their names: ``FSDP2`` replaces ``FSDP2`` and ``FSDP2, kept``.  All other strategies are named one by one, in
+    quotation marks if the name has a comma.
     """
     of_library: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(some):
@@ -58,7 +67,10 @@ def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
 
 
 def peers_note(data: pd.DataFrame) -> str:
-    """Return a caption's text on the types that peers send; empty if ``data`` has no trials of peers."""
+    """Return a caption's sentence on the types that peers send; empty if ``data`` has no trials of peers.
+
+    For example, ``DDP sends fp32; FSDP2 sends the type in which it computes.``
+    """
     wires: dict[str, set[str]] = {}
     computed: dict[str, bool] = {}  # whether a peer sends the type in which it computes
     for strategy, configuration in zip(
@@ -88,7 +100,10 @@ def peers_note(data: pd.DataFrame) -> str:
 
 
 def configurations(data: pd.DataFrame) -> list[str]:
-    """Return the distinct configurations: by strategy, and those of one strategy in the order of the suite's trials."""
+    """Return the distinct configurations, in the order in which pages list them.
+
+    They are ordered by strategy; configurations of one strategy are in the order of the suite's trials.
+    """
     return list(data.sort_values(["place", "first"], kind="stable")["configuration"].unique())
 
 
@@ -98,12 +113,15 @@ def by_configuration(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def by_setting(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Return (short title, rows) of each setting."""
+    """Return (short title, rows) for each setting; titles are those of :func:`titles_of`."""
     return [(title, data[data["setting"] == setting]) for setting, title in titles_of(data).items()]
 
 
 def by_setting_and_configuration(data: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
-    """Return (name, configuration, rows) of each configuration of each setting; the name ends with the setting."""
+    """Return (name, configuration, rows) for each configuration in each setting.
+
+    The name is the configuration's name, followed by the short title of the setting if there are several settings.
+    """
     return [
         (f"{configuration}, {title}" if title else configuration, configuration, group)
         for title, rows in by_setting(data)

@@ -1,4 +1,7 @@
-"""Style of figures: fonts, and a colour, a marker and dashes that each configuration keeps on a whole page."""
+"""Defines the style of figures: fonts, and a colour, marker and dashes for each configuration of a page.
+
+A configuration looks the same in all figures of a page.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ WIDTH: Final = 178.0  # mm: a journal's two columns, and a text column of the pa
 COLUMN: Final = 84.0  # mm: one column of a journal, and a telephone's screen
 INK: Final = "#222222"
 FAINT: Final = "#8a8a8a"
-PUBLISHED: Final = "#c00000"  # numbers of the papers
+PUBLISHED: Final = "#c00000"  # colour of published numbers
 _NARROW_BELOW: Final = 130.0  # mm; in a narrower figure, panels stand above one another
-# The configurations of a strategy take these in turn: the colour that is mixed into the strategy's, and its share.
+# Shades of a strategy's colour, which its configurations take in turn: the colour that is mixed in, and its share.
 _SHADES: Final = (("black", 0.0), ("black", 0.45), ("white", 0.5), ("black", 0.7), ("white", 0.3))
 _MARKERS: Final = "DosPXv^p<h>*dH8"
 _FONTS: Final = mpl.rc_params_from_file(
@@ -33,19 +36,19 @@ _DASHES: Final[tuple[Any, ...]] = ("", (4, 1.5), (1, 1), (3, 1, 1, 1))
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How a configuration is drawn; dashes as seaborn takes them."""
+    """The look of a configuration in figures."""
 
     colour: str = "#bbbbbb"
-    marker: str = "o"
-    dashes: Any = ""
+    marker: str = "o"  # as matplotlib names it
+    dashes: Any = ""  # as seaborn's ``dashes`` takes them
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What the figures of a page share: their width in mm, and the looks of configurations."""
+    """The style that all figures of a page share: their width, and the looks of configurations."""
 
-    width: float = WIDTH
-    looks: Mapping[str, Look] = field(default_factory=dict)
+    width: float = WIDTH  # in mm
+    looks: Mapping[str, Look] = field(default_factory=dict)  # by the name of the configuration
 
     @property
     def inches(self) -> float:
@@ -58,12 +61,16 @@ class Style:
         return self.width < _NARROW_BELOW
 
     def look(self, configuration: str) -> Look:
-        """Return the look of a configuration, or a grey one if the style does not know it."""
+        """Return the look of a configuration; a grey look if the style has none for it."""
         return self.looks.get(configuration, Look())
 
 
 def looks_of(configurations: Iterable[tuple[str, str]]) -> dict[str, Look]:
-    """Return a look for each (strategy, configuration), so that the configurations of one strategy look different."""
+    """Return a look for each configuration, by name, from pairs (strategy, configuration).
+
+    The first configuration of a strategy has the strategy's colour and marker; the others have other shades of the
+    colour, other markers and dashes.
+    """
     looks: dict[str, Look] = {}
     seen: Counter[str] = Counter()
     for strategy, configuration in dict.fromkeys(configurations):
@@ -81,20 +88,23 @@ def _mixed(colour: str, other: str, share: float) -> str:
 
 
 def of_parts(parts: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each part of a whole, by part; full and pale colours alternate in the order of the parts."""
+    """Return a colour for each part of a stacked bar, by the part's name; full and pale colours alternate."""
     full = sns.color_palette("colorblind", -(-len(parts) // 2))
     colours = [shade for rgb in full for shade in (to_hex(rgb), _mixed(to_hex(rgb), "white", 0.55))]
     return dict(zip(parts, colours, strict=False))
 
 
 def shades(names: Sequence[str]) -> dict[str, Look]:
-    """Return a look for each of these lines, which are not configurations, by name: colours from dark to light."""
+    """Return a look for each line that is not a configuration, by the line's name; colours go from dark to light."""
     colours = sns.color_palette("viridis", len(names) + 1).as_hex()  # the last is too pale
     return {name: Look(colour) for name, colour in zip(names, colours, strict=False)}
 
 
 @contextmanager
 def fonts() -> Iterator[None]:
-    """Return a context in which figures are drawn with this module's fonts and lines, and saved deterministically."""
+    """Return a context in which matplotlib draws with the fonts and lines of this module.
+
+    In this context, equal figures are saved as equal bytes.
+    """
     with mpl.rc_context({**sns.axes_style("ticks"), **sns.plotting_context("paper"), **_FONTS}):
         yield

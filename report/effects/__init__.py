@@ -1,1 +1,1 @@
-"""Compares configurations with their baselines: seconds, bytes, errors, losses, and net speed-ups from both."""
+"""Compares configurations with their baselines: in seconds, bytes, errors and losses, and in net speed-ups."""

@@ -41,33 +41,39 @@ _OF_LOSSES: Final[dict[str, Verdict]] = {"inferior": "worse", "not inferior": "n
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """A quantity of one configuration, compared with the baseline's in one setting."""
+    """The comparison of one configuration with its baseline, in one quantity and one setting."""
 
     change: (
-        Interval  # ratio to the baseline's value, or difference from it; counted quantities have no spread
+        Interval  # ratio of the value to the baseline's, or difference of the two; without spread if counted
     )
     verdict: Verdict
-    value: Interval  # the configuration's own value; if only the change is known, the change
+    value: Interval  # the configuration's value; equals ``change`` if only the change is known
     base: float = math.nan  # the baseline's value
-    equal: float = 1.0  # the change if there is no difference: 1 for ratios, 0 for differences
-    why: str = ""  # why the verdict is inconclusive, if not for too few values
-    steps: int = 0  # for losses: steps of training before the loss was measured
-    expected: Prediction | None = None  # the change to expect of a further run, if that is predicted
-    text: str = ""  # printed where there is no number
+    equal: float = 1.0  # the value of ``change`` that means "no difference": 1 for ratios, 0 for differences
+    why: str = ""  # why the verdict is inconclusive; empty if it is not, or if there are too few values
+    steps: int = 0  # for losses: number of training steps before the loss was measured
+    expected: Prediction | None = None  # prediction of the change in a new run; None if nothing is predicted
+    text: str = ""  # text of the cell if there is no number
 
     @property
     def significant(self) -> bool:
-        """Whether the interval excludes equality."""
+        """Whether the interval of the change excludes "no difference".
+
+        It is False if there is no interval, or if the verdict is inconclusive for another reason (``why``).
+        """
         return not self.why and self.change.known and not self.change.contains(self.equal)
 
     @property
     def counted(self) -> bool:
-        """Whether the quantity is counted, so that it has no interval."""
+        """Whether the quantity is counted exactly, such as bytes; it then has a value but no sample."""
         return self.change.n == 0 and self.change.known
 
     @property
     def size(self) -> float:
-        """How large the change is: nats, or the logarithm of a ratio; -1 if nothing was measured."""
+        """Absolute size of the change, by which effects are ranked: in nats, or as the logarithm of a ratio.
+
+        It is -1 if nothing was measured.
+        """
         estimate = self.change.estimate
         if math.isnan(estimate):
             return -1.0
@@ -75,7 +81,10 @@ class Effect:
 
 
 def verdict_on(change: Interval, *, more_is_better: bool) -> Verdict:
-    """Return the verdict on a ratio to the baseline's value."""
+    """Return the verdict on a ratio: a configuration's value over its baseline's value.
+
+    ``more_is_better`` says whether a ratio above 1 is an improvement.
+    """
     if math.isnan(change.estimate):
         return "not measured"
     if not change.known:
@@ -86,12 +95,12 @@ def verdict_on(change: Interval, *, more_is_better: bool) -> Verdict:
 
 
 def counted(value: float) -> Interval:
-    """Return a value that is counted and not sampled, and so has no spread."""
+    """Return a counted value as an interval, both of whose ends are the value; its number of values ``n`` is 0."""
     return Interval(value, value, value, 0)
 
 
 def speeds(derived: Derived) -> dict[Key, Effect]:
-    """Return speed-ups: of a step, or of decoding where no step trains."""
+    """Return the speed-up of each configuration in each setting: of a step or, for decoding, of tokens per second."""
     effects: dict[Key, Effect] = {}
     for table, ratio_of in ((derived.generations, decoding.speedup), (derived.pairs, speedups.speedup)):
         for key, rows in groups(table[table["id"] != table["baseline"].fillna(table["id"])], _BY_KEY):
@@ -103,9 +112,10 @@ def speeds(derived: Derived) -> dict[Key, Effect]:
 
 
 def sent(derived: Derived) -> dict[Key, Effect]:
-    """Return the bytes between nodes over the baseline's, by the ledger or, without a ledger, by the interfaces.
+    """Return the ratio of each configuration's bytes between nodes to its baseline's bytes.
 
-    For decoding, these are the bytes of each token after the first.
+    Both numbers are from the ledger or, if either has no ledger, from the interfaces.  For decoding, they are the bytes
+    of each token after the first.
     """
     effects: dict[Key, Effect] = {}
     bases = baselines(derived)
@@ -126,11 +136,11 @@ def sent(derived: Derived) -> dict[Key, Effect]:
 
 
 def errors(derived: Derived) -> dict[Key, Effect]:
-    """Return the errors of gradients end to end (vNMSE), compared in pairs of a trial and the baseline's trial.
+    """Return the error of each configuration's gradients, from end to end (vNMSE), and its ratio to the baseline's.
 
-    The error of a trial is the median over its measured steps.  Suites that repeat trials measure errors in the first
-    repeat alone, since further repeats of a seed would find the same.  A single value gets no verdict: steps and units
-    of one training run are no independent samples.
+    A trial's error is the median over its measured steps, and the ratio is over pairs of trials.  Suites measure errors
+    only in the first repeat of each seed, since other repeats would give the same errors.  An error that was measured
+    in one trial only has the verdict ``one value``, since the steps of one trial are not independent samples.
     """
     rows, trials = derived.sent_errors, derived.trials
     rows = rows[rows["purpose"].eq("gradients") & rows["hop"].isna() & rows["repeated"].eq(1)]
@@ -152,10 +162,10 @@ def errors(derived: Derived) -> dict[Key, Effect]:
 
 
 def losses(derived: Derived) -> dict[Key, Effect]:
-    """Return the differences of final validation losses, judged by the rule of :mod:`report.effects.loss_verdicts`.
+    """Return the difference of each configuration's final validation loss from its baseline's, in nats.
 
-    Where seeds of a configuration ended without a loss, those that remain are no fair sample, and the verdict is
-    inconclusive.
+    :mod:`report.effects.loss_verdicts` gives the verdicts.  If a seed of a configuration failed or ended with a loss
+    that is not finite, the configuration's verdict is inconclusive, because its other seeds are not a fair sample.
     """
     failures, trials = derived.frames.failures, derived.trials
     without = trials[trials["validation_loss"].isna() & trials["validation_step"].notna()]
@@ -181,10 +191,11 @@ def losses(derived: Derived) -> dict[Key, Effect]:
 
 
 def net_speeds(derived: Derived) -> dict[Key, Effect]:
-    """Return the net speed-ups to the baseline's final loss, where losses and seconds of steps are known.
+    """Return the net speed-up of each configuration to its baseline's final loss.
 
-    If any configuration has seconds, each configuration that does not reach this loss has the verdict ``not reached``,
-    whether or not its own seconds are known.
+    Configurations without losses or without seconds of steps are left out.  A configuration that does not reach the
+    loss has the verdict ``not reached``; it is not left out if it has no seconds.
+    The dict is empty if no configuration has seconds.
     """
     of_losses, known = losses(derived), net_speed.foremost(derived)
     effects: dict[Key, Effect] = {}
@@ -201,9 +212,10 @@ def net_speeds(derived: Derived) -> dict[Key, Effect]:
 
 
 def memory(derived: Derived) -> dict[Key, Effect]:
-    """Return the MiB that the engine of the fullest rank holds on its device: median over trials, as the engine counts.
+    """Return the memory of each configuration: MiB that the engine of the fullest rank holds on its device.
 
-    Peers are left out, because the count of a library's memory lacks gathered weights and local gradients.
+    It is the median over trials, and the engine counts it.  Peers are left out, because the count of a library's memory
+    lacks gathered weights and local gradients.
     """
     parts = derived.frames.memory
     parts = parts[parts["source"].eq("engine")]
@@ -216,7 +228,10 @@ def memory(derived: Derived) -> dict[Key, Effect]:
 
 
 def largest_models(derived: Derived) -> dict[Key, Effect]:
-    """Return million parameters of the largest model that trained, by limit (``64 MiB a rank``) and configuration."""
+    """Return the size of the largest model that each configuration trained within a limit, in millions of parameters.
+
+    The size is 0 if no model trained.  Keys are (limit, configuration), with limits such as ``64 MiB a rank``.
+    """
     rows = bytes_and_memory.under_limits(derived)
     sizes: dict[Any, float] = {
         (f"{limit / 2**20:g} MiB a rank", name): bytes_and_memory.largest(group)[0]
@@ -227,10 +242,10 @@ def largest_models(derived: Derived) -> dict[Key, Effect]:
 
 
 def scaling(derived: Derived) -> list[tuple[str, str, int, int, Effect]]:
-    """Return by how much tokens/s of all ranks grow from the fewest nodes to the most.
+    """Return, for each configuration, all ranks' tokens/s on the most nodes over their tokens/s on the fewest nodes.
 
-    Each entry is (kind, configuration, fewest nodes, most nodes, effect).  The kind is ``weak`` (every rank's batch
-    stays the same) or ``strong`` (the batch of all ranks together stays the same).
+    Each entry is (kind, configuration, fewest nodes, most nodes, effect).  The kind is ``weak`` if every rank's batch
+    stays the same, and ``strong`` if the batch of all ranks together stays the same.
     """
     rows, found = bytes_and_memory.by_nodes(derived), []
     for (kind, _), group in groups(rows, ["kind", "title"]):
@@ -251,7 +266,7 @@ def scaling(derived: Derived) -> list[tuple[str, str, int, int, Effect]]:
 
 
 def baselines(derived: Derived) -> dict[str, tuple[str, ...]]:
-    """Return the configurations of the baseline in each setting."""
+    """Return, by the hash of each setting, the names of the setting's baselines; usually there is one."""
     rows = derived.finished[is_baseline(derived.finished)]
     return {
         str(setting): tuple(map(str, group["configuration"].unique()))
@@ -260,7 +275,11 @@ def baselines(derived: Derived) -> dict[str, tuple[str, ...]]:
 
 
 def beside(derived: Derived) -> dict[Key, tuple[str, ...]]:
-    """Return the configurations of the baseline that each configuration is compared with."""
+    """Return, by (setting, configuration), the names of the baselines with which the configuration is compared.
+
+    In a setting with several baselines it is compared with one of them (``Frames.finished``, column ``beside``).  The
+    names are empty in settings without a baseline.
+    """
     bases, found = baselines(derived), {}
     for (setting, name, nearest), _ in groups(derived.finished, [*_BY_KEY, "beside"]):
         found[str(setting), str(name)] = (str(nearest),) if nearest else bases.get(str(setting), ())
@@ -268,14 +287,15 @@ def beside(derived: Derived) -> dict[Key, tuple[str, ...]]:
 
 
 def all_baselines(derived: Derived) -> list[str]:
-    """Return the configurations that are a baseline in any setting."""
+    """Return the names of the configurations that are a baseline in at least one setting."""
     return list(dict.fromkeys(name for names in baselines(derived).values() for name in names))
 
 
 def needed(change: Interval, equal: float) -> int:
-    """Return how many pairs would make the interval exclude equality, if the change and its spread stay the same.
+    """Return the smallest number of pairs with which the interval would exclude "no difference".
 
-    If there were several occasions, the returned number counts occasions.  It is at most :data:`MOST_NEEDED`.
+    The change and its spread are assumed to stay the same.  If the change was measured at several occasions, occasions
+    are counted instead of pairs.  The number is at least 6 and at most :data:`MOST_NEEDED`.
     """
     count = change.occasions if change.occasions > 1 else change.n
     ends = (change.estimate, change.high)
@@ -291,7 +311,10 @@ NONE: Final = Interval(math.nan, math.nan, math.nan, 0)
 
 
 def _ratio(change: Interval, value: Interval | None = None) -> Effect:
-    """Return the effect of ``change``, a ratio of which less is better; ``value`` is the configuration's own value."""
+    """Return the effect with the ratio ``change``, of which less is better.
+
+    ``value`` is the configuration's value; None if only the ratio is known.
+    """
     return Effect(change, verdict_on(change, more_is_better=False), change if value is None else value)
 
 
@@ -299,7 +322,14 @@ def _over_baselines(
     values: Mapping[Key, float], bases: Mapping[Key, tuple[str, ...]], *, same: float = 0.0,
     more_is_better: bool = False,
 ) -> dict[Key, Effect]:  # fmt: skip
-    """Return each counted value's effect, compared with its configuration's first baseline that has a value."""
+    """Return an effect for each counted value: its ratio to the value of the baseline.
+
+    Args:
+        values: Values by (setting, configuration).
+        bases: The baselines of each configuration; the first baseline with a value counts.
+        same: Ratios that differ from 1 by at most this share count as 1.
+        more_is_better: Whether a ratio above 1 is an improvement.
+    """
     effects: dict[Key, Effect] = {}
     for (setting, name), value in values.items():
         names = bases.get((setting, name), ())

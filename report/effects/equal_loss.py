@@ -1,4 +1,4 @@
-"""How many steps a configuration needs for a loss, and how many its baseline needs.
+"""Compares the numbers of steps that a configuration and its baseline need to reach the same loss.
 
 Formulas: docs/reference/metrics.md, Net speed-up.
 """
@@ -20,17 +20,21 @@ NONE: Final = Interval(math.nan, math.nan, math.nan, 0)
 
 @dataclass(frozen=True, slots=True)
 class EqualLoss:
-    """The steps to a loss that a configuration and its baseline both reach, over the seeds that both have."""
+    """The numbers of steps after which a configuration and its baseline reach the same loss.
 
-    # The baseline's steps over the configuration's; NaN if a curve begins below that loss.
+    Losses are means over the seeds that both have.
+    """
+
+    # The baseline's number of steps over the configuration's number of steps; NaN if ``why`` gives a reason.
     ratio: Interval = NONE
-    loss: float = math.nan  # the configuration's mean loss at the end
-    base: float = math.nan  # the baseline's mean loss at the end
-    steps: float = math.nan  # the configuration's, to the higher of the two losses
-    base_steps: float = math.nan  # the baseline's, to the same loss
-    # False if the configuration ends higher than the baseline, significantly or with too few seeds to tell.
+    loss: float = math.nan  # the configuration's final loss
+    base: float = math.nan  # the baseline's final loss
+    steps: float = math.nan  # steps of the configuration to the higher of the two final losses
+    base_steps: float = math.nan  # steps of the baseline to the same loss
+    # Whether the configuration reaches the baseline's final loss.  It does not if its final loss is significantly
+    # higher, or if it is higher and there are too few seeds for an interval.
     reached: bool = True
-    why: str = ""  # why there is no ratio
+    why: str = ""  # why there is no ratio; empty if there is one
 
     @property
     def target(self) -> float:
@@ -41,18 +45,20 @@ class EqualLoss:
 def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
     """Compare the steps that a configuration and its baseline need for equal losses.
 
-    A curve is the mean over the seeds that both have.  Steps are counted to the higher of the two final losses, which
-    both curves reach, so that nothing is extrapolated.  The ends of the interval are the ratios at the ends of the
-    interval of the difference of final losses, which are paired by seed.
+    Each has a curve: its validation loss over steps, as the mean over the seeds that both have.  Steps are counted to
+    the higher of the two final losses.  Both curves reach this loss, so that nothing is extrapolated.
+    The ratio is also computed for the lower and the upper end of another interval: of the difference of the final
+    losses, in pairs of one seed.  These two ratios are the ends of the ratio's interval.
 
     Args:
-        own: Validations of the configuration, with columns ``seed``, ``step`` and ``loss``; of several for one seed and
-            step the mean counts.
+        own: Validations of the configuration, with columns ``seed``, ``step`` and ``loss``.  If there are several for
+            one seed and step, their mean counts.
         base: Validations of the baseline, with the same columns.
 
     Returns:
-        The comparison.  There is no ratio if the two share no seed, if a seed has no loss after the last step, if a
-        loss is infinite, or if a curve has one validation or begins below the loss.
+        The comparison.  If there is no ratio, ``ratio`` is NaN, and ``why`` gives the reason: the two share no seed, a
+        seed has no loss after the last step, a loss is infinite, a curve has a single validation, or a curve begins
+        below the loss to which steps are counted.
     """
     tables = [each.pivot_table(index="seed", columns="step", values="loss") for each in (own, base)]
     seeds = tables[0].index.intersection(tables[1].index)
@@ -70,7 +76,11 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
     losses = [curve.mean().to_numpy() for curve in curves]
 
     def steps_to(curve: int, above: float) -> float:
-        """Return the steps to the curve's final loss plus ``above`` nats; all its steps if ``above`` is at most 0."""
+        """Return the number of steps after which a curve reaches its final loss plus ``above`` nats.
+
+        ``curve`` is 0 for the configuration and 1 for the baseline.  If ``above`` is at most 0, return the number of
+        all steps.
+        """
         # Not the first step with the final loss, which a curve that rises at its end has long before.
         if above <= 0:
             return float(steps[curve][-1])
@@ -79,7 +89,7 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
     def to_equal(difference: float) -> tuple[float, float]:
         """Return the configuration's and the baseline's steps to equal losses.
 
-        ``difference`` is how many nats above the baseline the configuration ends.
+        ``difference`` is the configuration's final loss minus the baseline's, in nats.
         """
         return steps_to(0, -difference), steps_to(1, difference)
 

@@ -1,8 +1,8 @@
 """Judges whether a configuration's validation loss is higher than the baseline's by more than a margin.
 
-Losses are paired by seed.  A verdict needs enough power.  Formulas: docs/reference/metrics.md.
-
-A seed draws the first weights and the order of the data; its repeats and sweeps count as one loss.
+Losses are compared in pairs of one seed.  A seed determines the first weights and the order of the data, so all repeats
+and sweeps of a seed count as one loss.  A verdict needs a test of enough power (:func:`power`).
+Formulas: docs/reference/metrics.md.
 """
 
 from __future__ import annotations
@@ -43,16 +43,19 @@ _NONE = Interval(math.nan, math.nan, math.nan, 0)
 
 @lru_cache(maxsize=32)  # the answer, tables and figures ask for it
 def losses(derived: Derived) -> tuple[Row, ...]:
-    """Return one row for each configuration and setting whose trials ended in a validation.
+    """Return one row for each configuration in each setting, from the trials with a final validation loss.
 
-    If there is a baseline with the same seeds, a row has:
+    The keys of a row, besides names, are:
 
-    * ``difference`` of the losses (more is worse), ``margin``, ``power`` and ``verdict``;
-    * ``target``: the baseline's mean loss plus the margin;
-    * ``reached``: the number of seeds that reach the target; ``seconds``: the median of their times to it;
+    * ``loss``: mean over ``seeds`` seeds, after ``steps`` training steps;
+    * ``id`` and ``baseline``: ids of the records of the configuration and its baseline, joined by spaces;
+    * ``margin`` in nats, and ``target``: the baseline's mean loss plus the margin;
+    * ``reached``: the number of seeds that reach the target; ``seconds``: the median of their seconds to the target;
+    * ``difference``: the loss minus the baseline's loss, in pairs of one seed; ``power``; ``verdict``;
     * ``gain``: the baseline's seconds to the target over the configuration's, if all seeds of both reach it.
 
-    ``id`` and ``baseline`` are ids of records, joined by spaces.
+    The verdict is empty, and the difference, the power and the gain are NaN, for baselines and for configurations
+    that share no seed with their baseline.  If a setting has no baseline, the margin and the target are NaN, too.
     """
     trials = derived.trials.dropna(subset=["validation_loss"])
     trials = trials.assign(is_base=is_baseline(derived.trials)[trials.index])
@@ -64,7 +67,11 @@ def losses(derived: Derived) -> tuple[Row, ...]:
 
 
 def _beside(base: pd.DataFrame, group: pd.DataFrame) -> pd.DataFrame:
-    """Return the trials ``base`` of the baseline; if there are several baselines, those of the one in ``beside``."""
+    """Return the baseline's trials with which the configuration of ``group`` is compared.
+
+    ``base`` are the trials of all baselines of the setting.  If there are several baselines, column ``beside`` of
+    ``group`` names one of them.
+    """
     beside = group["beside"].iloc[0]
     return base[base["configuration"].eq(beside)] if beside else base
 
@@ -103,17 +110,17 @@ def _row(derived: Derived, group: pd.DataFrame, base: pd.DataFrame) -> Row:
 
 
 def allowed(derived: Derived) -> str:
-    """Return the margin as text: ``1%``, or ``14 steps``."""
+    """Return the margin as text: ``1%`` (of the baseline's loss) or, if the suite names steps, ``14 steps``."""
     steps = derived.frames.margin
     return f"{MARGIN:.0%}" if not steps else f"{steps} steps"
 
 
 def _margin(derived: Derived, base: pd.DataFrame) -> float:
-    """Return the margin in nats.
+    """Return the margin in nats; ``base`` are the baseline's trials.
 
-    By default it is a share of the baseline's loss.  If the suite names a number of steps, the margin is what the
-    baseline's mean loss falls by in so many steps, at its rate in the last quarter of training; NaN if it does not
-    fall there, or has fewer than two validations there.
+    By default it is :data:`MARGIN` times the baseline's loss.  If the suite names a margin in steps, it is the number
+    of nats by which the baseline's mean loss falls in so many steps, at the rate of the last quarter of training.
+    Returns NaN if the loss does not fall in this quarter, or if the quarter has fewer than two validations.
     """
     if not (steps := derived.frames.margin):
         return MARGIN * float(by_seed(base).mean())
@@ -126,12 +133,15 @@ def _margin(derived: Derived, base: pd.DataFrame) -> float:
 
 @lru_cache(maxsize=32)  # the answer and a figure ask for it
 def front(derived: Derived) -> pd.DataFrame:
-    """Return which configurations lie on the front of bytes between nodes and loss.
+    """Return a table that says which configurations lie on the front of bytes between nodes and loss.
 
-    Rows are by setting, in ascending order of ``sent``, the bytes; settings with too few configurations of known loss
-    are left out.  Each configuration is compared with those that send no more, by intervals paired by seed.  Its
-    ``front`` is ``no`` if one of them has a lower loss (``beaten`` names the lowest), ``yes`` if all of them have a
-    higher loss, and ``inconclusive`` otherwise.
+    There is one row per setting and configuration; in each setting, rows are in ascending order of the bytes, ``sent``.
+    Configurations with losses of fewer than 6 seeds are left out.  Settings in which fewer than
+    :data:`FEWEST_OF_FRONT` configurations remain are left out, too.
+    The rivals of a configuration are the other configurations that send at most as many bytes.  Their losses are
+    compared with its loss in pairs of one seed.  Column ``front`` is ``no`` if any rival has a significantly lower
+    loss; ``beaten`` then names the rival with the lowest loss.  It is ``yes`` if all rivals have significantly higher
+    losses, or if there are no rivals.  Otherwise it is ``inconclusive``.
     """
     trials = derived.trials.dropna(subset=["validation_loss", "sent_bytes"])
     rows: list[Row] = []
@@ -156,7 +166,10 @@ def front(derived: Derived) -> pd.DataFrame:
 
 
 def _verdict(difference: Interval, margin: float, steps: int) -> str:
-    """Return the verdict on a difference of losses, or a text that steps or seeds are too few for a verdict."""
+    """Return the verdict on a difference of losses (:func:`non_inferiority`).
+
+    If there are too few training steps or seeds for a verdict, return text that says so: ``too few: 3 seeds of 6``.
+    """
     if steps < LEAST_STEPS:
         return f"too short: {steps} steps of {LEAST_STEPS}"
     if difference.n < FEWEST:
@@ -165,10 +178,10 @@ def _verdict(difference: Interval, margin: float, steps: int) -> str:
 
 
 def power(difference: Interval, margin: float) -> float:
-    """Return the power of a test: how probably it would find a configuration with equal losses not inferior.
+    """Return the power of the test: the probability of the verdict "not inferior" if the true difference is 0.
 
-    This is the probability, from the noncentral t distribution, that the interval of the difference ends below
-    ``margin`` if the true difference is 0 and the losses vary between seeds as much as those behind ``difference``.
+    With this verdict, the interval of the difference ends below ``margin``.  The measured ``difference`` only gives the
+    spread between seeds and their number.  The probability follows from the noncentral t distribution.
     The power is NaN if ``difference`` has no interval.
     """
     if not difference.known:
@@ -184,11 +197,17 @@ def power(difference: Interval, margin: float) -> float:
 
 
 def non_inferiority(difference: Interval, margin: float) -> str:
-    """Return the verdict on paired differences of which more is worse.
+    """Return the verdict on a difference: a configuration's loss minus its baseline's loss.
 
-    ``inferior``: the interval lies above the margin.  ``not inferior``: it lies below the margin.  Each of these
-    verdicts is wrong in at most 2.5 % of samples.  ``inconclusive``: the margin lies inside the interval.
-    ``no power``: a configuration that is equal to the baseline would be found not inferior too rarely.
+    The first verdict that applies is returned:
+
+    * ``inferior``: the interval of the difference lies above the margin.
+    * ``no power``: there is no interval, or the power is below :data:`ENOUGH_POWER`, so that a configuration that is
+      equal to the baseline would rarely be found not inferior.
+    * ``not inferior``: the interval lies below the margin.
+    * ``inconclusive``: the margin lies inside the interval.
+
+    ``inferior`` and ``not inferior`` are each wrong in at most 2.5 % of samples.
     """
     if difference.known and difference.low > margin:
         return "inferior"
@@ -198,27 +217,27 @@ def non_inferiority(difference: Interval, margin: float) -> str:
 
 
 def by_seed(trials: pd.DataFrame, column: str = "validation_loss") -> pd.Series[float]:
-    """Return the loss of each seed: the mean over the trials of this seed."""
+    """Return the loss of each seed, which is the mean of ``column`` over the trials of the seed."""
     return trials.groupby("seed")[column].mean()
 
 
 def over_seeds(group: pd.DataFrame, column: str = "validation_loss") -> Interval:
-    """Return the mean of a column of losses over seeds; the ends are the lowest and the highest loss of a seed."""
+    """Return the mean of a column of losses over seeds, as an interval from the lowest to the highest seed's loss."""
     means = by_seed(group, column)
     return Interval(float(means.mean()), float(means.min()), float(means.max()), len(means))
 
 
 def first_at(loss: Floats, place: Floats, target: float) -> float:
-    """Return the place at which a curve of losses is first at most ``target``, on the line between two validations.
+    """Return the place at which a curve of losses first falls to ``target``; between validations it is a straight line.
 
     Args:
         loss: Validation losses in order, shape (n,).
-        place: Where they were measured, such as steps or training seconds, shape (n,).
-        target: The loss that is looked for.
+        place: Steps or training seconds after which the losses were measured, shape (n,).
+        target: The loss to which the curve falls.
 
     Returns:
-        The place; infinity if no loss is at most ``target``; NaN if already the first loss is at most ``target``, or if
-        a NaN comes before the first such loss.
+        The place, in the unit of ``place``.  Infinity if no loss is at most ``target``.  NaN if the first loss is
+        already at most ``target``, or if a loss is NaN before the curve falls to ``target``.
     """
     # Number of validations before the first one that is low enough.
     end = int((loss > target).cumprod().sum())
@@ -229,9 +248,10 @@ def first_at(loss: Floats, place: Floats, target: float) -> float:
 
 
 def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.DataFrame:
-    """Return whether each trial's validation loss is ever at most ``target``, and after how many training seconds.
+    """Return one row per trial, with the columns ``reached`` and ``seconds``.
 
-    The columns are ``reached`` and ``seconds`` (:func:`first_at`), which are NaN in trials that were not timed.
+    ``reached`` says whether any validation loss of the trial is at most ``target``.  ``seconds`` are the training
+    seconds after which it falls to ``target`` (:func:`first_at`); they are NaN in trials that were not timed.
     """
     curves, reached, seconds = derived.frames.validations, {}, {}
     curves = curves[curves["id"].isin(trials["id"])].sort_values("step")
@@ -245,10 +265,12 @@ def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.Dat
 
 
 def _gain(seconds: pd.DataFrame, base_seconds: pd.DataFrame) -> Interval:
-    """Return the ratio of the baseline's seconds to a configuration's, over undisturbed pairs of one seed.
+    """Return the ratio of the baseline's seconds to a configuration's seconds, over undisturbed pairs of trials.
 
-    Its interval is the wider of two: over occasions, and over seeds.  There is no ratio if a seed never reaches the
-    target, since leaving out that seed, which is among the slowest, would flatter the others.
+    Both are seconds to the target (:func:`_seconds_to`), and the trials of a pair have the same seed and occasion.
+    Two intervals are computed, over occasions and over seeds; the wider is returned.
+    The ratio is NaN if any trial never reaches the target: leaving out such a slow trial would make the others look
+    faster.  It is also NaN if there are no pairs.
     """
     if not np.isfinite([*seconds["seconds"], *base_seconds["seconds"]]).all():
         return _NONE

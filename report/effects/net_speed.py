@@ -1,7 +1,7 @@
-"""Net speed-up: how much sooner a configuration has a loss than its baseline, in seconds of training.
+"""Computes net speed-ups: how many times as fast a configuration reaches a loss as its baseline, in training seconds.
 
-It is the speed-up of a step (:mod:`report.effects.step_seconds`) times the ratio of the steps to that loss
-(:mod:`report.effects.equal_loss`).  Formulas: docs/reference/metrics.md, Net speed-up.
+A net speed-up is the speed-up of a step (:mod:`report.effects.step_seconds`) times the ratio of the numbers of steps to
+this loss (:mod:`report.effects.equal_loss`).  Formulas: docs/reference/metrics.md, Net speed-up.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ _FEWEST_DECIMALS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class NetSpeed:
-    """The net speed-up of a configuration over its baseline, with seconds of steps from one source."""
+    """The net speed-up of a configuration over its baseline, with the seconds of steps from one source and setting."""
 
-    row: Row  # of the table of losses
+    row: Row  # the configuration's row of :func:`report.effects.loss_verdicts.losses`
     equal: EqualLoss
-    step: StepSpeed | None  # None without seconds
+    step: StepSpeed | None  # speed-up of a step; None if no source has seconds
 
     @property
     def at_both(self) -> Interval:
-        """Net speed-up to the higher of the two final losses, which both reach."""
+        """Net speed-up to the higher of the two final losses, which both reach; NaN if steps or seconds are unknown."""
         if self.step is None or self.equal.why:
             return NONE
         return product_interval(self.step.speedup, self.equal.ratio)
 
     @property
     def net(self) -> Interval:
-        """Net speed-up to the baseline's final loss; NaN where the configuration does not reach it."""
+        """Net speed-up to the baseline's final loss; NaN if the configuration does not reach this loss."""
         return self.at_both if self.equal.reached else NONE
 
 
 @lru_cache(maxsize=32)  # the verdicts, a table and a figure ask for it
 def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
-    """Return a row for each configuration whose loss is compared with a baseline's, and for each source of seconds.
+    """Return the net speed-ups of all configurations whose loss is compared with a baseline's.
 
-    A configuration without seconds has one row.  Trials of fewer than :data:`LEAST_STEPS` steps have no row, since
-    their losses hardly depend on the policy.
+    A source of seconds gives one entry for each setting in which it has the configuration's seconds.  A configuration
+    without any seconds has one entry, whose ``step`` is None.  Configurations that trained for fewer than
+    :data:`LEAST_STEPS` steps are left out, since their losses hardly depend on the policy.
     """
     found = list[NetSpeed]()
     for row in loss_verdicts.losses(derived):
@@ -64,7 +65,10 @@ def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
 
 
 def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
-    """Compare the trials of a row of losses with the trials ``base``, once for each source of seconds."""
+    """Return the net speed-ups of one configuration over the trials ``base``, one for each source of seconds.
+
+    ``row`` is the configuration's row of :func:`report.effects.loss_verdicts.losses`, and ``base`` are ids of trials.
+    """
     own = row["id"].split()
     equal = equal_loss(_curves(derived, own), _curves(derived, base))
     steps: Sequence[StepSpeed | None] = step_speeds(derived, own[0], base[0])
@@ -72,9 +76,10 @@ def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
 
 
 def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:
-    """Return the row of the first source for each setting and configuration.
+    """Return, by (setting, configuration), the net speed-up that uses the first source of seconds.
 
-    The row is left out unless this source has seconds of the configuration and its baseline in exactly one setting.
+    A configuration without any source is left out.  It is also left out if the first source has its seconds in several
+    settings, since these may give different net speed-ups.
     """
     by_key = dict[tuple[str, str], list[NetSpeed]]()
     for each in net_speeds(derived):
@@ -84,13 +89,20 @@ def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:
 
 
 def in_words(equal: EqualLoss) -> str:
-    """Return ``not reached: 1.705 against 1.683``, the final losses with as many digits as tell them apart."""
+    """Return text with the two final losses: ``not reached: 1.705 against 1.683``.
+
+    The configuration's loss comes first.  Both have as many digits as are needed to see a difference.
+    """
     loss, base = _final_losses(equal)
     return f"not reached: {loss} against {base}"
 
 
 def cell(each: NetSpeed) -> str:
-    """Return :func:`in_words` with the net speed-up to the higher loss: ``...; 1.05 ± 0.04 at 1.705``."""
+    """Return the text of a cell for a configuration that does not reach its baseline's final loss.
+
+    It is the text of :func:`in_words`, followed by the net speed-up to the higher loss, if that is known:
+    ``not reached: 1.705 against 1.683; 1.05 ± 0.04 at 1.705``.
+    """
     text = in_words(each.equal)
     if math.isnan(each.at_both.estimate):
         return text
@@ -107,24 +119,30 @@ def _final_losses(equal: EqualLoss) -> tuple[str, str]:
 
 
 def sources(derived: Derived) -> str:
-    """Return where the seconds of the verdicts' net speed-ups come from, as text."""
+    """Return text that says where the net speed-ups in the table of verdicts take the seconds of a step from.
+
+    For example, ``this suite's own records``.
+    """
     texts = (each.step.named for each in foremost(derived).values() if each.step is not None)
     return "; ".join(dict.fromkeys(texts))
 
 
 def seconds_behind(derived: Derived) -> tuple[Interval, ...]:
-    """Return the speed-ups of steps behind the verdicts' net speed-ups."""
+    """Return the speed-ups of steps from which the net speed-ups in the table of verdicts were computed."""
     return tuple(each.step.speedup for each in foremost(derived).values() if each.step is not None)
 
 
 def _single(rows: Sequence[NetSpeed]) -> bool:
-    """Return whether the first source has the seconds of one setting only."""
+    """Return whether the first source has the configuration's seconds in exactly one setting.
+
+    ``rows`` are all net speed-ups of the configuration, one for each source and setting of the source, in order.
+    """
     names = [each.step.source for each in rows if each.step is not None]
     return names.count(names[0]) == 1
 
 
 def _curves(derived: Derived, ids: Sequence[str]) -> pd.DataFrame:
-    """Return the validations of trials with their seeds."""
+    """Return the validations of the trials ``ids``, one row each, with a column ``seed``."""
     curves = derived.frames.validations
     seeds = derived.trials.set_index("id")["seed"]
     curves = curves[curves["id"].isin(ids)]

@@ -1,7 +1,7 @@
 """Compares configurations that differ in a single field of their policies.
 
-A suite that varies the schedule of ZeRO++ asks what each schedule changes.  Its baseline, ZeRO-3, does not answer that;
-ZeRO++ without a schedule does.
+For example, a suite that varies the schedule of ZeRO++ asks what each schedule changes.  A comparison with the suite's
+baseline, ZeRO-3, does not answer this question, but a comparison with ZeRO++ without a schedule does.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ FEWEST: Final = 3
 
 
 class OneField(NamedTuple):
-    """Records in which the contrast are these configurations, and the baseline of each is its counterpart."""
+    """Records in which configurations are compared with their counterparts, which differ in one field only."""
 
     field: str  # the field in which a configuration and its counterpart differ, such as ``schedule``
     derived: Derived
 
 
 def one_field(derived: Derived) -> OneField | None:
-    """Return the records of configurations that differ from a counterpart in one field, compared with it.
+    """Return the records with other baselines: each configuration's baseline is its counterpart.
 
-    A configuration's counterpart has the same setting and strategy, and the same changes of the strategy's policy
-    without the change of this field.  The counterpart of ``ZeRO++ (g int8:64, feedback loco)`` by ``feedback`` is
-    ``ZeRO++ (g int8:64)``.  Controls have none.
+    A counterpart of a configuration has the same setting and strategy, and the same changes of the policy except the
+    change of one field.  For the field ``feedback``, the counterpart of ``ZeRO++ (g int8:64, feedback loco)`` is
+    ``ZeRO++ (g int8:64)``.  Controls and peers have no counterparts.
+    A single field is chosen: the field in which the most configurations have a counterpart.  In the returned records,
+    these configurations are the contrast, and their counterparts are the baselines.
 
-    Of several fields, the one with the most such configurations counts.  The result is None if these are fewer than
-    :data:`FEWEST`, or if all their counterparts are baselines, since the records then already compare them.
+    Returns None if fewer than :data:`FEWEST` configurations have a counterpart in this field.  Returns None also if
+    all counterparts are baselines of the suite, since the suite then compares with them already.
     """
     first = derived.finished.drop_duplicates(["setting", "configuration"])
     names = zip(first["setting"], first["configuration"], first["id"], strict=True)
@@ -72,7 +74,10 @@ def one_field(derived: Derived) -> OneField | None:
 
 
 def _identity(setting: str, trial: Trial, changes: dict[str, str]) -> str:
-    """Return a text that is equal for configurations of one setting with the same strategy and these changes."""
+    """Return text that identifies a configuration: its setting, its strategy, and the changes of its policy.
+
+    ``trial`` is any trial of the configuration; fields of its training, such as clipping, are part of the text.
+    """
     fields = trial.canonical()
     others = [fields.get(name) for name in ("strategy", "deepspeed_config", *TRAINING)]
     return json.dumps([setting, others, sorted(changes.items())], sort_keys=True)

@@ -1,7 +1,7 @@
-"""Speed-ups of steps from the suite's own records, from those of another suite, and from a model of a machine.
+"""Computes speed-ups of steps from a suite's records, from another suite's records, or from a model of a machine.
 
-Seconds of other records count for a configuration if they are of the same work (model, batch, ranks) with the same
-policy, on nodes whose link has a rate or is a real network.
+The seconds of another suite's trial count for a configuration if the trial does the same work (model, batch, ranks),
+with the same policy.  It must have run on one node, over a link with a rate, or over a real network.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ _REAL: Final = ("real", "shaped")  # kinds of links between hosts
 
 @dataclass(frozen=True, slots=True)
 class StepSpeed:
-    """How many times as fast a step of a configuration is as its baseline's, by one source in one setting."""
+    """The speed-up of a configuration's step over its baseline's step, by one source of seconds in one setting."""
 
     speedup: Interval
-    seconds: float
-    base_seconds: float
-    source: str  # in words, such as ``this suite's own records`` or ``records of convergence``
-    where: str  # the setting of these seconds
+    seconds: float  # seconds of the configuration's step
+    base_seconds: float  # seconds of the baseline's step
+    source: str  # the source as text: ``this suite's own records``, or ``records of convergence``
+    where: str  # description of the setting in which the seconds were measured or predicted
 
     @property
     def named(self) -> str:
-        """The source; if this is not the suite's own records, the setting of the seconds follows in parentheses."""
+        """The source as text, with the setting of the seconds in parentheses unless it is the suite's own records."""
         return self.source if self.source == OWN else f"{self.source} ({self.where})"
 
 
 def step_speeds(derived: Derived, own: str, base: str) -> list[StepSpeed]:
-    """Return the speed-up of the step of trial ``own`` over that of trial ``base``, by each source.
+    """Return the speed-ups of a step of trial ``own`` over a step of trial ``base``, from each source of seconds.
 
-    ``own`` and ``base`` are ids.  The suite's own records come last.
+    ``own`` and ``base`` are ids of trials.  The list is in the order of ``derived.sources``, and the suite's own
+    records come last.  A source without these seconds gives no entry, and a source with several settings gives several.
     """
     trials = derived.frames.trial_of[own], derived.frames.trial_of[base]
     found = list[StepSpeed]()
@@ -70,7 +71,10 @@ def step_speeds(derived: Derived, own: str, base: str) -> list[StepSpeed]:
 
 
 def unmatched(derived: Derived, source: StepSource) -> str:
-    """Return a clause on why no configuration of the suite has seconds in a source; empty if a configuration has."""
+    """Return a clause that says why a source has no seconds of any configuration of the suite.
+
+    The clause is empty if the source has seconds of at least one configuration.
+    """
     if source.missing or source.derived is None:
         return source.missing
     wanted = _known(derived)
@@ -94,24 +98,24 @@ def unmatched(derived: Derived, source: StepSource) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepsFrom:
-    """Where seconds of steps come from, as a command names it."""
+    """The sources of seconds of steps that a user names with ``--seconds``, ``--machine`` and ``--rate``."""
 
     folders: tuple[Path, ...] = ()  # results folders, or archives of such folders
     machine: Path | None = None  # file of a machine whose model of steps predicts seconds
-    rate: float | None = None  # Mbit/s of the link that is modelled; None for that of each trial
+    rate: float | None = None  # Mbit/s of the link in predictions; None: the rate of each trial's link
 
 
 def derive_folder(results: Path, steps: StepsFrom | None = None) -> Derived:
-    """Read a results folder together with the seconds of steps from elsewhere.
+    """Return the tables of a results folder, with the sources from which net speed-ups take the seconds of steps.
 
     Args:
         results: The suite's results folder.
-        steps: Where seconds come from besides the suite's own records.  Without folders, the suite's key ``seconds``
-            names another suite, whose folder or archive lies beside ``results``.
+        steps: The sources besides the suite's own records.  If it names no folders, the suite's key ``seconds`` may
+            name another suite; its results folder or archive is looked for in the folder that holds ``results``.
 
     Raises:
-        ReportError: As :func:`report.data.frames.load`; or if a folder of ``steps`` has the seconds of no configuration
-            of the suite.
+        ReportError: If the records cannot be reported together (:func:`report.data.frames.load`), or if a folder of
+            ``steps`` has no seconds of any configuration of the suite.
         Refusal: If the machine's file cannot be read.
     """
     frames, steps = load(results), steps or StepsFrom()
@@ -130,7 +134,10 @@ def derive_folder(results: Path, steps: StepsFrom | None = None) -> Derived:
 
 
 def _of_suite(frames: Frames, results: Path) -> Iterator[StepSource]:
-    """Yield the source that the suite's file of the latest run names, if it names one."""
+    """Yield the source that the suite file of the latest run names with its key ``seconds``, if it names one.
+
+    If the records of the named suite are not found, the source says so (``missing``).
+    """
     if frames.run is not None and (name := seconds_key.named(results, frames.run)):
         path = seconds_key.beside(results, name)
         missing = (
@@ -140,7 +147,7 @@ def _of_suite(frames: Frames, results: Path) -> Iterator[StepSource]:
 
 
 def read_source(path: Path) -> StepSource:
-    """Read the seconds of steps in the records of a results folder or an archive."""
+    """Return the records of a results folder, or of an archive of one, as a source of seconds."""
     name = path.name.removesuffix(archive.SUFFIX)
     if path.is_dir():
         return StepSource(name, derive(load(path)))
@@ -150,9 +157,11 @@ def read_source(path: Path) -> StepSource:
 
 @lru_cache(maxsize=64)
 def _known(derived: Derived) -> pd.DataFrame:
-    """Return the trials that trained, with their ``work``, the full ``label`` of their configuration, and ``shaped``.
+    """Return the trials that trained, with the new columns ``work``, ``label`` and ``shaped``.
 
-    ``shaped`` says whether the seconds of the trial count, as those of a link with a rate or a real network do.
+    ``work`` is equal for trials whose steps compute the same.  ``label`` is the full name of the configuration.
+    ``shaped`` says whether the trial's seconds count: it ran on one node, over a link with a rate, or over a real
+    network.
     """
     table, trial_of = derived.trials, derived.frames.trial_of
     shaped = table["rate_mbit"].notna() | table["nodes"].eq(1) | table["link_kind"].isin(_REAL)
@@ -164,7 +173,7 @@ def _known(derived: Derived) -> pd.DataFrame:
 
 
 def _fields(trial: Trial) -> dict[str, Any]:
-    """Return the fields that say what a step of a trial computes, whatever its policy and its link."""
+    """Return the fields of a trial that determine what a step computes; policy and link are not among them."""
     return {
         path: value
         for path, value in flatten(trial.canonical())
@@ -173,7 +182,10 @@ def _fields(trial: Trial) -> dict[str, Any]:
 
 
 def _of_setting(derived: Derived, own: str, base: str) -> list[StepSpeed]:
-    """Return the speed-up in the trials' own setting, if its link has a rate or is real."""
+    """Return the speed-up of trial ``own`` over trial ``base`` in their setting, by the suite's records, in a list.
+
+    The list is empty if the setting's seconds do not count (``shaped`` in :func:`_known`), or if there are no pairs.
+    """
     known = _known(derived).set_index("id")
     first = known.loc[own]
     if not first["shaped"]:
@@ -185,7 +197,16 @@ def _of_setting(derived: Derived, own: str, base: str) -> list[StepSpeed]:
 
 
 def _of_records(source: Derived, trial: Trial, base: Trial, name: str) -> list[StepSpeed]:
-    """Return the speed-up in each setting of other records with the same work and policies."""
+    """Return the speed-up of a configuration's step over its baseline's step, as other records measured it.
+
+    There is one for each setting of the other records in which both ran with the same work.
+
+    Args:
+        source: The other records.
+        trial: A trial of the configuration.
+        base: A trial of the baseline.
+        name: The source as text.
+    """
     labels, known = [label_of(each, {}) for each in (trial, base)], _known(source)
     if labels[0] == labels[1]:  # they differ in more than their policies, which labels do not tell
         return []
@@ -199,17 +220,19 @@ def _of_records(source: Derived, trial: Trial, base: Trial, name: str) -> list[S
 
 
 def _speed(pairs: pd.DataFrame, source: str) -> StepSpeed:
-    """Return the speed-up of pairs of trials, with the geometric means of the pairs' seconds."""
+    """Return the speed-up of pairs of trials, with the geometric means of both trials' seconds over the pairs."""
     kept = speedups.undisturbed(pairs)
     seconds, base = (speedups.geometric(kept[name]) for name in ("step_seconds", "baseline_seconds"))
     return StepSpeed(speedups.speedup(pairs), seconds, base, source, str(pairs["where"].iloc[0]))
 
 
 def _of_model(derived: Derived, source: StepSource, own: str, base: str) -> list[StepSpeed]:
-    """Return the speed-up that a machine's model of steps predicts; none if it does not model one of the two.
+    """Return the speed-up that a machine's model of steps predicts, as a list of one.
 
-    The interval reaches over all fits of the machine, and further by two standard deviations of the calibration's
-    errors, taken as independent for the two steps; with one fit and without such errors its ends equal the estimate.
+    The list is empty if the model cannot predict the step of trial ``own`` or of trial ``base``.
+    The estimate is from the machine's first fit.  The interval covers the ratios from all fits, and is widened by two
+    standard deviations of the calibration's errors, which are taken as independent for the two steps.  With one fit and
+    without such errors, both ends equal the estimate.
     """
     machine = source.machine
     assert machine is not None  # noqa: S101  # the caller has looked
@@ -233,7 +256,10 @@ def _of_model(derived: Derived, source: StepSource, own: str, base: str) -> list
 
 
 def _predicted(derived: Derived, source: StepSource, identity: str) -> StepTime | None:
-    """Predict a trial's step on a machine, from the units and bytes of the trial's record; None if it has no policy."""
+    """Return the predicted time of a trial's step on the source's machine, from the units and bytes of its record.
+
+    Returns None if the trial is a peer's or runs in a host engine.
+    """
     machine, trial = source.machine, derived.frames.trial_of[identity]
     if machine is None or trial.resolved_policy() is None or trial.host is not None:
         return None

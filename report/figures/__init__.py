@@ -1,1 +1,1 @@
-"""Figures of a report, as declarations."""
+"""Declares the figures of a page: question, data, mark and caption of each (:class:`report.draw.figure.Figure`)."""

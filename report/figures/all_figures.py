@@ -1,4 +1,4 @@
-"""All figures of the report, in page order."""
+"""Lists all figures of a page, in page order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of bytes: sent between nodes, held by ranks, and the largest model within a memory limit."""
+"""Figures of the bytes that are sent between nodes, of the memory of ranks, and of the largest model in a limit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLACE: Final = ["nodes", "ranks_per_node", "shape", "accumulation"]
 
 
 def _place(row: pd.Series) -> str:
-    """Return the title of a panel: its ranks and its model, and its micro-batches if a step has several."""
+    """Return the title of a panel: ``2x2 ranks, gpt-small``, and the micro-batches of a step if it has several."""
     place = f"{row['nodes']}x{row['ranks_per_node']} ranks, {plain(row['shape'])}"
     return place + (f", {row['accumulation']} micro-batches" if row.get("accumulation", 1) > 1 else "")
 
@@ -43,7 +43,7 @@ def _volume(derived: Derived) -> pd.DataFrame:
 
 
 def _m_in_words(data: pd.DataFrame) -> str:
-    """Return sentences that define M and give its size in each panel."""
+    """Return sentences of a caption that define M and give its size in MB for each panel."""
     m = data["m_bytes"] / data["accumulation"] / 1e6
     panels = data.groupby("panel", sort=False)
     sizes = "; ".join(f"{panel}: {m[rows.index[0]]:.2f} MB" for panel, rows in panels)
@@ -53,8 +53,8 @@ def _m_in_words(data: pd.DataFrame) -> str:
         else ""
     )
     return (
-        "M is what one hierarchical gather of the whole model in 16 bits sends between nodes, 2 bytes x elements x "
-        f"(nodes - 1), without padding ({sizes}).{several}"
+        "M: the bytes that one hierarchical gather of the whole model in 16 bits sends between nodes, without padding; "
+        f"these are 2 bytes x elements x (nodes - 1) ({sizes}).{several}"
     )
 
 
@@ -70,10 +70,10 @@ VOLUME: Final = Figure(
         bytes_and_memory.VOLUME_PARTS,
         also={
             "predicted": ("|", theme.INK, "the prediction of impl.plan.traffic"),
-            "interfaces": ("o", theme.INK, "what the network interfaces counted, with headers"),
+            "interfaces": ("o", theme.INK, "the bytes that the network interfaces counted, headers included"),
             "published rule": (
                 "x", theme.PUBLISHED,
-                "what the ZeRO++ blog states for presets (3 M and 0.75 M), without scales and control messages",
+                "the bytes that the ZeRO++ blog states for presets (3 M, 0.75 M), without scales and control messages",
             ),
         },
     ),
@@ -111,16 +111,17 @@ MEMORY: Final = Figure(
         VARIED,
         also={"formula": ("|", theme.INK, "the sum of the formulas of impl.plan.memory")},
     ),
-    note="Configurations without hpZ come first. The fewer ranks share hpZ's copy of the weights, the more memory the "
-    "copy takes on each; the backward pass gathers weights from these ranks only.",
+    note="Configurations without hpZ come first. With hpZ, a group of ranks shares a copy of the weights, and the "
+    "backward pass gathers weights inside the group only; the smaller the group, the more memory the copy takes on "
+    "each rank.",
 )
 
 
 def _largest(derived: Derived) -> pd.DataFrame:
-    """Return a row for each trial under a memory limit.
+    """Return one row for each trial that had a memory limit.
 
-    A row has the trial's parameters in millions if it trained, and the smallest size that its configuration did not
-    train.
+    ``trained_millions`` is the size of the trial's model in millions of parameters; NaN if it exceeded the limit.
+    ``next_size_not_run`` is the smallest size with which the trial's configuration exceeded the limit, in millions.
     """
     rows = bytes_and_memory.under_limits(derived)
     millions, trained = rows["parameters"] / 1e6, rows["trained"].astype(bool)
@@ -134,8 +135,8 @@ _TRAINED: Final = Measure(
     "trained_millions",
     "largest model that trained, million parameters",
     "masters, gradients, optimizer state, copies and gathered weights must lie within the limit, both by the formulas "
-    "before the run and as the engine counts them after it; activations and buffers of the wire are not counted. The "
-    "next larger size is recorded as a failure and was not run",
+    "before the run and by the engine's count after it; activations and buffers for messages are not counted. The next "
+    "larger size that the suite tried exceeds the limit: it is recorded as a failure, and was not run",
     lambda trials: Interval(bytes_and_memory.largest(trials)[0], math.nan, math.nan, len(trials)),
     stroke="next_size_not_run",
 )

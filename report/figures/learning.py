@@ -1,4 +1,4 @@
-"""Figures of losses, of the errors of messages, and of what fewer bytes cost."""
+"""Figures of losses, of the errors of messages, and of the error, loss and time that fewer bytes cost."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _EXCESS_OVER_SEEDS: Final = Measure(
 
 
 def _curves(derived: Derived) -> pd.DataFrame:
-    """Return the validations of trials with at least three validations.
+    """Return the validations of the trials that have at least three validations.
 
-    Each validation has three rows, in which the column ``against`` holds its steps, its seconds and its bytes.  Rows of
-    seconds are left out if no trial was timed, as with ranks that are threads.
+    Each validation has three rows.  Their column ``against`` holds the steps, the seconds and the bytes up to this
+    validation, one in each row.  The rows of seconds are left out if no trial was timed, as with thread ranks.
     """
     long = derived.trials[derived.trials["validation_loss"].notna()]
     rows = long[OF_TRIAL].merge(derived.frames.validations, on="id")
@@ -66,7 +66,7 @@ _CURVES: Final = Lines(
 LOSS: Final = Figure(
     name="loss",
     title="Loss during training",
-    question="How does the validation loss fall with each quantity that is named below an axis?",
+    question="How does the validation loss fall during training?",
     table=_curves,
     mark=_CURVES,
     notes=(_seeds_in_words,),
@@ -74,10 +74,10 @@ LOSS: Final = Figure(
 
 
 def _against(derived: Derived) -> pd.DataFrame:
-    """Return the validations of configurations with a net speed-up, and of their baselines.
+    """Return the validations of the configurations with a net speed-up, and of their baselines.
 
-    A validation has a row for each source of seconds, and one for bytes: the column ``against`` holds the validation's
-    steps times the source's seconds of a step, or its bytes.
+    A validation has one row for each source of seconds, whose column ``against`` holds seconds: the steps up to this
+    validation, times the seconds of a step from this source.  Another row holds the bytes up to this validation.
     """
     seconds = dict[tuple[str, str], dict[str, float]]()  # seconds of a step by setting, source and trial
     for each in net_speeds(derived):
@@ -124,7 +124,8 @@ NET_SPEED: Final = Figure(
 
 def _steps_in_words(data: pd.DataFrame) -> str:
     return (
-        f"Losses are those after {span(data['validation_step'], 'step')}, including warm-up. {_seeds_in_words(data)} "
+        f"Losses are measured after {span(data['validation_step'], 'step')} of training, warm-up included. "
+        f"{_seeds_in_words(data)} "
         "The axis does not start at 0. The table Losses has the differences, their intervals and the verdicts."
     )
 
@@ -146,7 +147,10 @@ FINAL_LOSS: Final = Figure(
 
 
 def _front(derived: Derived) -> pd.DataFrame:
-    """Return one row per trial of settings that have a front, with the bytes of a step in M."""
+    """Return one row per trial of the settings for which a front of bytes and losses is computed.
+
+    ``m`` are the bytes of a step in M, and ``excess`` is the loss minus the baseline's loss in nats.
+    """
     known = loss_verdicts.front(derived)
     trials = derived.trials[derived.trials["setting"].isin(known["setting"])].dropna(
         subset=["validation_loss"]
@@ -159,7 +163,7 @@ def _front(derived: Derived) -> pd.DataFrame:
 
 
 def _excess(derived: Derived, trials: pd.DataFrame) -> pd.Series[float]:
-    """Return each trial's validation loss minus the mean loss of the baseline with the same setting and seed."""
+    """Return each trial's validation loss minus the baseline's mean loss in the same setting and with the same seed."""
     every, keys = derived.trials, ["setting", "seed", "beside"]
     base = every[is_baseline(every)].groupby(keys)["validation_loss"].mean()
     return trials["validation_loss"] - trials.join(base.rename("base"), on=keys)["base"]
@@ -179,7 +183,11 @@ FRONTIER: Final = Figure(
 
 
 def _sent(derived: Derived) -> pd.DataFrame:
-    """Return errors of gradients at the last measured step, of each hop and end to end; exact messages are left out."""
+    """Return the errors of gradients at each trial's last measured step, one row for each hop and for the whole.
+
+    Column ``each_hop`` holds the error of a hop, and ``end_to_end`` the error from end to end.  Messages without any
+    error are left out.
+    """
     errors = derived.sent_errors
     last = _last(errors[errors["purpose"].eq("gradients") & errors["repeated"].eq(1) & errors["vnmse"].gt(0)])
     end = last["hop"].isna()
@@ -187,7 +195,7 @@ def _sent(derived: Derived) -> pd.DataFrame:
 
 
 def _last(errors: pd.DataFrame) -> pd.DataFrame:
-    """Return the errors of the last measured step of each trial."""
+    """Return the rows of ``errors`` at the last measured step of each trial."""
     return errors[errors["step"] == errors.groupby("id")["step"].transform("max")]
 
 
@@ -204,7 +212,8 @@ SENT_ERROR: Final = Figure(
                 form=number(2), bar=False, log=True,
             ),
             Measure(
-                "each_hop", "vNMSE of each hop", "sum((decoded - encoded)^2) / sum(encoded^2) in that hop",
+                "each_hop", "vNMSE of each hop",
+                "sum((decoded - x)^2) / sum(x^2) in one hop, where x are the values that are encoded for the hop",
                 form=number(2), bar=False, log=True, dot="hop of a trial",
             ),
         )
@@ -214,7 +223,7 @@ SENT_ERROR: Final = Figure(
 
 
 def _costs(derived: Derived) -> pd.DataFrame:
-    """Return one row per trial of the settings in which enough configurations have known bytes and errors."""
+    """Return one row per trial with known bytes and errors, of settings in which enough configurations have both."""
     trials, errors = derived.trials, derived.sent_errors
     last = _last(errors[errors["hop"].isna() & errors["repeated"].eq(1)])
     trials = trials.assign(

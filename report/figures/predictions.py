@@ -1,4 +1,4 @@
-"""Compares steps with their predictions: the seconds of each trial over the seconds predicted before it ran."""
+"""Compares measured steps with their predictions: seconds of a step over the seconds predicted before the trial ran."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ WAYS: Final = {
 
 
 def measured_over(derived: Derived) -> pd.DataFrame:
-    """Return the trials whose step was predicted, with a column of measured / predicted seconds for each of WAYS."""
+    """Return the trials whose step was predicted, with columns of measured over predicted seconds.
+
+    There is one such column for each key of ``WAYS``: by the model of a step, by the sum of computation and wire, and
+    by one number for all trials.
+    """
     rows = derived.trials[derived.trials["foreseen_seconds"].notna()]
     rows = rows.assign(
         naive_seconds=rows["foreseen_compute"] + rows["foreseen_wire"],
@@ -31,17 +35,18 @@ def measured_over(derived: Derived) -> pd.DataFrame:
 
 
 def score(rows: pd.DataFrame) -> dict[str, float]:
-    """Return the scores of the predictions in :func:`measured_over`'s rows.
+    """Return scores of the predictions in ``rows``, which are rows of :func:`measured_over`.
 
     - ``settings``: the number of combinations of setting and configuration.
-    - ``median``, ``ninth``: median and 90th percentile of the relative errors over these combinations.
+    - ``median``, ``ninth``: the median and the 90th percentile of the predictions' relative errors, over these
+      combinations.
     - ``trial_median``, ``trial_ninth``: the same over single trials.
     - ``naive_median``, ``naive_ninth``: the same over combinations, if computation plus wire is the prediction.
-    - ``pairs``: the number of pairs of configurations whose measured steps in one setting are more than :data:`APART`
-      apart.
-    - ``ordered``: the share of these pairs that are predicted in the right order.
-    - ``regret``: the step of the configuration that is predicted to be fastest, over the step of the fastest
-      configuration, minus 1; mean over settings.
+    - ``pairs``: the number of pairs of configurations in one setting whose measured steps differ by more than the share
+      :data:`APART`.
+    - ``ordered``: the share of these pairs for which the faster configuration was predicted to be faster.
+    - ``regret``: the measured step of the configuration that was predicted to be fastest, over the measured step of the
+      fastest configuration, minus 1; mean over settings.
     """
     by_setting = rows.groupby(["setting", "configuration"], as_index=False)[
         ["step_seconds", *WAYS.values()]
@@ -67,7 +72,7 @@ def score(rows: pd.DataFrame) -> dict[str, float]:
 
 
 def score_in_words(rows: pd.DataFrame) -> str:
-    """Return the main scores as sentences."""
+    """Return the main scores of :func:`score` as sentences of a caption."""
     scores = score(rows)
     text = (
         "Over {settings:.0f} combinations of setting and configuration, the error of the prediction has a median of "

@@ -35,7 +35,10 @@ _SPEEDUP: Final = Measure(
 
 
 def _share(group: pd.DataFrame) -> Interval:
-    """Return the median of best possible step / step over undisturbed trials, as tables print it."""
+    """Return the median of best possible step / step over undisturbed trials, which tables print, too.
+
+    ``group`` are pairs of trials; whether a pair's baseline was disturbed does not matter.
+    """
     shares = speedups.undisturbed(group.assign(disturbed=group["own_disturbed"]))["share"]
     return Interval(float(shares.median()), math.nan, math.nan, len(shares))
 
@@ -52,9 +55,9 @@ _TOKENS: Final = Measure(
 
 
 def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
-    """Select trials whose topology and tokens per rank ran at several rates, and name the ``panel`` of each trial.
+    """Return the trials whose topology and tokens per rank ran at several rates, with a column ``panel``.
 
-    There is one panel for each topology and number of tokens per rank.
+    ``panel`` is the title of the trial's panel; there is one for each topology and number of tokens per rank.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]
     data = speedups.several_rates(data).sort_values(keys, kind="stable")
@@ -87,7 +90,7 @@ def _at_one_rate(derived: Derived, known: str) -> pd.DataFrame:
 
 
 def _above_in_words(data: pd.DataFrame) -> str:
-    """Return the footnote on shares above 1 if such a share is drawn, else an empty text."""
+    """Return the footnote on shares above 1; empty if no configuration's share is drawn above 1."""
     drawn = data.groupby(["setting", "configuration"])["share"].median()
     return caveats.FOOTNOTES[caveats.ABOVE] if drawn.round(2).gt(1).any() else ""
 
@@ -166,7 +169,7 @@ def _beside_published(derived: Derived) -> pd.DataFrame:
 
 
 def _speedup_or_published(rows: pd.DataFrame) -> Interval:
-    """Return the speed-up of measured pairs, as tables print it, or the published speed-up of published rows."""
+    """Return the speed-up of ``rows``, which are pairs of trials, or rows of one published speed-up."""
     if rows["baseline"].notna().all():
         return speedups.speedup(rows)
     return Interval(float(rows["speedup"].median()), math.nan, math.nan, len(rows))
@@ -208,8 +211,8 @@ GENERATION: Final = Figure(
                 "speedup", "over {base}'s", "paired by repeat, geometric mean over trials",
                 decoding.speedup, "{:.2f}".format, line=1, dot="pair of trials",
             ),
-            Measure("first_mb", "MB, first token", "what all ranks send between nodes for this token, by the ledger"),
-            Measure("later_mb", "MB, later token", "the same for each later token"),
+            Measure("first_mb", "MB, first token", "MB that all ranks send between nodes for it, by the ledger"),
+            Measure("later_mb", "MB, later token", "MB that all ranks send between nodes for each later token"),
         )
     ),
     notes=(
@@ -230,12 +233,12 @@ PREDICTED: Final = Figure(
                 (
                     "over_predicted",
                     "measured over predicted",
-                    "the prediction is that of the step-time model for the calibrated machine",
+                    "the prediction is from the model of a step, for the calibrated machine",
                 ),
                 (
                     "over_naive",
                     "over computation + wire",
-                    "the prediction is their sum, as if nothing overlapped",
+                    "the prediction is the sum of computation and wire, as if they did not overlap",
                 ),
                 ("over_constant", "over one number", "the prediction is the median step of all trials"),
             )
@@ -255,7 +258,10 @@ SCALING: Final = Figure(
 
 
 def _split(derived: Derived) -> pd.DataFrame:
-    """Return parts of each trial's step, scaled so that a configuration's means add up to its step in the Summary."""
+    """Return the seconds of the parts of each trial's step, scaled to the step that the table Summary prints.
+
+    After scaling, the means of a configuration's parts add up to the configuration's step in this table.
+    """
     table = derived.trials[[*KEPT, "step_seconds"]].merge(metrics.split(derived.frames), on="id")
     keys = ["setting", "configuration"]
     means = table.groupby([*keys, "id"])["seconds"].sum().groupby(level=keys).mean()
@@ -266,7 +272,7 @@ def _split(derived: Derived) -> pd.DataFrame:
 
 
 def _unexposed_in_words(data: pd.DataFrame) -> str:
-    """Return a sentence on the configurations whose exposed communication is not known; empty if there are none."""
+    """Return a sentence that names the configurations whose exposed communication is not known; empty without any."""
     known = set(data[data["part"].str.startswith("exposed")]["configuration"])
     unknown = data[~data["configuration"].isin(known)]
     of_peers = unknown["strategy"].isin(PEERS)
@@ -287,9 +293,9 @@ STEP_SPLIT: Final = Figure(
     mark=Stacked(
         "seconds",
         "seconds per step",
-        "Each bar is as long as the step in the table Summary, and is divided in the ratio of the mean seconds of the "
-        "step's parts over all timed steps and trials; pale parts are exposed communication, in which the rank only "
-        "waited for messages",
+        "Each bar is as long as the step in the table Summary; its parts are in proportion to the mean seconds of the "
+        "parts of a step, over all timed steps and trials; pale parts are exposed communication, in which the rank "
+        "only waited for messages",
         (*_PASSES, "optimizer", "other"),
         middle="mean",
     ),

@@ -1,4 +1,4 @@
-"""Draws a traced step: its first rank as a figure on the page, and all its ranks as a picture next to the trace."""
+"""Draws a traced step: the first rank as a figure on the page, and all ranks as a picture in the trace's folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _LANES: Final = Lanes(LANES)
 
 
 def _traced(derived: Derived) -> pd.DataFrame:
-    """Return the spans of the first rank of each traced trial, with a sentence about them in the column ``summary``."""
+    """Return the spans of time on the first rank of each traced trial, one row per span.
+
+    Column ``summary`` holds a clause on the trial: how long its messages were under way, and what share was hidden.
+    """
     spans = derived.frames.traces
     table = derived.trials[KEPT].merge(spans[spans["rank"] == 0], on="id")
     parts = []
@@ -52,7 +55,7 @@ TRACE: Final = Figure(
 
 
 def write(trace: Path) -> Path:
-    """Draw a trace of ``zeropp trace`` into an SVG file beside it, and return its path."""
+    """Draw a trace of ``zeropp trace`` into an SVG file of the same name and folder; return the path of this file."""
     record = Trace.model_validate_json(regular_file.read_bytes(trace))
     rows = [
         {"panel": f"rank {rank}", "lane": span.lane, "begin": span.begin, "end": span.end}

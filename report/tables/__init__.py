@@ -1,1 +1,1 @@
-"""Tables of a report."""
+"""Makes the tables of a page."""

@@ -18,7 +18,10 @@ from report.tables.table import CONFIGURATION, RATIO, TRIALS, Column, Table, row
 
 
 def parity(derived: Derived) -> Table:
-    """Return the table of parity: throughput of ZeRO++ at a quarter of the rate over ZeRO-3's at the full rate."""
+    """Return the table of parity: ZeRO++'s throughput at a quarter of a rate over ZeRO-3's throughput at the full rate.
+
+    Rows of the paper's published numbers follow the measured rows.
+    """
     configuration, base = NAMES[PROPOSED], NAMES[BASELINE]
     keys = ["nodes", "ranks_per_node", "tokens_per_rank", "rate_mbit", "full_rate"]
     rows: list[dict[str, Any]] = [
@@ -74,9 +77,10 @@ def parity(derived: Derived) -> Table:
 
 
 def verdict(parity: Interval) -> str:
-    """Return ``reached`` if the interval of parity lies at 1 or above, ``missed`` if below, else ``inconclusive``.
+    """Return the verdict on a parity, from its interval.
 
-    Returns a dash if there is no interval.
+    It is ``reached`` if the interval lies at 1 or above, ``missed`` if it lies below 1, and ``inconclusive`` if it
+    begins below 1 and ends at 1 or above.  Returns a dash if there is no interval.
     """
     if not parity.known:
         return NOTHING
@@ -84,16 +88,17 @@ def verdict(parity: Interval) -> str:
 
 
 def _behind(derived: Derived, ids: list[str]) -> dict[str, Any]:
-    """Return cells about the trials with these ids: their number, their marks, and the largest ``taken_share``.
+    """Return the cells of a row that describe its trials, which have these ``ids``.
 
-    ``taken_share`` is the share of the processors' time that other programs and the machine's host took.
+    They are the number of trials, the number of disturbed trials with a mark, the mark of links with different rates,
+    and the largest ``taken_share``: the share of the processors' time that other programs and the machine's host took.
     """
     rows = derived.trials[derived.trials["id"].isin(ids)]
     return {**trial_count(rows), "_rates": caveats.rates(rows), "taken_share": rows["taken_share"].max()}
 
 
 def break_even(derived: Derived) -> Table:
-    """Return the table of break-even rates, at which a configuration's speed-up over the baseline crosses 1."""
+    """Return the table of break-even rates: rates of the link at which a configuration is as fast as the baseline."""
     rows = derived.break_evens
     behind = pd.DataFrame([_behind(derived, ids.split()) for ids in rows["records"]])
     rows = rows.assign(where=rows["elsewhere"], _found=rows["found"].map(in_words)).drop(columns="found")
@@ -108,14 +113,17 @@ def break_even(derived: Derived) -> Table:
         Column("high_mbit", "Highest", number(3)),
         Column("low_speedup", "Speed-up at the lowest", number(3)),
         Column("high_speedup", "at the highest", number(3)),
-        caption=f"Up to which rate of the link a configuration is faster than {derived.compared.baseline}. Each rate "
-        "at which the speed-up crosses 1 is listed with its 95 % interval.",
+        caption="Rates of the link at which a configuration's speed-up over "
+        f"{derived.compared.baseline} crosses 1, each with its 95 % interval.",
         notes=f"n counts the trials at all rates, those of {derived.compared.baseline} included.",
     )
 
 
 def generation(derived: Derived) -> Table:
-    """Return the table of decoding: tokens per second, bytes between nodes, and published rates in rows below."""
+    """Return the table of decoding: tokens per second, and bytes between nodes.
+
+    Rows of published rates follow the measured rows.
+    """
     rows: list[dict[str, Any]] = [
         {
             **row,

@@ -21,14 +21,15 @@ _COPY: Final = {"copy_frames_mib": "hpZ's copy as received", "copy_halves_mib": 
 _SUMS: Final = ("engine_mib", "covered_mib", "formula_mib", "copied_step_mib", "copied_formula_step_mib")
 _SENT: Final = {"predicted": "predicted", "ledger": "sent", "interface": "interface", "segment": "segment"}
 _MEMORY_NOTES: Final = {  # what a column means, by the column
-    "beyond_mib": "Without formula and With formula split the sum by whether a formula predicts the part.",
-    "copy_frames_mib": "The sizes of hpZ's copy in the two formats are computed, whichever of them the trial kept.",
-    "copied_step_mib": "Copied is what a step moves between host and device because it is offloaded.",
+    "beyond_mib": "Without formula: the sum of the parts that no formula predicts. With formula: the sum of all other "
+    "parts.",
+    "copy_frames_mib": "The sizes of hpZ's copy in the two formats are computed; a trial keeps the copy in one format.",
+    "copied_step_mib": "Copied: MiB of offloaded states that a step copies between host and device.",
 }
 
 
 def volume(derived: Derived) -> Table:
-    """Return the table of bytes between nodes in units of M: predicted, by the ledger, and by the interfaces."""
+    """Return the table of bytes between nodes in units of M: as predicted, in the ledger, and at the interfaces."""
     parts = bytes_and_memory.volume(derived.frames, derived.trials)
     keys, shown = ["nodes", "ranks_per_node", "shape", "accumulation"], bytes_and_memory.VOLUME_PARTS
     between = derived.trials[derived.trials["m_bytes"].notna()].sort_values(keys, kind="stable")
@@ -102,14 +103,18 @@ def checks(derived: Derived) -> Table:
 
 
 def _compared(equal: pd.Series[bool], *, measured_only: bool) -> str:
-    """Return in words how many ledgers equal their predictions."""
+    """Return text that counts the ledgers that equal their predictions: ``5 of 6``; a dash without predictions.
+
+    ``equal`` says of each trial with a prediction whether the two are equal.  If bytes of a user's class were measured
+    and not predicted (``measured_only``), the text says so instead.
+    """
     if measured_only:
         return "measured, not predicted"
     return f"{int(equal.sum())} of {len(equal)}" if len(equal) else NOTHING
 
 
 def memory(derived: Derived) -> Table:
-    """Return the table of the fullest rank's memory: what the engine owns, what formulas say, the process's peak."""
+    """Return the table of memory on the fullest rank: by the engine's count, by formulas, and the process's peak."""
     places = ["nodes", "ranks_per_node", "shape"]
     parts = bytes_and_memory.memory(derived.frames, derived.trials).sort_values(places, kind="stable")
     rows = pd.DataFrame(
@@ -152,9 +157,11 @@ def memory(derived: Derived) -> Table:
 
 
 def _memory_row(derived: Derived, parts: pd.DataFrame) -> dict[str, float]:
-    """Return the MiB of one configuration, by source and part, and the sum of each source.
+    """Return the cells of one configuration, in MiB.
 
-    ``covered_mib`` and ``beyond_mib`` are the sums of the engine's parts that a formula does and does not predict.
+    ``parts`` are rows of :func:`report.data.bytes_and_memory.memory`.  Cells such as ``engine_masters_mib`` hold a part
+    of the memory, by the engine's count or by a formula, and ``engine_mib`` and ``formula_mib`` hold the sums.
+    ``covered_mib`` is the sum of the engine's parts that a formula predicts, and ``beyond_mib`` the sum of the others.
     """
     medians = parts.groupby(["source", "part"])["bytes"].median() / 2**20
     row = {

@@ -1,4 +1,4 @@
-"""Tables of the errors of messages, of the errors of codecs that were tried on tensors, and of losses."""
+"""Tables of the errors of messages, of the errors of codecs that were only tried on tensors, and of losses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from report.quantities import formula
 from report.tables.table import CONFIGURATION, TRIALS, Column, Table, table_of, trial_count
 
 _ENDS: Final = ["end_to_end", "repeated", "weights", "secondary"]
-_BESIDE: Final = 256  # block size of the codecs that stand beside those without loss
-_MANY: Final = 1 << 20  # elements for which bytes a value are computed
+_BESIDE: Final = 256  # block size of the integer codecs with which lossless codecs are compared
+_MANY: Final = 1 << 20  # number of elements of a frame from which the bytes of one value are computed
 
 
 def sent_error(derived: Derived) -> Table:
-    """Return the table of the error of messages at the measured steps, of each hop and end to end."""
+    """Return the table of the errors of messages at the measured steps: in each hop, and from end to end."""
     errors, rows = derived.sent_errors, []
     kind = errors["purpose"].mask(errors["repeated"].gt(1), "repeated").replace("gradients", "end_to_end")
     for *_, trials in by_setting_and_configuration(errors.assign(kind=kind)):
@@ -62,8 +62,8 @@ def sent_error(derived: Derived) -> Table:
 def hops_text(hops: pd.DataFrame) -> str:
     """Return the error of each hop as text: ``local int4:128 0.012; node int4:128 0.011``.
 
-    An entry has the hop's axis, its codec, and the median vNMSE.  A ring has one entry, with the range of the errors
-    and the number of its steps.
+    An entry has the hop's axis, the hop's codec, and the median vNMSE.  The steps of a ring share one entry, with the
+    range of the steps' errors and their number: ``world int4:128 0.01 to 0.03 in 3 steps``.
     """
     parts = []
     for (axis, codec), group in hops.groupby(["axis", "codec"], sort=False):
@@ -75,7 +75,7 @@ def hops_text(hops: pd.DataFrame) -> str:
 
 
 def chosen_codecs(derived: Derived) -> Table:
-    """Return the table of the codecs that a budget chose for each unit, step by step."""
+    """Return the table of the codecs that a budget chose for each unit, with the steps after which they were chosen."""
     order = derived.trials.sort_values(["seed", "repeat"], kind="stable")
     first = order.drop_duplicates(["setting", "configuration"]).sort_index()[metrics.OF_TRIAL]
     choices, keys = (
@@ -98,28 +98,36 @@ def chosen_codecs(derived: Derived) -> Table:
             "After steps",
             says="After steps: the number of steps after which a codec was chosen, and the codec.",
         ),
-        Column("vnmse", "vNMSE", number(3), "vNMSE: that of the last chosen codec, when it was chosen."),
-        caption="Codecs that the budget chose for each unit, in the first trial of each configuration. "
-        "Gradients are those "
-        "that cross between nodes.",
+        Column(
+            "vnmse", "vNMSE", number(3), "vNMSE: error of the last chosen codec, at the time of the choice."
+        ),
+        caption="Codecs that the budget chose for each unit, in the first trial of each configuration. For gradients, "
+        "they encode the messages between nodes.",
     )
 
 
 def quantisation(derived: Derived) -> Table:
-    """Return the table of the median vNMSE of each tried codec, by block size."""
+    """Return the table of the median vNMSE of each codec that was tried on tensors, with a column per block size."""
     return _of_codecs(derived, "quantisation", "Codecs tried", "vnmse", "Median vNMSE over units and trials")
 
 
 def largest_error(derived: Derived) -> Table:
-    """Return the table of the largest error of each tried codec, by block size."""
+    """Return the table of the largest error of each codec that was tried on tensors, with a column per block size."""
     says = "Largest |decoded - x| over the largest |x|, of any unit and trial"
     return _of_codecs(derived, "largest_error", "Codecs tried: largest error", "largest", says)
 
 
 def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -> Table:
-    """Return a table of errors by tensor, kind of codec and block size.
+    """Return a table of the errors of tried codecs: a row per kind of tensor and codec, a column per block size.
 
-    The errors are those of the first configuration and setting that tried codecs.
+    The errors are from the first configuration and setting that tried codecs.
+
+    Args:
+        derived: The records.
+        name: Name of the table.
+        title: Title of the table.
+        value: The error: ``vnmse``, of which the median is shown, or ``largest``, of which the maximum is shown.
+        says: Words for this error in the caption.
     """
     errors = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id")
     first = errors.sort_values(["place", "first"], kind="stable").head(1)
@@ -145,7 +153,10 @@ def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -
 
 
 def lossless(derived: Derived) -> Table:
-    """Return the table of the bytes a value takes under lossless codecs and under tried codecs, with the errors."""
+    """Return the table of lossless codecs: the bytes that a value takes, and the error.
+
+    Tried integer codecs with blocks of 256 elements are listed, too, for comparison.
+    """
     whole = derived.frames.lossless.merge(derived.trials[metrics.OF_TRIAL], on="id")
     first = whole.sort_values(["place", "first"], kind="stable").head(1)
     same = first[["configuration", "setting"]]
@@ -187,7 +198,10 @@ def lossless(derived: Derived) -> Table:
 
 
 def losses(derived: Derived) -> Table:
-    """Return the table of final validation losses, of differences from the baseline's, and of the time to a target."""
+    """Return the table of final validation losses: their means, their differences from the baseline, and verdicts.
+
+    It also has the training time to a target, which is the baseline's mean loss plus the margin.
+    """
     rows = loss_verdicts.losses(derived)
     base = listed(list(filter(None, dict.fromkeys(row["base"] for row in rows)))) or "the baseline"
     margins = [row["margin"] for row in rows if not math.isnan(row["margin"])]

@@ -1,4 +1,4 @@
-"""Tables and their numbers for LaTeX: a bare ``tabular`` in booktabs' rules, and a macro for each number."""
+"""Writes tables for LaTeX: each as a ``tabular`` with the rules of booktabs, and each number as a macro."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ _COMMANDS: Final = r"""% \zp{TABLE/ROW/COLUMN} is that number, as the page print
 
 
 def write(table: Table, folder: Path) -> None:
-    """Write a table into ``folder`` as NAME.csv, NAME.md and NAME.tex, with the table's name."""
+    """Write a table into ``folder`` as CSV, Markdown and LaTeX; the files have the table's name."""
     forms = {"csv": table.csv(), "md": table.markdown(), "tex": tabular(table)}
     for suffix, written in forms.items():
         (folder / f"{table.name}.{suffix}").write_text(written, encoding="utf-8", newline="\n")
 
 
 def escaped(value: str) -> str:
-    """Return text as one line in which LaTeX's special characters are escaped."""
+    """Return text as one line with LaTeX's special characters escaped."""
     return "".join(SPECIAL.get(character, character) for character in text(value))
 
 
 def tabular(table: Table) -> str:
-    """Return a table as a bare ``tabular``, in which a line with each setting stands above the rows of this setting.
+    """Return a table as LaTeX's ``tabular`` environment, without a float or a caption.
 
-    The title of a column wraps at the width of the column's widest cell or, if that is wider, of its own longest word.
+    A line that names a setting precedes the rows of this setting.  The title of a column is broken into lines, none of
+    which is wider than the column's widest cell or, if that is wider, than the longest word of the title.
     """
     columns, groups = table.by_place()
     sides, heads = "".join("r" if column.numeric else "l" for column in columns), []
@@ -70,7 +71,8 @@ def tabular(table: Table) -> str:
 def numbers(tables: Sequence[Table], derived: Derived) -> str:
     r"""Return a macro for every number in tables, such as ``\zp{summary/ZeRO++/speedup}``.
 
-    A comment before the macros of a row lists the records behind the row.  Rows without records have no macros.
+    A comment before the macros of a row lists the records from which the row was computed.  Rows without records, such
+    as rows of published numbers, have no macros.
     """
     lines, taken = [_COMMANDS.rstrip()], Counter[str]()
     for table in tables:
@@ -94,5 +96,5 @@ def numbers(tables: Sequence[Table], derived: Derived) -> str:
 
 
 def _key(label: str) -> str:
-    """Return a label without the characters that the name of a control sequence cannot hold."""
+    """Return a label without the characters that the name of a LaTeX macro cannot hold."""
     return re.sub(r"[^A-Za-z0-9 .,:+/()_-]", "", label)

@@ -1,4 +1,4 @@
-"""Table of net speed-ups: its two factors, where the seconds come from, and what was not reached."""
+"""Makes the table of net speed-ups: their two factors, the source of the seconds, and losses that were not reached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ _COUNT: Final = "{:,.0f}".format
 
 
 def net_speedup(derived: Derived) -> Table:
-    """Return the table of net speed-ups, one row per configuration and source of seconds."""
+    """Return the table of net speed-ups.
+
+    A configuration has one row for each source of seconds and each setting of the source; without seconds, it has one
+    row.
+    """
     rows = net_speed.net_speeds(derived)
     base = listed(list(dict.fromkeys(each.row["base"] for each in rows))) or "the baseline"
     notes = [
@@ -27,8 +31,8 @@ def net_speedup(derived: Derived) -> Table:
     ]
     if any(each.step is None for each in rows):
         notes.append(
-            "A row without seconds has no net speed-up: name a suite with --seconds, or with the key seconds of this "
-            "suite, or a machine with --machine."
+            "A row without seconds of a step has no net speed-up. To get these seconds, name a suite with --seconds or "
+            "with this suite's key seconds, or a machine file with --machine."
         )
     return table_of(
         "net_speedup",
@@ -47,7 +51,7 @@ def net_speedup(derived: Derived) -> Table:
         Column(
             "net_at_both", "to the higher of both losses", RATIO, formula("net speed-up to the higher loss")
         ),
-        caption=f"How much sooner a configuration has the final loss of {base}, in seconds of training.",
+        caption=f"How many times as fast a configuration reaches the final loss of {base}, in seconds of training.",
         notes=" ".join(notes),
     )
 

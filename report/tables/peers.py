@@ -1,4 +1,4 @@
-"""The table of peers: steps of our policies compared with the best of DDP, FSDP2 and DeepSpeed."""
+"""Makes the table of peers, which compares steps of our policies with steps of DDP, FSDP2 and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
 
 def peers(derived: Derived) -> Table:
-    """Return the table of peers and our policies by setting, with each policy's speed-up over each library's best."""
+    """Return the table that compares our policies with peers of the same types, in each setting.
+
+    The row of a policy has its speed-up over each library's configuration that is hardest to beat.
+    """
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     trials = derived.trials.assign(
         where=derived.trials["where"].str.replace(r", transport [^,]*", "", regex=True),
@@ -48,15 +51,16 @@ def peers(derived: Derived) -> Table:
         *(Column(f"over_{family}", f"Over best {name}", RATIO, mark=f"_{family}")
           for family, name in FAMILIES.items()),
         caption="Steps of our policies, compared with peers that compute in the same type and send the same type; "
-        "policies that quantise are compared with peers that send bf16. Each speed-up is a geometric mean over pairs; "
-        "the peer's configuration that it was computed against, the hardest one to beat, follows it.",
+        "policies that quantise are compared with peers that send bf16. Each speed-up is a geometric mean over pairs "
+        "of trials, and is followed by the name of the library's configuration over which it is smallest.",
     )  # fmt: skip
 
 
 def ours_over_peers(derived: Derived) -> list[Interval]:
-    """Return our speed-ups over the best configuration of each library, one for each of our rows of the table.
+    """Return all speed-ups in the table :func:`peers`: of each policy of ours over each library, in each setting.
 
-    If policies of ours ran over gloo alone, as the libraries do, only the speed-ups of these are returned.
+    A library is represented by its configuration that is hardest to beat.  If any policies of ours ran over gloo alone,
+    as libraries do, only the speed-ups of these policies are returned.
     """
     rows = peers(derived).data
     if rows.empty:
@@ -71,7 +75,7 @@ def ours_over_peers(derived: Derived) -> list[Interval]:
 
 
 def sent_types(trial: Trial) -> str:
-    """Return the types that a trial sends, in words: ``fp32``, ``bf16``, ``int8 and int4``."""
+    """Return the types of a trial's messages as text: ``fp32``, ``bf16``, ``int8 and int4``."""
     policy = trial.resolved_policy()
     if policy is None:
         return PEERS[trial.strategy].wire(trial.peer.compute, trial.peer.reduce_dtype)
@@ -84,10 +88,10 @@ def sent_types(trial: Trial) -> str:
 
 
 def shared_types(trial: Trial) -> str:
-    """Return the types of the peers that a trial is compared with: ``bf16``, or ``fp32, sent as bf16``.
+    """Return the types by which a trial and its peers are matched, as text: ``bf16``, or ``fp32, sent as bf16``.
 
-    They are the type in which the trial itself computes and the type that it sends; a policy that quantises is
-    compared with peers that send bf16, because no peer sends less.
+    They are the type in which the trial computes and the type of its messages.  For a policy that quantises, the second
+    is bf16, because no peer sends fewer bits.
     """
     compute, sent = (trial.resolved_policy() or trial.peer).compute, sent_types(trial)
     sent = sent if sent in ("fp32", "bf16", "bf16 and fp32") else "bf16"
@@ -95,7 +99,10 @@ def shared_types(trial: Trial) -> str:
 
 
 def carried_by(trial: Trial) -> str:
-    """Return the transport of a trial's messages in a word or two; messages of peers never go through shared memory."""
+    """Return the transport of a trial's messages as text: ``gloo alone``, ``shm``, ``shm, gloo``, ``nccl``, ``staged``.
+
+    Messages of peers never go through shared memory (shm).
+    """
     transport = trial.cluster.transport
     if transport in ("nccl", "staged"):
         return transport
@@ -105,7 +112,10 @@ def carried_by(trial: Trial) -> str:
 
 
 def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the rows of one setting and type: peers, then our policies by transport, gloo alone first."""
+    """Return the table's rows for trials of one setting and the same types.
+
+    Peers come first, then our policies by transport: policies over gloo alone precede policies with shared memory.
+    """
     is_peer = setting["family"] != ""
     peer_rows, policy_rows = setting[is_peer], setting[~is_peer].sort_values("carried", kind="stable")
     rows, keys = [], ["where", "configuration", "carried", "types"]
@@ -119,11 +129,11 @@ def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _over(trials: pd.DataFrame, peer_rows: pd.DataFrame, family: str) -> dict[str, Any]:
-    """Return the smallest speed-up of our trials over a configuration of a library, with this configuration's name.
+    """Return the cells of a row for one library (``family``): a speed-up, and the name of a configuration.
 
-    Both are cells of the table's row.
-
-    There is no speed-up if the ``trials`` are a peer's own, or if they have no pairs with the library's.
+    The configuration is the library's configuration over which the speed-up of ``trials`` is smallest, and
+    ``peer_rows`` are the library's trials.
+    There is no speed-up if ``trials`` are a peer's, or if no pairs can be formed with the library's trials.
     """
     keys = ["sweep", "seed", "repeat"]
     gains = []

@@ -1,4 +1,4 @@
-"""Seconds and bytes of workload ``rlhf`` by phase, beside the published rates."""
+"""Makes the table of the seconds and bytes of workload ``rlhf`` by phase, which also has rows of published rates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _PUBLISHED: Final = {"generation": "generate", "training": "train"}
 
 
 def phases(derived: Derived) -> Table:
-    """Return the table of the seconds and bytes of each phase of an RLHF step, with published rates in rows below."""
+    """Return the table of the seconds and bytes of each phase of an RLHF step.
+
+    Rows of published rates follow the measured rows.
+    """
     ran = bool(derived.frames.steps["generate"].notna().any())
     table = by_phase(derived) if ran else derived.trials.iloc[:0].assign(phase="")
     rows: list[dict[str, Any]] = [
@@ -70,18 +73,26 @@ def phases(derived: Derived) -> Table:
 
 
 def over_baseline(paired: pd.DataFrame) -> Interval:
-    """Return the speed-up of one configuration in one phase, from those rows of :func:`by_phase` with a baseline."""
+    """Return the speed-up of one configuration in one phase.
+
+    ``paired`` are the configuration's rows of :func:`by_phase` for this phase that have a baseline.
+    """
     either = paired["disturbed"].astype(bool) | paired["baseline_disturbed"].astype(bool)
     return speedup(paired.assign(disturbed=either), below="seconds")
 
 
 def by_phase(derived: Derived) -> pd.DataFrame:
-    """Return one row per trial and phase; ``train`` is the part of a step that neither generates nor scores.
+    """Return one row for each trial and each phase of its steps.
 
-    ``seconds`` are the slowest rank's, as the median over steps, and ``exposed`` is the share of these seconds in which
-    that rank waits for messages.  ``inter_bytes`` and ``intra_bytes`` are the bytes that all ranks send between and
-    inside nodes in a step, from the ledger.
-    ``baseline_seconds`` and ``baseline_bytes`` are the baseline's values in the same setting, seed and repeat.
+    The phases are ``generate``, ``score`` and ``train``, the rest of a step.  A row has these columns besides those of
+    ``derived.trials``:
+
+    * ``seconds``: seconds of the phase in a step on the slowest rank, median over steps;
+    * ``exposed``: the share of these seconds in which the slowest rank waits for messages;
+    * ``inter_bytes`` and ``intra_bytes``: bytes that all ranks send in the phase of a step, between nodes and inside
+      nodes, by the ledger;
+    * ``baseline_seconds`` and ``baseline_bytes``: ``seconds`` and ``inter_bytes`` of the baseline's trial in the same
+      setting, sweep, seed and repeat; NaN without such a trial.
     """
     frames = derived.frames
     steps = slowest_steps(frames).dropna(subset=["generate"])

@@ -1,4 +1,4 @@
-"""Tables of where the numbers come from: links, GPUs, settings, machine and failures."""
+"""Makes the tables that say where a page's numbers come from: links, GPUs, settings, machine and failures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from report.quantities import formula
 from report.tables.table import CONFIGURATION, TRIALS, Column, Table, rows_of, table_of
 
 HELD: Final = "¶"  # marks trials with throttled or shared GPUs
-_HELD_FROM: Final = 0.05  # share of samples
-_SHOWN: Final = 12  # values that are printed of one key
+_HELD_FROM: Final = 0.05  # share of samples in which a GPU may be throttled without a mark
+_SHOWN: Final = 12  # largest number of values that are printed of one key
 _MEASURED: Final = {  # columns of the trials
     "parameters": "parameters", "units": "units", "link": "link_kind", "kernels": "kernels",
     "corpus, SHA-256": "corpus_sha256",
@@ -27,7 +27,10 @@ _MEASURED: Final = {  # columns of the trials
 
 
 def energy(derived: Derived) -> Table:
-    """Return the table of energy per token, power, utilisation and clocks of GPUs; without rows if there was no GPU."""
+    """Return the table of the GPUs' energy per token, power, utilisation and clocks.
+
+    It has one row per configuration and setting, and no rows if no trial ran on a GPU.
+    """
     rows: list[dict[str, Any]] = []
     for row, trials in rows_of(derived.trials[derived.trials["gpus"].gt(0)]):
         held = int((trials["throttled"].gt(_HELD_FROM) | trials["gpu_others"].gt(0)).sum())
@@ -61,7 +64,11 @@ def energy(derived: Derived) -> Table:
 
 
 def links(derived: Derived) -> Table:
-    """Return the table of requested and achieved rates of links."""
+    """Return the table of the requested and achieved rates of links.
+
+    It has one row for each kind of link, requested rate, and time of the measurement: before the sweep (``calibrated``)
+    or after a trial (``probed``).
+    """
     rates = derived.frames.links.groupby(["kind", "requested_mbit", "when"], dropna=False)
     data = rates["achieved_mbit"].agg(["size", "median", "min", "max"]).reset_index()
     return table_of(
@@ -81,7 +88,7 @@ def links(derived: Derived) -> Table:
 
 
 def failures(derived: Derived) -> Table:
-    """Return the table of trials without a result."""
+    """Return the table of failed trials, which have a record without a result."""
     rows = derived.frames.failures
     heads = ("Configuration", "Where", "Repeat", "Kind", "Message", "Log")
     columns = (Column("id", "Record"), *(Column(head.lower(), head) for head in heads))
@@ -94,7 +101,7 @@ def failures(derived: Derived) -> Table:
 
 
 def setting(derived: Derived) -> Table:
-    """Return the table of what the trials were given: model, data, options."""
+    """Return the table of the values of the suite's keys in the trials: model, data and options."""
     return table_of(
         "setting",
         "Setting",
@@ -109,7 +116,7 @@ def setting(derived: Derived) -> Table:
 
 
 def environment(derived: Derived) -> Table:
-    """Return the table of recorded facts about machine, code and algorithms, one row for each value of a fact."""
+    """Return the table of recorded facts about machine, code, link and algorithms, one row for each value of a fact."""
     return table_of(
         "environment",
         "Environment",
@@ -123,9 +130,10 @@ def environment(derived: Derived) -> Table:
 
 
 def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return pairs (key, value): first the settings that do not belong to a configuration, then measured facts.
+    """Return pairs (key, value) on the trials in ``table``: first the keys of a suite, then measured facts.
 
-    Keys without a value in any trial are left out.
+    Keys that belong to a configuration are left out, and keys without a value in any trial.  If trials have several
+    values of a key, they are joined as one text.
     """
     trials = [dict(flatten(frames.trial_of[str(identity)].canonical())) for identity in table["id"]]
     keys = dict.fromkeys(key for trial in trials for key in trial)
@@ -134,7 +142,11 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     values |= {name: [str(value or "") for value in table[column]] for name, column in _MEASURED.items()}
 
     def by_configuration(values: list[str]) -> str:
-        """Return the values in table order, each with its configurations if every configuration has only one value."""
+        """Return the distinct values as one text, in the order of the table.
+
+        If there are several values, and no configuration has two of them, the names of the configurations with a value
+        follow this value in parentheses.
+        """
         names = {
             str(value): part.unique() for value, part in table["configuration"].groupby(values, sort=False)
         }
@@ -149,13 +161,13 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def _some(values: Sequence[str]) -> str:
-    """Join values by semicolons; a list of more than :data:`_SHOWN` is cut, and ends with the number left out."""
+    """Return values joined by semicolons, at most :data:`_SHOWN`; ``and 3 more`` follows if 3 are left out."""
     rest = len(values) - _SHOWN
     return "; ".join(values[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def essentials(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return (name, value) of the main settings, for the head of a page; empty without trials."""
+    """Return the main settings as pairs (name, value), for the head of a page; empty without trials."""
     if not len(table):
         return []
     trials = [frames.trial_of[str(identity)] for identity in table["id"]]
@@ -174,6 +186,6 @@ def essentials(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def _size(count: int) -> str:
-    """Format a number of parameters: ``3.31 M``, ``18.0 B``."""
+    """Return a number of parameters as text, in millions or billions: ``3.31 M``, ``18.0 B``."""
     size, unit = (1e9, "B") if count >= 1e9 else (1e6, "M")
     return f"{number(3)(count / size)} {unit}"

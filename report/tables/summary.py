@@ -1,4 +1,4 @@
-"""The two main tables: the summary, and the time of a step compared with its lower bounds."""
+"""Makes the two main tables: the summary, and the time of a step compared with its lower bounds."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _MEDIANS: Final = [
     "compute_seconds", "wire_seconds", "exposed_seconds", "schedule_seconds", "processor_seconds",
     "best_seconds", *metrics.SHARES, "achieved_mbit", "m_bytes",
 ]  # fmt: skip
-# Divided by the printed step, so that a row is consistent.
+# Rates that are recomputed from the printed step, so that the numbers of a row fit each other.
 _PER_SECOND: Final = ("tokens_per_second", "tflops")
 
 
 def summary(derived: Derived) -> Table:
-    """Return the summary, one row per setting and configuration: times, speed-up, bytes, loss."""
+    """Return the table Summary, one row per setting and configuration: times, speed-up, bytes and loss."""
     rows, base, two = _rows(derived), derived.compared.baseline, len(derived.over_papers) > 0
     best = f"the hierarchical {NAMES[BASELINE]}" if two and not derived.compared.named_in_suite else base
     steps = derived.trials["validation_step"].dropna()

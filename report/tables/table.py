@@ -51,29 +51,29 @@ _PRINTED: Final = "_"  # prefix of columns that are printed and not in the CSV
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A printed column."""
+    """A column of a table as it is printed: its title, where its values are, and how they are formatted."""
 
-    key: str  # column of the data, whose values are numbers, words or :class:`Interval`
-    title: str  # with the unit
-    form: Callable[[Any], str] = text  # formats a value; columns of numbers are right-aligned
-    says: str = ""  # the column's definition, one or more sentences
-    mark: str = ""  # key of the data whose text follows each value
+    key: str  # column of the table's data; its values are numbers, words or :class:`Interval`
+    title: str  # title of the column, with the unit
+    form: Callable[[Any], str] = text  # formats a value; if it is not ``text``, the column holds numbers
+    says: str = ""  # definition of the column, one or more sentences; may be empty
+    mark: str = ""  # another column of the data, whose text is printed after each value; empty: none
     place: bool = False  # whether the column names a part of the setting
     ends: bool = True  # whether the ends of intervals are printed
-    names_row: bool = True  # whether its words, with those of other columns, name the row in numbers.tex
+    names_row: bool = True  # whether the words of this column are part of the row's name in numbers.tex
 
     @property
     def name(self) -> str:
-        """The column's name in the CSV; :meth:`Table.column` finds it by this name too."""
+        """Name of the column in the CSV; :meth:`Table.column` accepts this name, too."""
         return self.key.removeprefix(_PRINTED)
 
     @property
     def numeric(self) -> bool:
-        """Whether the column holds numbers, and is right-aligned."""
+        """Whether the column holds numbers, which are right-aligned."""
         return self.form is not text
 
     def cell(self, value: Any) -> str:
-        """Return the printed form of a value."""
+        """Return the text that is printed for a value: a dash for NaN, and the mark ‡ after disturbed values."""
         if isinstance(value, Interval):
             taken = f" {caveats.TAKEN}" if value.disturbed else ""
             ends = value if self.ends else replace(value, low=math.nan, high=math.nan)
@@ -84,42 +84,44 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """One table of a page, with the raw values behind it."""
+    """One table of a page: its raw values, and the columns and texts that are printed."""
 
-    name: str  # of its files, and of its anchor on the page
+    name: str  # name of the table's files, and of its anchor on the page
     title: str
     caption: str  # at most two sentences
-    data: pd.DataFrame
-    columns: tuple[Column, ...]
-    footnotes: str = ""  # on intervals, marks and the setting that all rows share
+    data: pd.DataFrame  # the raw values, one row per printed row
+    columns: tuple[Column, ...]  # the printed columns
+    footnotes: str = ""  # sentences on intervals, marks, and what the settings of all rows have in common
 
     @property
     def definitions(self) -> list[str]:
-        """What the columns mean, each definition once."""
+        """The definitions of the columns; a definition that several columns share is listed once."""
         return list(dict.fromkeys(column.says for column in self.columns if column.says))
 
     @property
     def description(self) -> str:
-        """All text about the table: caption, footnotes and definitions."""
+        """All sentences about the table, as one text: caption, footnotes and definitions."""
         return " ".join(filter(None, (self.caption, self.footnotes, *self.definitions)))
 
     @property
     def places(self) -> int:
-        """How many columns, on the left, say where a row ran."""
+        """Number of the columns that name a part of the setting; they are on the left."""
         return sum(column.place for column in self.columns)
 
     def rows(self) -> list[list[str]]:
-        """Return the printed cells, row by row, not escaped."""
+        """Return the printed cells of each row, with their marks; nothing is escaped for HTML, Markdown or LaTeX."""
         return [
             [column.cell(row[column.key]) + str(row.get(column.mark, "")) for column in self.columns]
             for row in self.data.astype(object).to_dict("records")
         ]
 
     def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
-        """Group neighbouring rows by place, which is the text of the columns that name the setting.
+        """Return the table divided into groups of neighbouring rows with the same setting.
 
-        Returns the other columns, and (place, rows) of each group.  If no two neighbouring rows share a place, there is
-        one group, whose place is "", and all columns are returned.
+        The first result are the columns that do not name the setting.  The second result has a pair (setting as text,
+        rows of these columns) for each group.
+        If no two neighbouring rows have the same setting, all columns are returned, with one group of all rows, whose
+        setting is "".
         """
         places, rows = self.places, self.rows()
         grouped = [
@@ -131,11 +133,15 @@ class Table:
         return self.columns[places:], grouped
 
     def column(self, name: str) -> Column:
-        """Return the printed column that a title, or a name in the CSV, selects.
+        """Return the printed column that ``name`` selects: a title, a name in the CSV, or a part of a title.
 
-        If no column has exactly this title or name, the only column whose title begins with ``name`` is selected, or
-        else the only column whose title has all words of ``name``: ``Speed-up`` and ``Speed-up over ZeRO-3`` select
-        ``Speed-up over the hierarchical ZeRO-3``.  If there is no such column, or several, a Refusal lists the titles.
+        The first of these rules that finds a column decides:
+
+        * The title, or the name in the CSV, equals ``name``.
+        * The title begins with ``name``: ``Speed-up`` selects ``Speed-up over the hierarchical ZeRO-3``.
+        * The title has all words of ``name``: ``Speed-up over ZeRO-3`` selects the same column.
+
+        Raises a Refusal that lists titles if no column is found, or if one of the last two rules finds several.
         """
         if columns := [column for column in self.columns if name in (column.title, column.key, column.name)]:
             return columns[0]
@@ -153,11 +159,11 @@ class Table:
         raise Refusal(f"no column {name!r} in table {self.name}: expected one of {titles}")
 
     def row(self, query: str) -> int:
-        """Return the number of the one row that holds all comma-separated parts of ``query``.
+        """Return the index of the row that ``query`` selects; commas separate the parts of a query.
 
-        A part matches a cell that equals the part; if no row has equal cells for all parts, a part matches a cell that
-        contains it.  Parts of the setting that all rows share count as cells of each row.  If no row or several rows
-        match, a Refusal lists the names of rows.
+        A row is selected if each part equals one of its cells.  If no row is, a row is selected if each part is
+        contained in one of its cells.  The parts of a row's setting count as cells, even if they are not printed.
+        Raises a Refusal that lists the names of rows if no row or several rows are selected.
         """
         rows, parts = self.rows(), [part.strip() for part in query.split(",")]
         places = self.data["where"].astype(str) if "where" in self.data else [""] * len(rows)
@@ -177,8 +183,9 @@ class Table:
     def csv(self) -> str:
         """Return the raw values as CSV.
 
-        An interval ``KEY`` fills three columns: its estimate ``KEY``, and its ends ``KEY_low`` and ``KEY_high``.  Where
-        intervals have them, ``KEY_over``, ``KEY_left_out`` and ``KEY_disturbed`` follow.
+        A column ``KEY`` of intervals becomes three columns: the estimates ``KEY``, and the ends ``KEY_low`` and
+        ``KEY_high``.  Columns ``KEY_over``, ``KEY_left_out`` and ``KEY_disturbed`` follow, each only if an interval has
+        a value for it.  Columns that are only printed (``_KEY``) are left out.
         """
         columns: dict[str, Any] = {}
         for key in (str(key) for key in self.data if not str(key).startswith(_PRINTED)):
@@ -193,14 +200,17 @@ class Table:
         return safe_cells(pd.DataFrame(columns)).to_csv(index=False, lineterminator="\n")
 
     def markdown(self) -> str:
-        """Return a GitHub-flavoured pipe table under its title and caption, above its footnotes and definitions."""
+        """Return the table in GitHub's Markdown: title, caption and rows, then a list of footnotes and definitions."""
         below = [text for text in (self.footnotes, *self.definitions) if text]
         notes = "".join(f"- {markdown(text)}\n" for text in below)
         head = f"**{markdown(self.title)}.** {markdown(self.caption)}".rstrip()
         return f"{head}\n\n{self.markdown_rows()}" + (f"\n{notes}" if notes else "")
 
     def markdown_rows(self) -> str:
-        """Return the pipe table alone; of neighbouring rows at one place, only the first row names the place."""
+        """Return the rows in GitHub's Markdown, without title and notes.
+
+        Of neighbouring rows with the same setting, only the first row names the setting.
+        """
         rows, places = self.rows(), self.places
         lines = [
             [markdown(column.title) for column in self.columns],
@@ -212,7 +222,7 @@ class Table:
         return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
     def show(self, out: Console) -> None:
-        """Print the table in a terminal; the rows of each place become a table of their own."""
+        """Print the table in a terminal, divided into a table for each setting as in :meth:`by_place`."""
         columns, places = self.by_place()
         for place, rows in places:
             title = escape(f"{self.title}: {place}" if place else self.title)
@@ -227,7 +237,10 @@ class Table:
 
 
 def find_table(tables: Sequence[Table], name: str) -> Table:
-    """Return the table with this name; if there is none, a Refusal lists the names."""
+    """Return the table with this name.
+
+    Raises a Refusal that lists the names of all tables if there is none.
+    """
     by_name = {table.name: table for table in tables}
     if name not in by_name:
         raise Refusal(f"no table {name!r}: expected one of {', '.join(by_name)}{suggestion(name, by_name)}")
@@ -235,7 +248,7 @@ def find_table(tables: Sequence[Table], name: str) -> Table:
 
 
 def markdown(value: str) -> str:
-    """Escape text for Markdown where Markdown would change it, HTML included; numbers and units stay."""
+    """Return text in which the characters that Markdown or HTML would interpret are escaped."""
     escaped = _MARKDOWN.sub(r"\\\g<0>", text(value))
     escaped = re.sub(r"&(?=#?\w+;)", "&amp;", escaped)
     return escaped.replace("<", "&lt;").replace(">", "&gt;")
@@ -254,11 +267,11 @@ def table_of(
     caption: str = "",
     notes: str = "",
 ) -> Table:
-    """Return a table of rows, without the columns that have no value in any row.
+    """Return a table of ``rows`` with those ``columns`` that have a value in any row.
 
-    ``caption`` has at most two sentences.  ``notes`` are further footnotes; others are added for intervals, for
-    marks that occur in cells, and for the parts of ``where`` that all rows share.  The other parts of ``where``
-    become columns on the left.
+    ``caption`` has at most two sentences.  ``notes`` are the first footnotes.  Other footnotes are added: on intervals,
+    on marks that occur in cells, and on what the settings of all rows have in common.  Column ``where`` of the rows
+    describes their settings; the parts of it in which settings differ become columns on the left.
     """
     data = pd.DataFrame(rows)
     shown = [column for column in columns if column.key in data and data[column.key].map(has_value).any()]
@@ -287,9 +300,12 @@ def table_of(
 def interval_notes(
     data: pd.DataFrame, columns: Sequence[Column], behind: Sequence[Interval] = ()
 ) -> list[str]:
-    """Return footnotes on the intervals in these columns: their occasions, why some are missing, what was left out.
+    """Return three footnotes on the intervals in these columns, each of which may be empty.
 
-    ``behind`` has further intervals, from which those of a column are computed; what they left out counts too.
+    The first says at how many occasions the values were measured, and the second why some values have no interval.  The
+    third says how many disturbed trials or pairs were left out; if columns differ in this number, the largest counts.
+    ``behind`` are intervals that no column shows, but from which a column was computed; the third footnote treats them
+    as a column.
     """
     of_columns = {
         column.key: [value for value in data[column.key] if isinstance(value, Interval)] for column in columns
@@ -309,9 +325,10 @@ RATIO: Final = "{:.2f}".format
 
 
 def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Yield the first cells of a table's row, and the row's trials, for each configuration at each place.
+    """Yield (first cells of a table's row, the row's trials) for each configuration in each setting.
 
-    A place is a setting, or, with ``keys``, trials with equal values of these columns.
+    With ``keys``, trials with equal values in these columns belong together, instead of trials of one setting.  The
+    first cells are the setting, the configuration, and the number of trials.
     """
     for _, setting in groups(table, list(keys or ("setting",))):
         for configuration, trials in by_configuration(setting):
@@ -322,6 +339,9 @@ def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], p
 
 
 def trial_count(trials: pd.DataFrame) -> dict[str, Any]:
-    """Return the cells ``trials``, the number of trials, and ``_taken``, the number of disturbed ones with a mark."""
+    """Return the cells that count trials: ``trials`` is their number, and ``_taken`` the number of disturbed trials.
+
+    The second is a text with a mark, `` (2 ‡)``; it is empty if no trial is disturbed.
+    """
     taken = int(trials["disturbed"].astype(bool).sum())
     return {"trials": len(trials), "_taken": f" ({taken} {caveats.TAKEN})" if taken else ""}
