@@ -200,8 +200,8 @@ def _check_methods(trials: Sequence[Trial]) -> list[str]:
             if outcome.case is not None:
                 options = "".join(f" --argument {key}={json.dumps(value)}" for key, value in own.arguments)
                 raise Refusal(
-                    f"{text} breaks {claim.name.lower()}: {outcome.violation}; run `zeropp check method {own.name}"
-                    f"{options}` to see the case"
+                    f"{text} breaks the claim {claim.name.lower()!r} ({claim.value}): {outcome.violation}; run `zeropp "
+                    f"check method {own.name}{options}` to see the case"
                 )
     return sorted(methods)
 
@@ -216,6 +216,7 @@ def _check_codecs(trials: Sequence[Trial]) -> list[str]:
     if not codecs:
         return []
     from harness.laws.adversarial_rows import falsify
+    from harness.laws.laws import title
     from harness.laws.subject import user_subject
 
     for codec in sorted(codecs, key=str):
@@ -223,9 +224,9 @@ def _check_codecs(trials: Sequence[Trial]) -> list[str]:
         for claim in subject.claims:
             outcome = falsify(subject, claim, examples=_BEFORE_A_RUN, seed=0, elements=5000)
             if outcome.violation is not None:
-                lines = violation_lines(subject, claim, outcome.violation)
                 raise Refusal(
-                    f"{lines[0]}: {lines[1].strip()}; run `zeropp check codecs --codec {codec}` to see the row"
+                    f"{subject.name} breaks the claim {title(claim)!r} ({claim.value}): {outcome.violation}; run "
+                    f"`zeropp check codecs --codec {codec}` to see the row"
                 )
     return sorted(map(str, codecs))
 

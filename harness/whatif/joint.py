@@ -167,10 +167,14 @@ def _check(traces: Sequence[Trace], world: int, ranks_per_node: int) -> None:
     if len(traces) > 1 and ranks != list(range(world)):
         twice = sorted(rank for rank, count in Counter(ranks).items() if count > 1)
         missing = sorted({*range(world)} - {*ranks})
-        what = f"more than one is of rank {twice[0]}" if twice else f"none is of rank {missing[0]}"
+        given = len(traces)
+        what = (
+            f"more than one of the {given} traces is of rank {twice[0]}"
+            if twice
+            else f"none of the {given} traces is of rank {missing[0]}"
+        )
         raise Refusal(
-            f"{first.path}: its run had {world} ranks, but of the {len(traces)} traces {what}: give one trace "
-            "of each rank, or only one trace"
+            f"{first.path}: its run had {world} ranks, but {what}: give one trace of each rank, or only one trace"
         )
     if world == 1:
         raise Refusal(f"{first.path}: its run had one rank, which sends nothing: trace two or more ranks")

@@ -84,7 +84,8 @@ def read(path: Path) -> Trace:
     """Read one rank's trace.  A file whose name ends in ``.gz`` is decompressed.
 
     Raises:
-        Refusal: if the file is truncated, is no trace of torch.profiler, or has fewer than two complete steps.
+        Refusal: if the file is truncated, is no trace of torch.profiler, does not say which rank of how many wrote it,
+            or has fewer than two complete steps.
         OSError: if the file cannot be read.
     """
     regular_file.status(path)
@@ -100,7 +101,8 @@ def read(path: Path) -> Trace:
     about = facts.get("distributedInfo")
     if not isinstance(about, dict) or not isinstance(about.get("rank"), int):
         raise Refusal(
-            f"{path}: has no distributedInfo: profile after torch.distributed.init_process_group(), on every rank"
+            f"{path}: has no distributedInfo with a rank: profile after torch.distributed.init_process_group(), on "
+            "every rank"
         )
     groups: dict[str, Sequence[int]] = {}
     configured = about.get("pg_config")

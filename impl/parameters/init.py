@@ -205,7 +205,10 @@ class Init:
 
 
 def _device_of(remote_device: torch.device | str | None) -> torch.device | None:
-    """Return the device that ``remote_device`` names; None for the mesh's device."""
+    """Return the device that ``remote_device`` names; None if it names none, so that the mesh's device is used.
+
+    Raises ZeroError: for "nvme".
+    """
     if remote_device == "nvme":
         raise ZeroError(
             "remote_device='nvme' is not supported, because values are kept in memory only: use 'cpu'"

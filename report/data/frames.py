@@ -48,7 +48,10 @@ _INTERFACES: Final = ("id", "header_bytes", *schema.InterfaceCounters.model_fiel
 
 
 class ReportError(RecordError):
-    """Records cannot be reported together, or there are none."""
+    """No report can be made or written.
+
+    For example, there are no records, they cannot be compared, a record cannot be evaluated, or the disk is full.
+    """
 
 
 class Frames:

@@ -64,7 +64,10 @@ class Measure:
 
 
 def _measured(measures: Sequence[Measure], data: pd.DataFrame) -> list[Measure]:
-    """Return the measures that have a value in any row of ``data``, with the baseline's name in their labels."""
+    """Return the measures that have a value in any row of ``data``, and replace ``{base}`` in their labels.
+
+    ``{base}`` becomes the name of the baseline, or the names if ``data`` has several baselines.
+    """
     base = listed(list(data["baseline_configuration"].unique())) if "baseline_configuration" in data else ""
     known = [measure for measure in measures if data[measure.column].notna().any()]
     return [replace(measure, label=measure.label.format(base=base)) for measure in known]

@@ -1,7 +1,8 @@
-"""Computes net speed-ups: how many times as fast a configuration reaches a loss as its baseline, in training seconds.
+"""Computes net speed-ups: how many times as fast as its baseline a configuration reaches a loss, in training seconds.
 
-A net speed-up is the speed-up of a step (:mod:`report.effects.step_seconds`) times the ratio of the numbers of steps to
-this loss (:mod:`report.effects.equal_loss`).  Formulas: docs/reference/metrics.md, Net speed-up.
+A net speed-up is the speed-up of a step (:mod:`report.effects.step_seconds`) times another ratio: the steps that the
+baseline needs to reach this loss, over the steps that the configuration needs (:mod:`report.effects.equal_loss`).
+Formulas: docs/reference/metrics.md, Net speed-up.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _FEWEST_DECIMALS: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class NetSpeed:
-    """The net speed-up of a configuration over its baseline, with the seconds of steps from one source and setting."""
+    """The net speed-up of a configuration over its baseline, with the seconds of a step from one source and setting."""
 
     row: Row  # the configuration's row of :func:`report.effects.loss_verdicts.losses`
     equal: EqualLoss
@@ -128,7 +129,7 @@ def sources(derived: Derived) -> str:
 
 
 def seconds_behind(derived: Derived) -> tuple[Interval, ...]:
-    """Return the speed-ups of steps from which the net speed-ups in the table of verdicts were computed."""
+    """Return, for each net speed-up in the table of verdicts, the speed-up of a step from which it is computed."""
     return tuple(each.step.speedup for each in foremost(derived).values() if each.step is not None)
 
 

@@ -291,7 +291,7 @@ OPTIMIZERS = {
     "torch.optim:Muon": "the engine holds shards: set optimizer.name = 'Muon', which gathers each matrix on one rank",
 }
 CODECS = {
-    "mine:Broken": "mine:Broken breaks zero",
+    "mine:Broken": "mine:Broken breaks the claim 'zero' (",
     "mine:No": "mine:No: mine has no 'No'",
     "mine:Uncounted": "KeyError: ",
     "mine:Halves": "add fp32, the type of master shards",

@@ -77,7 +77,7 @@ def test_clocks_of_hosts_are_aligned(tmp_path: Path, clock: float) -> None:
         ([ddp(Writer(0)), ddp(Writer(1), steps=3)], "has steps 3 to 5"),
         (
             [ddp(Writer(0, world=3)), ddp(Writer(1, world=3))],
-            "its run had 3 ranks, but of the 2 traces none is of rank 2: give",
+            "its run had 3 ranks, but none of the 2 traces is of rank 2: give",
         ),
         ([ddp(Writer(0)), fsdp(Writer(1))], "ranks 0 and 1 issued different collectives"),
         ([ddp(Writer(0)), ddp(Writer(1, world=4))], "its run had 4 ranks, but the run of .* had 2: give"),
@@ -97,7 +97,7 @@ def test_traces_that_do_not_belong_together_are_refused(
 def test_a_rank_twice_is_refused(tmp_path: Path) -> None:
     """Two traces of one rank are refused."""
     path = ddp(Writer(0)).write(tmp_path)
-    with pytest.raises(Refusal, match="more than one is of rank 0"):
+    with pytest.raises(Refusal, match="more than one of the 2 traces is of rank 0"):
         joint.join([kineto.read(path), kineto.read(path)], 1, None)
 
 
