@@ -306,7 +306,9 @@ def _existing_folder(suite: str, results: Path) -> Path:
     """
     if (folder := folder_of(suite, results)) is None:
         unknown = f"unknown suite {suite!r}: {results} holds {suites_in(results)}"
-        raise Refusal(f"{unknown}; expected one of these, or a folder (`zeropp show` prints single trials)")
+        raise Refusal(
+            f"{unknown}; expected a suite with results, or a results folder (for a single trial, use `zeropp show`)"
+        )
     return folder
 
 

@@ -100,12 +100,12 @@ def render_template(template: str, parts: Mapping[str, Any]) -> str:
 def heading(derived: Derived) -> tuple[str, str]:
     """Return the page's heading in two parts; the page prints the second part as a name.
 
-    Usually the first part is "A and B against", with the names of the compared configurations, and the second part is
-    the baseline.  There are four other cases:
+    Usually the first part is "A and B against", with the names of the configurations that are compared with the
+    baseline, and the second part is the baseline.  There are four other cases:
 
-    * If the names have more than 60 characters, the first part is their number: "5 configurations against".
-    * If in this case all configurations are of one strategy and the suite names no baseline, the parts are
-      "6 configurations of" and this strategy; the baseline is counted, too.
+    * If these names have more than 60 characters, the first part has their number instead: "5 configurations against".
+    * If the names are this long, all trials have one strategy, and the suite names neither a baseline nor a contrast,
+      the parts are "6 configurations of" and this strategy.  Unlike above, the number includes the baseline.
     * If nothing is compared, the first part is empty, and the second is the baseline.
     * If no trial has finished, the parts are "No finished trial of" and the name of the suite.
     """

@@ -43,7 +43,10 @@ _RESAMPLED: Final = 2000  # bootstrap samples of seeds
 _FEWEST: Final = 5  # least number of codecs with losses for a rank correlation
 Sizes = tuple[int, int]  # nodes, and ranks per node
 Sent = tuple[Tensor, int, float]
-"""(decoded elements, bytes of one rank's frames, seconds that encoding and decoding took)."""
+"""(decoded elements, bytes of the frames of one sender, seconds that encoding and decoding took).
+
+A sender is a rank; in the second hop of a reduction, it is a node, whose ranks send these bytes together.
+"""
 
 
 class Unit(NamedTuple):
@@ -117,7 +120,8 @@ def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.Dat
           their differences;
         - ``product``: the sum of the products of exact and decoded values;
         - ``elements``: the number of elements of the unit, without padding;
-        - ``bytes``: bytes of the frames that one rank sends, for gradients in the last hop;
+        - ``bytes``: bytes of the frames of the whole unit; for gradients those of the last hop, which one rank sends if
+          all ranks share a node, and which the ranks of one node send together if there are several nodes;
         - ``seconds``: how long encoding and decoding took, for all ranks and hops together.
     """
     torch.set_num_threads(1)  # ranks have one thread too, and small rows are slower with several
@@ -185,7 +189,8 @@ def _cut(codec: Codec, values: Tensor, parts: int) -> Tensor:
 def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
     """Encode and decode ``x`` (..., parts, S), and return the decoded elements, bytes and seconds.
 
-    A stochastic codec's random bits depend on ``number`` and ``hop``.
+    The bytes are those of one sender, which sends frames of (parts, S) elements.  A stochastic codec's random bits
+    depend on ``number`` and ``hop``.
     """
     frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8)
     out, noise = torch.empty_like(x), None
@@ -196,18 +201,19 @@ def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
     ops.encode(codec, x, frames, noise=noise)
     ops.decode(codec, frames, out)
     seconds = time.perf_counter() - began
-    ranks = math.prod(x.shape[:-2])  # that encode, each its own frames
-    return out, used_bytes(codec, frames) // ranks, seconds
+    senders = math.prod(x.shape[:-2])
+    return out, used_bytes(codec, frames) // senders, seconds
 
 
 def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
-    """Reduce gradients (ranks, P) in two hops or, with one node, in one hop.
+    """Reduce gradients (ranks, P) in two hops, or in one hop if all ranks share a node.
 
-    A stochastic codec's random bits depend on ``number`` and the hop.
+    If ``sizes`` (nodes, ranks per node) does not have as many ranks as there are gradients, all ranks count as ranks of
+    one node.  A stochastic codec's random bits depend on ``number`` and the hop.
 
     Returns:
-        The mean (parts, S), the bytes of one rank's frames in the last hop, and the seconds of encoding and decoding in
-        both hops.
+        The mean (parts, S), the bytes of the frames of one rank (with two hops: of all ranks of one node together) in
+        the last hop, and the seconds of encoding and decoding in all hops.
     """
     nodes, ranks = sizes if math.prod(sizes) == len(gradients) else (1, len(gradients))
     rows = _cut(codec, gradients.view(nodes, ranks, -1), nodes * ranks)  # (nodes, ranks, parts, S)

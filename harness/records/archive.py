@@ -157,7 +157,7 @@ def _merge(archive: Path, staging: Path, folder: Path) -> None:
         old = regular_file.read_bytes(journal)
         if not (new.read_bytes() if new.exists() else b"").startswith(old):
             raise RecordError(
-                f"{folder}: its journal lists records that {archive.name} lacks; "
+                f"{folder}: its journal has lines that {archive.name} lacks; "
                 "move the folder or the archive elsewhere"
             )
     for path in sorted(fresh):

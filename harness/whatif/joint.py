@@ -68,7 +68,7 @@ class Traced:
     rate_given: bool  # whether the user gave the rate
     steps: Sequence[JointStep]
     offsets: Mapping[int, float]  # by rank, seconds that were subtracted from the rank's clock
-    rules: Counter[tasks.Rule]  # by rule, for how many collectives the rule found the task that waits
+    rules: Counter[tasks.Rule]  # by rule, the number of collectives whose waiting task was found by this rule
     alone: bool  # whether only one rank's trace was given; all ranks are then taken to do the same
     backend: str  # backend of torch.distributed, such as ``nccl``
 
@@ -403,7 +403,8 @@ class _Replay:
         self._step, self._runs, self._slower = step, runs, slower
         self._done: dict[tuple[int, int], float] = {}  # end of each finished task, by rank and number
         self._begun: dict[tuple[int, int], float] = {}
-        self._left: dict[tuple[int, int], int] = {}  # tasks that must be done before this one
+        self._left: dict[tuple[int, int], int] = {}  # for each task, how many tasks it still waits for
+        # For each task, the numbers of the tasks of the same rank that wait for it.
         self._users: dict[tuple[int, int], list[int]] = {}
         self._runnable: list[tuple[int, int]] = []
         self._exposed = dict.fromkeys(step.ranks, 0.0)
@@ -448,7 +449,8 @@ class _Replay:
     def _start(self, key: tuple[int, int]) -> None:
         """Start the task ``key`` (rank, number of the task), whose awaited tasks are done.
 
-        A task of computation is finished here.  A collective becomes pending when the last of its ranks starts it.
+        A computation, or a collective that is left out, is finished at once.  Any other collective becomes pending when
+        the last of its ranks has started it.
         """
         rank, place = key
         tasks_of_rank, skew = self._step.ranks[rank].tasks, self._step.skew[rank]

@@ -68,8 +68,7 @@ def check_host(host: Host, policy: Policy) -> None:
             why = _WHY.get(name, "the host decides this itself")
             value, expected = (policy.schedule_in_words, "none") if name == "schedule" else (value, expected)
             raise PolicyError(
-                f"{name} = {value} inside {host}: {why}; expected {expected}, unless you use a strategy of "
-                "this project's engine"
+                f"{name} = {value} inside {host}: {why}; expected {expected}, or a strategy of this project's engine"
             )
     for name, own, known in (
         ("reduce", policy.own_reduce, "ring, one_hop, two_hop"),
@@ -78,7 +77,7 @@ def check_host(host: Host, policy: Policy) -> None:
         if own is not None:
             raise PolicyError(
                 f"{name} = {own} inside {host}: a method of your own needs units of this project's engine; "
-                f"expected one of {known}, unless you use a strategy of this project's engine"
+                f"expected one of {known}, or a strategy of this project's engine"
             )
     for codec in (policy.weights, *policy.gradients):
         if (not isinstance(codec, OwnCodec) or codec.readable) and codec.stochastic:

@@ -35,7 +35,7 @@ class FrameGather:
         hops: the hops, in the order in which they are posted.
         write: writes the message of each hop after the first.  It is called with the hop, the message (bytes,) uint8,
             and what the previous hop has received, (ranks along the previous hop's axis, bytes) uint8.  It is not
-            called if the previous hop is received in the message itself.
+            called for the second hop if the first hop's frames are received directly into the second hop's message.
         keep: is called with a hop and what the hop has received, if the hop keeps something.  This happens before the
             next hop is posted, and never for the last hop.
     """
@@ -51,9 +51,9 @@ class FrameGather:
         self._wire, self._write, self._keep = wire, write, keep
         self._tag = Tag("step", "state")
         self._exchange: Exchange  # the hop under way, from start() to close()
-        # The second hop, while the first one is under way, which is received in the second hop's message.
+        # The exchange of the second hop, while the first hop is under way and is received into this exchange's message.
         self._opened: Exchange | None = None
-        # Whether the first hop is received in the message of the second, which only forwards it.
+        # Whether the first hop is received directly into the message of the second hop, which only forwards the frames.
         self._forwards = wire.streams and forwards_in_place(hops)
 
     def start(self, tag: Tag, first: Callable[[Hop, Tensor], None], into: Tensor | None = None) -> None:

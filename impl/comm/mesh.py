@@ -141,7 +141,7 @@ class Mesh:
         if backend == "nccl" and bound is not None and not everyone:
             raise MeshError(
                 f"the mesh is over {len(members)} of {dist.get_world_size()} ranks, but after "
-                "init_process_group(device_id=...) NCCL makes groups with all ranks only: leave device_id out"
+                "init_process_group(device_id=...) NCCL makes a group only if all ranks take part: leave device_id out"
             )
         return cls(
             topology,
@@ -289,7 +289,7 @@ class Mesh:
 # The ranks that train together, in any form that :meth:`Mesh.of` reads.
 AnyMesh = Mesh | DeviceMesh | dist.ProcessGroup | Topology
 
-# For each default group, the meshes that Mesh.of() has made in it, by all that tells meshes of one rank apart.
+# For each default group, the meshes that Mesh.of() has made in it, by the four fields in which they may differ.
 _meshes: MutableMapping[dist.ProcessGroup, dict[tuple[object, ...], Mesh]] = weakref.WeakKeyDictionary()
 
 

@@ -76,7 +76,12 @@ def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
 def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
     """Do the work of :func:`why_not`.
 
-    With ``every``, copies of all tensors of each parameter group are stepped; otherwise only of the first two.
+    Args:
+        optimizer: as in :func:`why_not`.
+        closure: as in :func:`why_not`.
+        every: whether the copies of the optimizer step a probe for every tensor of each parameter group, or only for
+            the first two tensors of each group.  If steps without ``every`` raise an error, the test is repeated with
+            ``every``, and then, if the optimizer's steps take a closure, also with ``closure``.
     """
     wrong = "so on shards it would be another algorithm; use an elementwise optimizer, such as AdamW"
     task = _Task.draw()

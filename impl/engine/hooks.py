@@ -126,7 +126,7 @@ class Hooks:
                 if unit.policy.planes != 1:
                     raise ZeroError(
                         f"unit {unit.geometry.name!r} runs again in the backward pass, where planes = "
-                        f"{unit.policy.planes!r} gathers the plane of columns, but the recomputation needs the plane "
+                        f"{unit.policy.planes!r} decodes the plane of columns, but the recomputation needs the plane "
                         "of rows: use planes = 1, or no activation checkpointing"
                     )
                 unit.all_gather("backward")

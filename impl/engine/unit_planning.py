@@ -120,14 +120,16 @@ def drafts_of(
 ) -> list[Draft]:
     """Assign every parameter of the model to exactly one unit, and return a draft of each unit.
 
-    A parameter belongs to the root's unit if it is outside of all blocks, or if several blocks share it.  A parameter
-    with fewer elements than the policy's ``persist_below`` belongs to the persistent unit, as long as this unit has at
-    most ``persist_most`` elements.  The trained parameters of a block form one unit, and its frozen parameters form
-    another unit.
+    A parameter in one block belongs to the unit of this block.  A parameter belongs to the root's unit if it is outside
+    of all blocks, or if a block shares it with other blocks or with modules outside of all blocks.  A parameter with
+    fewer elements than the policy's ``persist_below`` belongs to the persistent unit instead, as long as persistent
+    parameters have at most ``persist_most`` elements in all.  Frozen parameters form separate units: a block with
+    trained and frozen parameters has two units.
 
     Raises:
         ZeroError: for a block that is no submodule, overlaps another block, or has a reserved name; for a parameter
-            of an unsupported type; for a unit with more elements than ``largest_unit``.
+            of an unsupported type; for a parameter or buffer of a lazy module without a shape; for a unit, other than
+            the persistent one, with more elements than ``largest_unit``.
     """
     check_shapes(model)
     if blocks is None:

@@ -55,8 +55,9 @@ class GatheredParameters:
         enabled: False makes the context do nothing.
 
     Raises:
-        ZeroError: at once, for anything that is no parameter.  On entering, if a forward or backward pass is running,
-            if another context shows one of the parameters, or if ``modifier_rank`` is no rank.
+        ZeroError: at once, if ``parameters`` is a string, a dict or a module, is not iterable, or has an element that
+            is no tensor.  On entering, if a forward or backward pass is running, if another context shows one of the
+            parameters, or if ``modifier_rank`` is no rank.
 
             On leaving, on all ranks, in each of these cases; the old values are then restored:
 
@@ -356,7 +357,12 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
 
 
 def _checked(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return the parameters as a list, each once; raises a ZeroError for anything that is no parameter."""
+    """Return the parameters as a list, each once.
+
+    Raises:
+        ZeroError: if ``parameters`` is a string, a dict or a module, or is not iterable.  Also if an element is no
+            tensor.  Whether a tensor is a parameter is not checked.
+    """
     listed: dict[int, nn.Parameter] = {}
     if isinstance(parameters, str | dict | nn.Module) or not isinstance(parameters, Iterable):
         raise ZeroError(

@@ -188,8 +188,9 @@ def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plan
 
     Without hpZ, all hops count as hops after hpZ's copy.
 
-    With ``planes='phase'``, hpZ's copy has the plane of columns.  A gather of the weights brings the columns for the
-    copy, together with the rows, with which the forward pass computes.
+    With ``planes='phase'`` and hpZ, the copy keeps only the plane of columns.  If a gather sends ``weights``, the hops
+    before the copy bring both planes: the columns for the copy, and the rows for the forward pass.  The hops after the
+    copy then bring only the rows.
     """
     if policy.planes != "phase":
         return (_BOTH[: policy.planes],) * 2

@@ -84,7 +84,7 @@ def test_records_that_are_not_in_it_are_not_mixed_in(tmp_path: Path) -> None:
     chained_journal.append(folder, first)
     packed = archive.pack(folder, tmp_path)
     chained_journal.append(folder, first.model_copy(update={"finished": "later"}))
-    for refusal in ("journal lists records", "has records"):
+    for refusal in ("journal has lines", "has records"):
         kept = {path: path.read_bytes() for path in folder.iterdir()}
         with pytest.raises(RecordError, match=rf"{refusal} that q\.tar\.xz lacks"):
             archive.unpack(packed)

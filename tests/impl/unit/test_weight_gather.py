@@ -126,7 +126,7 @@ def test_hpz_keeps_the_columns_and_backward_sends_nothing_between_nodes() -> Non
 @pytest.mark.parametrize("planes", [2, "phase"])
 @each_rank(1, 1)
 def test_a_block_that_runs_again_in_backward_is_refused(mesh: Mesh, planes: Any) -> None:
-    """Recomputing a block in backward is refused in one line, since its plane of rows is not gathered again."""
+    """Recomputing a block in backward is refused in one line, since backward decodes the plane of columns."""
 
     class Again(Net):
         def forward(self, x: Tensor) -> Tensor:
