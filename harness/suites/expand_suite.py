@@ -460,7 +460,8 @@ def _check_nearest(
     """
     several = f"{key}: matches several configurations of one setting"
     if file.repeats.within is not None:
-        raise SuiteError(f'{several}, which repeats = "{file.repeats}" does not allow; let it match only one')
+        until = f"until {100 * file.repeats.within:g} %"
+        raise SuiteError(f'{several}, which repeats = "{until}" does not allow; let it match only one')
     for trial in others:
         here = [base for base in bases if setting_of(base, *also) == setting_of(trial, *also)]
         if len(nearest_baselines(trial, here)) > 1:
