@@ -58,9 +58,10 @@ def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
 
 
 def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Return the bytes on the rank that holds or copies the most: one row per trial, source and part.
+    """Return the bytes that a rank holds or copies: one row per trial, source and part of memory.
 
-    Source and part are those of ``Frames.memory``; each part may have its maximum on another rank.
+    ``bytes`` is the maximum over the trial's ranks.  Each part has its maximum by itself: the most gradients may be on
+    rank 0, and the most weights on rank 1.  ``source`` and ``part`` are the columns of ``Frames.memory``.
     """
     largest = frames.memory.groupby(["id", "source", "part"], as_index=False)["bytes"].max()
     return table[[*OF_TRIAL, "secondary", "nodes", "ranks_per_node", "shape"]].merge(largest, on="id")
