@@ -90,8 +90,8 @@ def sent_types(trial: Trial) -> str:
 def shared_types(trial: Trial) -> str:
     """Return the types by which a trial and its peers are matched, as text: ``bf16``, or ``fp32, sent as bf16``.
 
-    They are the type in which the trial computes and the type of its messages.  For a policy that quantises, the second
-    is bf16, because no peer sends fewer bits.
+    They are the type in which the trial computes and the type of its messages; if both are equal, it is named once.
+    For a policy that quantises, the type of its messages is given as bf16, because no peer sends fewer bits.
     """
     compute, sent = (trial.resolved_policy() or trial.peer).compute, sent_types(trial)
     sent = sent if sent in ("fp32", "bf16", "bf16 and fp32") else "bf16"
