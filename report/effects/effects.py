@@ -50,7 +50,8 @@ class Effect:
     value: Interval  # the configuration's value; equals ``change`` if only the change is known
     base: float = math.nan  # the baseline's value
     equal: float = 1.0  # the value of ``change`` that means "no difference": 1 for ratios, 0 for differences
-    why: str = ""  # why the verdict is inconclusive; empty if it is not, or if there are too few values
+    # Why the verdict is inconclusive, unless the reason is too few values.  Empty for all other verdicts.
+    why: str = ""
     steps: int = 0  # for losses: number of training steps before the loss was measured
     expected: Prediction | None = None  # prediction of the change in a new run; None if nothing is predicted
     text: str = ""  # text of the cell if there is no number
@@ -114,8 +115,8 @@ def speeds(derived: Derived) -> dict[Key, Effect]:
 def sent(derived: Derived) -> dict[Key, Effect]:
     """Return the ratio of each configuration's bytes between nodes to its baseline's bytes.
 
-    Both numbers are from the ledger or, if either has no ledger, from the interfaces.  For decoding, they are the bytes
-    of each token after the first.
+    The bytes of both are from their ledgers.  If the configuration or the baseline has no ledger, the bytes of both are
+    from the nodes' interfaces.  For decoding, the bytes are those for each token after the first, from the ledgers.
     """
     effects: dict[Key, Effect] = {}
     bases = baselines(derived)
@@ -139,8 +140,8 @@ def errors(derived: Derived) -> dict[Key, Effect]:
     """Return the error of each configuration's gradients, from end to end (vNMSE), and its ratio to the baseline's.
 
     A trial's error is the median over its measured steps, and the ratio is over pairs of trials.  Suites measure errors
-    only in the first repeat of each seed, since other repeats would give the same errors.  An error that was measured
-    in one trial only has the verdict ``one value``, since the steps of one trial are not independent samples.
+    only in the first repeat of each seed, since other repeats would give the same errors.  If a configuration's error
+    was measured in a single trial, the verdict is ``one value``: the steps of a trial are not independent samples.
     """
     rows, trials = derived.sent_errors, derived.trials
     rows = rows[rows["purpose"].eq("gradients") & rows["hop"].isna() & rows["repeated"].eq(1)]
@@ -193,9 +194,10 @@ def losses(derived: Derived) -> dict[Key, Effect]:
 def net_speeds(derived: Derived) -> dict[Key, Effect]:
     """Return the net speed-up of each configuration to its baseline's final loss.
 
-    Configurations without losses or without seconds of steps are left out.  A configuration that does not reach the
-    loss has the verdict ``not reached``; it is not left out if it has no seconds.
-    The dict is empty if no configuration has seconds.
+    A configuration that does not reach the loss has the verdict ``not reached``, with or without seconds of its steps.
+    Other configurations are left out if they have no net speed-up in :func:`report.effects.net_speed.foremost`, for
+    example because no source has seconds of their steps.  Configurations without losses are also left out.
+    The dict is empty if no configuration has a net speed-up there.
     """
     of_losses, known = losses(derived), net_speed.foremost(derived)
     effects: dict[Key, Effect] = {}
@@ -212,9 +214,9 @@ def net_speeds(derived: Derived) -> dict[Key, Effect]:
 
 
 def memory(derived: Derived) -> dict[Key, Effect]:
-    """Return the memory of each configuration: MiB that the engine of the fullest rank holds on its device.
+    """Return the memory of each configuration in MiB, as the engine counts it on the device of the fullest rank.
 
-    It is the median over trials, and the engine counts it.  Peers are left out, because the count of a library's memory
+    With several trials, it is the median over trials.  Peers are left out, because the count of a library's memory
     lacks gathered weights and local gradients.
     """
     parts = derived.frames.memory
@@ -311,7 +313,7 @@ NONE: Final = Interval(math.nan, math.nan, math.nan, 0)
 
 
 def _ratio(change: Interval, value: Interval | None = None) -> Effect:
-    """Return the effect with the ratio ``change``, of which less is better.
+    """Return the effect with the ratio ``change``, for a quantity such as bytes: a ratio below 1 is an improvement.
 
     ``value`` is the configuration's value; None if only the ratio is known.
     """
