@@ -43,9 +43,10 @@ _OF_LOSSES: Final[dict[str, Verdict]] = {"inferior": "worse", "not inferior": "n
 class Effect:
     """The comparison of one configuration with its baseline, in one quantity and one setting."""
 
-    change: (
-        Interval  # ratio of the value to the baseline's, or difference of the two; without spread if counted
-    )
+    # The change from the baseline.  It is a ratio, the configuration's value over the baseline's value, or for losses
+    # a difference, the configuration's loss minus the baseline's loss.  If the quantity is counted, both ends of the
+    # interval equal the estimate.
+    change: Interval
     verdict: Verdict
     value: Interval  # the configuration's value; equals ``change`` if only the change is known
     base: float = math.nan  # the baseline's value
