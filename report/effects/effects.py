@@ -97,7 +97,7 @@ def verdict_on(change: Interval, *, more_is_better: bool) -> Verdict:
 
 
 def counted(value: float) -> Interval:
-    """Return a counted value as an interval, both of whose ends are the value; its number of values ``n`` is 0."""
+    """Return the interval of a number that was counted exactly: its estimate and its ends are ``value``, and n is 0."""
     return Interval(value, value, value, 0)
 
 

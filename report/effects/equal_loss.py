@@ -89,9 +89,9 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
         return first_at(losses[curve], steps[curve], losses[curve][-1] + above)
 
     def to_equal(difference: float) -> tuple[float, float]:
-        """Return the configuration's and the baseline's steps to equal losses.
+        """Return the numbers of steps after which the configuration and the baseline reach the same loss.
 
-        ``difference`` is the configuration's final loss minus the baseline's, in nats.
+        ``difference`` is taken as the configuration's final loss minus the baseline's final loss, in nats.
         """
         return steps_to(0, -difference), steps_to(1, difference)
 
