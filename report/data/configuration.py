@@ -207,8 +207,8 @@ def labels_of(
 def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = {}) -> str:
     """Return the name of a trial's configuration: ``ZeRO++``, or ``ZeRO++ (w int8:64)`` if it has changes.
 
-    The parentheses list the policy's changes except ``shared``, a peer's settings, the fields ``also`` with their
-    values, and the control.
+    The parentheses list the policy's changes, a peer's settings, the fields ``also`` with their values, and the
+    control.  Changes that are in ``shared`` are left out.
     """
     name, changes = name_of(trial.strategy), changes_of(trial)
     if (

@@ -238,9 +238,9 @@ class Derived:
     """
 
     frames: Frames
-    sources: tuple[
-        StepSource, ...
-    ] = ()  # sources of the seconds of steps that precede the suite's own records
+    # Where net speed-ups take the seconds of a step from, the preferred source first.  The suite's own records are the
+    # last source, and are not listed here.
+    sources: tuple[StepSource, ...] = ()
 
     @cached_property
     def trials(self) -> pd.DataFrame:

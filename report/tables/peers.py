@@ -21,7 +21,8 @@ FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 def peers(derived: Derived) -> Table:
     """Return the table that compares our policies with peers of the same types, in each setting.
 
-    The row of a policy has its speed-up over each library's configuration that is hardest to beat.
+    The row of a policy has one speed-up for each library: the smallest of its speed-ups over the library's
+    configurations.
     """
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     trials = derived.trials.assign(
@@ -131,8 +132,8 @@ def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
 def _over(trials: pd.DataFrame, peer_rows: pd.DataFrame, family: str) -> dict[str, Any]:
     """Return the cells of a row for one library (``family``): a speed-up, and the name of a configuration.
 
-    The configuration is the library's configuration over which the speed-up of ``trials`` is smallest, and
-    ``peer_rows`` are the library's trials.
+    ``peer_rows`` are the library's trials.  The speed-up of ``trials`` is computed over each configuration of the
+    library; the cells hold the smallest speed-up, and the name of the library's configuration that gives it.
     There is no speed-up if ``trials`` are a peer's, or if no pairs can be formed with the library's trials.
     """
     keys = ["sweep", "seed", "repeat"]
