@@ -85,9 +85,9 @@ class Layout:
 def relative_bound(codec: Codec) -> float:
     """Return the largest possible error of an element, relative to the largest magnitude of its block.
 
-    This ratio depends on the largest magnitude, because the scales of a codec grow in steps: at most eight steps for
-    each factor of two.  The ratio is largest just above a step.  Eight magnitudes, each just above a step, are
-    therefore tried.
+    This ratio depends on the block's largest magnitude, because a codec has at most eight scales for each factor of
+    two.  The ratio is largest if the magnitude is just too large for one of these scales, so that the block gets the
+    next scale.  This function therefore tries eight such magnitudes, and returns the largest of their ratios.
     """
     just_above = [(1 + eighth / 8) * (1 + 1e-6) for eighth in range(8)]
     return max(codec.error_bound(-top, top) / top for top in just_above) * (1 + 1e-5)
@@ -223,13 +223,13 @@ class FirstGradient:
 
         Args:
             layout: The layout that the rows belong to.
-            first: Number of the first of these rows in the layout.
+            first: Number, in the layout, of the first row of ``rows``.
             rows: (n, row) reduced gradient, multiplied by ``scale``.
             scale: The loss scale in the reduced gradient.
 
         Returns:
             The element whose difference is the largest share of the allowed difference.  Returns None if no window in
-            these rows was drawn, or if the single process's gradient is not finite.
+            ``rows`` was drawn, or if the single process's gradient is not finite.
         """
         numbers, means = self._drawn[layout]
         per_row = -(-layout.row // layout.window)
