@@ -386,7 +386,7 @@ class Record(_Part):
 
     @property
     def padding(self) -> float:
-        """Number of the units' elements of padding, divided by the model's elements; 0 if there are no units."""
+        """Elements of padding in all units together, divided by the model's elements; 0 if there are no units."""
         return padding_share((numel, padded) for _, numel, padded in self.units)
 
     @property
