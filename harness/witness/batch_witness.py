@@ -42,7 +42,7 @@ class BatchWitness:
         self.distinct = count ** (trial.accumulation * self._sequences) > _CHANCES
 
     def batches(self, step: int, ranks: Sequence[int]) -> list[Batch]:
-        """Return the batches of a step that these ranks should read, in the order in which one process reads them."""
+        """Return the batches of a step that these ranks should read, ordered by micro-batch and then by rank."""
         dataset, count = self._dataset, self._dataset.count(self._dataset.train)
         read = []
         for micro_batch, rank in itertools.product(range(self._trial.accumulation), ranks):
@@ -80,7 +80,7 @@ def shared_split(dataset: Dataset) -> str | None:
 
     In every data set, parts that share memory are found.  In a text, a few windows of the validation part are also
     searched for in the training part.  The search is left out if the training part has more than 64 MiB.  Its result is
-    ignored if the text repeats itself, so that a window of the training part occurs there more than once.
+    ignored if the training part repeats itself: one of a few windows of it occurs in it more than once.
     """
     shared = "validation samples are part of the training data"
     if isinstance(dataset, OwnPairs):

@@ -107,8 +107,8 @@ class TrainingChecks:
     def note_reduced(self, index: int, loss: float, scale: float) -> None:
         """Keep the present gradients, which the backward passes of step ``index`` have just left.
 
-        Also compares the drawn step, if ``compare`` is set, and checks that nothing changed weights since the previous
-        step.
+        Also checks that no watched weight has changed since the optimizer's previous step.  If :attr:`compare` is set,
+        it is called first, to compare the drawn step with a single process.
 
         Args:
             index: Number of the step.
