@@ -447,11 +447,11 @@ def measured_steps(total: int) -> frozenset[int]:
 
 
 def drawn_step(seed: int, repeat: int, warmup: int, total: int) -> int | None:
-    """Draw the step before which the engine's messages are checked (:mod:`harness.runs.reference_checks`).
+    """Draw a step; the engine's messages are checked before this step (:mod:`harness.runs.reference_checks`).
 
     The step lies in the second half of the trial, since a fault that begins in the course of training is present in
-    late steps.  It lies after the warm-up, and is never step 0.  ``seed`` and ``repeat`` determine it, so that the
-    repeats of a trial check different steps.
+    late steps.  It lies after the warm-up, and is never step 0.  ``seed`` and ``repeat`` determine it.  The
+    repeats of a trial may therefore check different steps.
 
     Returns:
         The index of the step.  Returns None if a trial of ``total`` steps has no step after step 0 and the warm-up.

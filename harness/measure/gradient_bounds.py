@@ -53,9 +53,9 @@ class GradientError:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Lays out the elements that are reduced together as a matrix, row by row.
+    """Arranges the elements of one reduction as a matrix, row by row.
 
-    After a reduction, each rank holds the means of whole rows.
+    After the reduction, each rank holds the means of whole rows.
     """
 
     geometry: UnitGeometry | GroupGeometry  # a unit of our engine, or a parameter group of FSDP2
@@ -248,7 +248,7 @@ class FirstGradient:
 
 
 def _windows(layout: Layout, rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return the windows of ``rows`` that ``numbers`` lists, as (n, window) on the CPU.
+    """Return the windows of ``rows`` with the numbers in ``numbers``, as (n, window) on the CPU.
 
     The last window of a row is filled up with zeros.  Windows are selected on the device of the rows, because copying
     all gradients of a large model from a GPU would take longer than a step.

@@ -18,7 +18,7 @@ Part = Literal["generate", "score", "forward", "backward", "optimizer"]
 
 
 def now(device: torch.device) -> float:
-    """Wait until the device has finished its work, and return the time of the clock in seconds."""
+    """Wait until the device has finished its work, and return ``time.perf_counter()``, in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

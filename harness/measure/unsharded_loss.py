@@ -100,7 +100,7 @@ def by_columns(
 
 @contextmanager
 def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give the parameters that ``values`` names these values in the body of ``with``, then restore them.
+    """Write ``values`` into the parameters of these names, and restore the parameters after the body of ``with``.
 
     autograd does not notice the change.
     """

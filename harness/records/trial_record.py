@@ -391,7 +391,7 @@ class Record(_Part):
 
     @property
     def settled(self) -> bool:
-        """Whether the trial need not run again; False if it failed with a kind of failure in :data:`PASSING`."""
+        """Whether the trial need not run again: it has a result, or its kind of failure is not in :data:`PASSING`."""
         return self.failure is None or self.failure.kind not in PASSING
 
     @property
