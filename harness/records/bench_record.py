@@ -54,7 +54,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """The cluster on which it was timed: (nodes, ranks per node, rate of the link between nodes).
+        """The cluster on which the sample was timed: (nodes, ranks per node, rate of the link between nodes).
 
         The rate is in Mbit/s, and None if the link is unshaped.  All three are None for codecs, which need no cluster.
         """

@@ -78,9 +78,10 @@ class BatchWitness:
 def shared_split(dataset: Dataset) -> str | None:
     """Return a sentence if the validation part of a data set is also part of its training data; else None.
 
-    In every data set, parts that share memory are found.  In a text, a few windows of the validation part are also
-    searched for in the training part.  The search is left out if the training part has more than 64 MiB.  Its result is
-    ignored if the training part repeats itself: one of a few windows of it occurs in it more than once.
+    The two parts may not be the same object, or share memory.  In a text, a few windows of the validation part are also
+    searched for in the training part.  The search is left out if the training part has more than 64 MiB.  The result of
+    the search is ignored if the training part repeats itself, so that equal windows prove nothing.  To find this, a few
+    windows of the training part are searched for in the training part.
     """
     shared = "validation samples are part of the training data"
     if isinstance(dataset, OwnPairs):
