@@ -278,7 +278,7 @@ class OptimizerWitness:
 
 
 def local(tensor: Any) -> Tensor:
-    """Return the local shard of a ``DTensor``, or any other tensor as it is, detached."""
+    """Return the local shard of a ``DTensor``, or any other tensor as it is; the result is detached."""
     whole: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return whole.detach()
 
