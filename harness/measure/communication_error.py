@@ -152,7 +152,9 @@ def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
 def gradient_errors(
     step: int, observer: ReductionObserver, *, repeated: int = 1, group: slice = slice(None)
 ) -> SumsByPlace:
-    """Return this rank's sums of squares for each hop and for each whole reduction; all ranks must call this.
+    """Return this rank's :data:`Sums` for each hop and for each whole reduction; all ranks must call this.
+
+    Each entry begins with a sum of squared errors and a sum of squared exact values.
 
     Args:
         step: Index of the step.
@@ -366,7 +368,8 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy, ranks: int) ->
     - gradients with error feedback or a user's own reduction;
     - weights with a user's own gather;
     - weights or gradients whose codecs a budget changes;
-    - weights sent as differences: the first step and, with a schedule, all steps.
+    - weights sent as differences.  Step 0 sends whole weights, so it is left out, and the next measured step counts as
+      the first.  With a schedule, all steps are left out.
 
     With a schedule, rule 1 compares only steps that have the same policy.  Rule 2 is not applied with ``planes`` other
     than 1, where hpZ's copy holds another plane than forward passes compute with.
@@ -444,11 +447,11 @@ def measured_steps(total: int) -> frozenset[int]:
 
 
 def drawn_step(seed: int, repeat: int, warmup: int, total: int) -> int | None:
-    """Draw the step before which the engine's messages are checked (:mod:`harness.runs.reference_checks`).
+    """Draw a step; the engine's messages are checked before this step (:mod:`harness.runs.reference_checks`).
 
     The step lies in the second half of the trial, since a fault that begins in the course of training is present in
-    late steps.  It lies after the warm-up, and is never step 0.  ``seed`` and ``repeat`` determine it, so that the
-    repeats of a trial check different steps.
+    late steps.  It lies after the warm-up, and is never step 0.  ``seed`` and ``repeat`` determine it.  The
+    repeats of a trial may therefore check different steps.
 
     Returns:
         The index of the step.  Returns None if a trial of ``total`` steps has no step after step 0 and the warm-up.

@@ -121,7 +121,7 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
 
     Yields:
         A list that is empty until the body ends, and then has one entry.  It stays empty if there are no GPUs, if NVML
-        does not work, or if NVML does not know one of the GPUs.
+        does not work, or if any of the GPUs is unknown to NVML.
     """
     uses, stop, began = list[NodeUse](), threading.Event(), time.monotonic()
     devices = _open(gpus) if gpus else []
@@ -149,7 +149,7 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
 
 
 def _open(uuids: Sequence[str]) -> list[_Gpu]:
-    """Open GPUs by UUID; returns an empty list if NVML does not work or does not know one of the GPUs."""
+    """Open GPUs by UUID; returns an empty list if NVML does not work, or if any of the GPUs is unknown to NVML."""
     import pynvml
 
     try:

@@ -53,9 +53,9 @@ class GradientError:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Lays out the elements that are reduced together as a matrix, row by row.
+    """Arranges the elements of one reduction as a matrix, row by row.
 
-    After a reduction, each rank holds the means of whole rows.
+    After the reduction, each rank holds the means of whole rows.
     """
 
     geometry: UnitGeometry | GroupGeometry  # a unit of our engine, or a parameter group of FSDP2
@@ -85,9 +85,9 @@ class Layout:
 def relative_bound(codec: Codec) -> float:
     """Return the largest possible error of an element, relative to the largest magnitude of its block.
 
-    This ratio depends on the largest magnitude, because the scales of a codec grow in steps: at most eight steps for
-    each factor of two.  The ratio is largest just above a step.  Eight magnitudes, each just above a step, are
-    therefore tried.
+    This ratio depends on the block's largest magnitude, because a codec has at most eight scales for each factor of
+    two.  The ratio is largest if the magnitude is just too large for one of these scales, so that the block gets the
+    next scale.  This function therefore tries eight such magnitudes, and returns the largest of their ratios.
     """
     just_above = [(1 + eighth / 8) * (1 + 1e-6) for eighth in range(8)]
     return max(codec.error_bound(-top, top) / top for top in just_above) * (1 + 1e-5)
@@ -223,13 +223,13 @@ class FirstGradient:
 
         Args:
             layout: The layout that the rows belong to.
-            first: Number of the first of these rows in the layout.
+            first: Number, in the layout, of the first row of ``rows``.
             rows: (n, row) reduced gradient, multiplied by ``scale``.
             scale: The loss scale in the reduced gradient.
 
         Returns:
             The element whose difference is the largest share of the allowed difference.  Returns None if no window in
-            these rows was drawn, or if the single process's gradient is not finite.
+            ``rows`` was drawn, or if the single process's gradient is not finite.
         """
         numbers, means = self._drawn[layout]
         per_row = -(-layout.row // layout.window)
@@ -248,7 +248,7 @@ class FirstGradient:
 
 
 def _windows(layout: Layout, rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return the windows of ``rows`` that ``numbers`` lists, as (n, window) on the CPU.
+    """Return the windows of ``rows`` with the numbers in ``numbers``, as (n, window) on the CPU.
 
     The last window of a row is filled up with zeros.  Windows are selected on the device of the rows, because copying
     all gradients of a large model from a GPU would take longer than a step.

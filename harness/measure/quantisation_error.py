@@ -27,8 +27,8 @@ BLOCKS: Final[tuple[Block, ...]] = (64, 256, 1024, 2048, "shard")
 def measure(zero: Zero) -> list[QuantisationError]:
     """Return the error of each integer codec on each unit's weights and mean gradient, over all ranks.
 
-    There is a codec for each number of bits in :data:`BITS` with each block in :data:`BLOCKS`.  All ranks must call
-    this.  Tensors of nothing but zeros are left out.
+    The codecs combine each number of bits in :data:`BITS` with each block size in :data:`BLOCKS`, for example 4 bits
+    with blocks of 256 elements.  All ranks must call this.  Tensors of nothing but zeros are left out.
     """
     grid = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
     errors = []
@@ -74,7 +74,7 @@ def measure_lossless(zero: Zero) -> list[LosslessSize]:
 
 
 def _tensors(zero: Zero) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (purpose, unit, shard) for the weights of each unit and, if it has one, for its mean gradient.
+    """Yield (purpose, unit, shard) for the weights of each unit, and for the mean gradient of each unit that has one.
 
     The purpose is ``weights`` or ``gradients``, the unit is given by its name, and the shard is this rank's (S,) fp32.
     """

@@ -18,7 +18,7 @@ Part = Literal["generate", "score", "forward", "backward", "optimizer"]
 
 
 def now(device: torch.device) -> float:
-    """Wait until the device has finished its work, and return the time of the clock in seconds."""
+    """Wait until the device has finished its work, and return ``time.perf_counter()``, in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -56,13 +56,13 @@ class StepClock:
     On a GPU, parts are timed by events of its current stream, which are read at the end of the step.  The host
     therefore does not wait for the GPU between parts, just as it does not wait in a step without a clock.
 
-    A step begins and ends at readings of the clock ``witness``, which also times what happens between steps.  On a GPU
-    these readings wait for the device.
+    A step begins and ends at readings of :attr:`witness`, a second clock that also times what happens between steps.
+    On a GPU these readings wait for the device.
 
     Args:
         mark_exposed: Marks the moment of the call, and returns a function.  Called later, the function returns the
             seconds that were waited for messages before the marked moment (:meth:`impl.comm.wire.Wire.mark_exposed`).
-            For peers, whose waits are not known, ``mark_exposed`` returns None.
+            For peers, whose waits are not known, ``mark_exposed`` returns None in place of a function.
         device: Device on which the steps run.
     """
 

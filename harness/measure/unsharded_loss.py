@@ -54,11 +54,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def as_gathered(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry], clock: Clock
 ) -> Iterator[None]:
-    """Give an unsharded fp32 model, in the body of ``with``, the weights that ranks would all-gather.
+    """Give an unsharded fp32 model the weights that ranks would all-gather, and restore its weights afterwards.
+
+    The model has the gathered weights in the body of ``with``.
 
     Args:
         model: The unsharded model, which has the masters as weights.
-        policy: Its codecs for weights are applied, also the codec of hpZ's copy if forward passes send that copy.
+        policy: The policy, whose codecs for weights are applied.  If forward passes send hpZ's copy, the codec of this
+            copy is applied too.
         units: Units or parameter groups of the model, whose shards are encoded one by one.
         clock: Decides the random bits of stochastic codecs.
     """
@@ -100,7 +103,7 @@ def by_columns(
 
 @contextmanager
 def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give the parameters that ``values`` names these values in the body of ``with``, then restore them.
+    """Write ``values`` into the parameters of these names, and restore the parameters after the body of ``with``.
 
     autograd does not notice the change.
     """

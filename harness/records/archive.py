@@ -102,8 +102,8 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
             _merge(archive, Path(name), folder)
     except _OtherEntryError as error:
         raise RecordError(
-            f"{archive}: holds {error.args[0]!r}, which is no record of suite {suite}; give the archive the name of "
-            "the folder that was packed, or pack the folder again"
+            f"{archive}: holds {error.args[0]!r}, which is no file of suite {suite} or is larger than {_MOST >> 20} "
+            "MiB; give the archive the name of the folder that was packed, or pack the folder again"
         ) from None
     except (OSError, tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -116,7 +116,7 @@ def _extract(archive: Path, suite: str, staging: Path) -> None:
 
     Raises:
         RecordError: If the archive holds too many entries, or too many bytes.
-        _OtherEntryError: If an entry is not a record, run, trace or journal of ``suite``.
+        _OtherEntryError: If an entry is not a record, run, trace or journal of ``suite``, or is too large.
     """
     regular_file.status(archive)
     count = total = 0
@@ -166,7 +166,7 @@ def _merge(archive: Path, staging: Path, folder: Path) -> None:
 
 
 class _OtherEntryError(Exception):
-    """An entry of an archive is no record of its suite; the argument is the entry's name."""
+    """An archive holds an entry that is no file of its suite, or is too large; the argument is the entry's name."""
 
 
 class _PlainEntry(tarfile.TarInfo):

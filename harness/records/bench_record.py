@@ -54,7 +54,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """The cluster on which it was timed: (nodes, ranks per node, rate of the link between nodes).
+        """The cluster on which the sample was timed: (nodes, ranks per node, rate of the link between nodes).
 
         The rate is in Mbit/s, and None if the link is unshaped.  All three are None for codecs, which need no cluster.
         """
@@ -64,8 +64,9 @@ class Sample(BaseModel, extra="forbid", frozen=True):
 def merge_ranks(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
     """Merge the samples of all ranks.
 
-    Each round keeps the seconds of the slowest rank, which is found separately for each list of seconds.  The bytes
-    that the ranks sent are added up.
+    In each round, the merged sample has the seconds of the slowest rank.  The slowest rank is found for each list of
+    seconds by itself: it may be rank 0 for the candidate, and rank 1 for the reference.  The bytes that the ranks sent
+    are added up.
     """
     merged = []
     for samples in zip(*ranks, strict=True):

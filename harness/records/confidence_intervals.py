@@ -103,8 +103,10 @@ def enough(n: int, left_out: int = 0) -> bool:
 def of_another_run(interval: Interval, *, ratio: bool) -> Interval:
     """Return Student's prediction interval for the result of one further run, at a further occasion.
 
-    For a ratio the interval is computed from its logarithm.  If the values are of one occasion, the ends are NaN, since
-    one occasion says nothing about other occasions.  Values that do not depend on the occasion count as one run.
+    The width of ``interval`` is multiplied by sqrt(1 + occasions): with values of 3 occasions, it doubles.  If the
+    values do not depend on the occasion, all of them count as one run, and the width is multiplied by sqrt(2).  For a
+    ratio the interval is computed from its logarithm.  If the values are of one occasion, the ends are NaN, since one
+    occasion says nothing about other occasions.
     """
     if interval.occasions == 1:
         return replace(interval, low=math.nan, high=math.nan)

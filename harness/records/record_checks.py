@@ -45,8 +45,11 @@ _BARRIERS: Final = 4
 def ledger_mismatch(record: Record) -> str | None:
     """Return a sentence on the first difference between the recorded ledgers and the predicted ledgers.
 
-    Returns None if they are equal, or if the record has no predictions.  With a schedule, the bytes of each step are
-    compared too.  There is also a sentence if the record's field ``predicted.equal`` says otherwise.
+    Returns None if they are equal, or if the record has no predictions.  Messages whose purpose was measured and not
+    predicted are not compared.  If there are no such messages, the bytes of each step of a schedule are compared too.
+
+    The record's field ``predicted.equal`` must be True or, if there are such messages, None.  If it has another value,
+    a sentence says so.
     """
     if record.predicted is None:
         return None
@@ -73,7 +76,7 @@ def ledger_mismatch(record: Record) -> str | None:
 
 
 def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int]]:
-    """Return the rows of a ledger as (bytes, messages) by (phase, purpose, unit, hop, link)."""
+    """Return a dict with the rows of a ledger: from (phase, purpose, unit, hop, link) to (bytes, messages)."""
     return {
         (row.phase, row.purpose, row.unit, row.hop, row.link): (row.bytes, row.messages) for row in ledger
     }
@@ -144,7 +147,7 @@ def codec_mismatch(record: Record) -> str | None:
 
 
 def _codecs_of(policy: Policy) -> set[str]:
-    """Return the texts of all codecs with which a policy without a schedule may encode messages."""
+    """Return the texts of all codecs that messages of a policy may be encoded in; the policy has no schedule."""
     policies = [policy, policy.for_kind(persistent=True), policy.for_kind(trainable=False)]
     known = {str(codec) for variant in policies for codec in (*variant.codecs, variant.copy_codec)}
     if policy.blocks == "shape":  # the size of blocks then differs from unit to unit

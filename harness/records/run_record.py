@@ -20,7 +20,7 @@ _LETTERS: Final = 16  # hex digits of the SHA-256 that are the file's name
 
 
 class _Part(BaseModel, extra="forbid", frozen=True):
-    """Base class of the parts of a run's file, which refuses unknown keys."""
+    """Base class of the parts of a run's file; it refuses unknown keys."""
 
 
 class SuiteText(_Part):

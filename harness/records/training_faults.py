@@ -80,7 +80,7 @@ class Norms(NamedTuple):
     """Norms of one rank's part of the gradient in one step."""
 
     reduced: float  # norm of the gradient as the backward passes left it
-    stepped: float  # norm of the gradient with which the optimizer stepped
+    stepped: float  # norm of the gradient that the optimizer used
     scale: float  # loss scale by which ``reduced`` is multiplied
 
 
@@ -94,7 +94,7 @@ class OuterNote(NamedTuple):
 
 
 class OuterRules(NamedTuple):
-    """The trial's settings of outer steps, with which outer steps are computed again."""
+    """The trial's settings for outer steps; :func:`training_fault` computes outer steps again from them."""
 
     group: int  # number of ranks in a group; ranks of equal index in their groups hold the same shards
     rate: float  # learning rate of the outer SGD
@@ -254,7 +254,7 @@ def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[st
 
 
 def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield an error if, on all ranks, the witness clock runs slower or faster than the system's other clock."""
+    """Yield an error if, on all ranks, the witness clock runs slower or faster than ``time.monotonic()``."""
     apart = [abs(check.passed - check.laps) > 0.03 * check.passed + 0.01 for check in checked]
     if all(apart):  # the clocks are read one after the other, and a busy machine may delay this on some ranks
         check = checked[0]
@@ -286,7 +286,10 @@ def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
 
 
 def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iterator[str]:
-    """Yield a sentence for each outer step after which groups differ, or whose result the trial's settings do not give.
+    """Yield a sentence for each wrong outer step.
+
+    An outer step is wrong if the groups hold different masters afterwards, or if these masters are not what the trial's
+    settings give.  The settings are not checked if codecs alone may cause a relative error of :data:`_TELLS` or more.
 
     The settings ask for SGD with Nesterov momentum on the mean of the groups' movements since the last outer step.  The
     new masters, the learning rate and the momentum so far determine the mean that the engine must have used.  This mean
@@ -330,9 +333,12 @@ def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iter
 def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start: int) -> Iterator[str]:
     """Yield a sentence for each step whose gradient norms are wrong.
 
-    The recorded norm must be equal on all ranks.  The norm with which the optimizer stepped must equal the norm that
-    the backward passes left, divided by the loss scale and clipped as the trial asks.  Sentences also name elements
-    that no rank's optimizer steps, and steps that a rank's optimizer did not take.
+    The recorded norm must be equal on all ranks.  On each rank, two more norms are compared.  The first is the norm of
+    the gradient that the backward passes left, divided by the loss scale and clipped as the trial asks.  The second is
+    the norm of the gradient that the optimizer used.
+
+    Also yields a sentence if the optimizers of all ranks together step fewer elements than the model trains, and for
+    each step that only some ranks' optimizers took.
 
     Args:
         checked: Notes of the ranks that average their gradients with each other.
@@ -377,9 +383,9 @@ def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start:
 
 
 def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Iterator[str]:
-    """Yield a sentence for each rank whose thread slept for much longer than the rank recorded as waiting for messages.
+    """Yield a sentence for each rank whose recorded wait for messages is much shorter than the sleep of its thread.
 
-    Also yields one sentence if, on all ranks, the thread slept for longer than the wire measured as waiting.
+    Also yields one sentence if, on all ranks, the thread slept for longer than the wire waited for messages.
     """
     longer: list[str] = []
     for rank, check in enumerate(checked):

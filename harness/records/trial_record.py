@@ -386,12 +386,12 @@ class Record(_Part):
 
     @property
     def padding(self) -> float:
-        """Number of the units' elements of padding, divided by the model's elements; 0 if there are no units."""
+        """Elements of padding in all units together, divided by the model's elements; 0 if there are no units."""
         return padding_share((numel, padded) for _, numel, padded in self.units)
 
     @property
     def settled(self) -> bool:
-        """Whether the trial need not run again; False if it failed with a kind of failure in :data:`PASSING`."""
+        """Whether the trial need not run again: it has a result, or its kind of failure is not in :data:`PASSING`."""
         return self.failure is None or self.failure.kind not in PASSING
 
     @property

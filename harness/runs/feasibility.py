@@ -112,7 +112,7 @@ class Forecast:
 
     @property
     def padding(self) -> float:
-        """Number of the units' elements of padding, divided by the model's elements; 0 if there are no units."""
+        """Elements of padding in all units together, divided by the model's elements; 0 if there are no units."""
         return padding_share([(self.parameters, self.padded)]) if self.parameters and self.padded else 0.0
 
 
@@ -271,14 +271,17 @@ def _check_own_codecs(device: str, codecs: Sequence[Codec]) -> None:
 
 
 def _check_strategy(name: str) -> None:
-    """Raise a Refusal if a strategy of a user's own cannot be imported, or is no subclass of ours."""
+    """Raise a Refusal if a user's own strategy cannot be imported, or is no subclass of our ``Strategy``."""
     from harness.strategies.strategy import strategy_class
 
     strategy_class(name)
 
 
 def _check_blocks(model: nn.Module) -> None:
-    """Raise a Refusal if a model has no blocks, because activations are checkpointed by block."""
+    """Raise a Refusal if a model has no blocks.
+
+    It is called for trials that checkpoint activations, since this is done block by block.
+    """
     from harness.workloads.models import check_blocks
 
     check_blocks(model)
@@ -465,8 +468,8 @@ def check_inputs(folder: Path, trials: Mapping[str, Trial], records: Sequence[Re
         for name in sorted(name for name in before | now if before.get(name) != now.get(name)):
             old, new = before.get(name, "none")[:12], now.get(name, "none")[:12]
             raise Refusal(
-                f"{path}: was made of another {input_text(trial, name)} (SHA-256 {old}, now {new}), and "
-                f"one suite cannot mix results of both; {_advice(folder)}"
+                f"{path}: was measured with another version of {input_text(trial, name)} (SHA-256 {old}, now {new}), "
+                f"and one suite cannot mix results of both; {_advice(folder)}"
             )
 
 

@@ -65,7 +65,7 @@ def place(trials: Sequence[Trial]) -> Place | None:
             "--no-python zeropp run ..."
         )
     if started.nodes < largest.nodes:
-        advice = f"; run it in the job's own shell, or with srun --overlap --nodes={largest.nodes} "
+        advice = f"; run zeropp in the job's own shell, or start srun --overlap --nodes={largest.nodes} "
         advice = (
             f"{advice}--ntasks-per-node=1 zeropp ..." if largest.launcher == "slurm" else "; start more nodes"
         )

@@ -129,7 +129,8 @@ def _mean(shares: Sequence[Validation]) -> Validation:
 def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
     """Return one check for each step and unit, from the errors that all ranks found.
 
-    The check has the number of elements that all ranks compared together, and the largest share of any rank.
+    The check has the number of elements that all ranks compared together, and the largest :attr:`GradientError.share`
+    of any rank.
     """
     by_unit: dict[tuple[int, str], list[GradientError]] = defaultdict(list)
     for error in compared:

@@ -139,7 +139,7 @@ class Display:
     def _eta(self) -> str:
         """Return the time left as text; empty until two trials have ended.
 
-        The first trial is left out of the mean, because it includes starting up.
+        The first trial is left out of the mean duration of trials, because it includes starting up.
         """
         if len(self._durations) < 2 or self._done == self._trials:
             return ""

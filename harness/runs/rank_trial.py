@@ -116,8 +116,8 @@ def run(rank: Rank, assignment: Assignment) -> Outcome:
     """Run a trial on this rank, in the default process group, and return what this rank measured.
 
     Raises:
-        Refusal: If the trial cannot run; some causes raise another of
-            :data:`harness.cluster.rank_processes.REFUSALS`.
+        Refusal: If the trial cannot run.  Some causes raise another exception of
+            :data:`harness.cluster.rank_processes.REFUSALS`, such as a CodecError.
     """
     folder.find_from(assignment.folder)
     return TrialRun(rank, assignment).run()
@@ -340,8 +340,8 @@ class TrialRun:
 
         Args:
             before: What the clock had measured of each kind of time before the timed steps.
-            laps: Seconds of the timed steps, by the witness clock.
-            passed: Seconds of the timed steps, by the system's other clock.
+            laps: Seconds from the first timed step to the last, validations included, by the witness clock.
+            passed: The same seconds, by ``time.monotonic()``.
         """
         checked, witness = self.checked, self.witness
         checked.steps, checked.laps, checked.passed = witness.steps, laps, passed
@@ -500,8 +500,8 @@ class TrialRun:
 
         Returns:
             (3,): bytes of the node's interface, packets of the node's interface, and bytes of the node's InfiniBand and
-            RoCE adapters.  The first two are 0 if others use the interface too.  On all ranks but the node's first, the
-            counts are zeros.
+            RoCE adapters.  The interface's bytes and packets are 0 unless the interface is in a network namespace,
+            where only this node's ranks use it.  On all ranks but the node's first, all three counts are 0.
         """
         count = np.zeros(3, np.int64)
         nccl = self.trial.cluster.transport == "nccl" and self.trial.cluster.nodes > 1
@@ -542,8 +542,9 @@ class TrialRun:
     def _inter_bytes(self) -> int | None:
         """Return the bytes that training has sent between nodes so far.
 
-        With a ledger, they are the bytes of this rank.  Without one, the rank that owns its node's interface
-        returns the bytes that the interface counted.  Other ranks return 0 on a single node, and None on several.
+        With a ledger, they are the bytes of this rank.  Without a ledger, but with a network namespace for each node,
+        the node's first rank returns the bytes that the node's interface counted, and the other ranks return 0.
+        Without both, all ranks return 0 if the trial has a single node, else None.
         """
         if (booked := self._booked()) is not None:
             return booked - self.booked_untimed

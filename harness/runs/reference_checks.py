@@ -116,13 +116,14 @@ class TrialError(RuntimeError):
 class ComparedLoss:
     """Mean losses over one rank's batches of one step, computed in several ways.
 
-    All are computed in evaluation mode, except ``trained``.
+    All are computed in evaluation mode, except ``trained``.  For a drawn step, ``trained`` is computed in evaluation
+    mode too, and only for presets: they have no dropout, so the mode does not change their loss.
     """
 
     reference: float  # of a single process in fp32
     expected: float  # of a single process with the weights as the ranks gather them (quantised, cast)
-    # ``expected`` in training mode, to be compared with the loss of the step itself.  None if the two could differ at
-    # random, as with dropout.
+    # ``expected`` in training mode, to be compared with the loss of the step itself.  None if ``expected`` and the
+    # step's loss could differ at random, as with dropout.
     trained: float | None = None
     step: int = 0  # the step before which they were compared; 0 is before training
     # Loss of the sharded model; NaN until it has run, None if only the loss of the step itself is compared.
@@ -367,8 +368,9 @@ class Comparison:
             strategy: The strategy, inside a rehearsal.
             zero: Its engine, which has the masters.
             data: Where batches come from.
-            unit: The only unit whose gradient is compared; None for all.  With a unit, the result's ``trained`` is the
-                loss of the step's whole batches in evaluation mode, and None for a user's model.
+            unit: The only unit whose gradient is compared; None for all.  ``data`` may then have only a part of each of
+                the step's batches, but the result's ``trained`` is the loss on the whole batches.  It is None for a
+                user's model.
         """
         model, gathered = self._same_masters(zero)
         clock = Clock(self.trial.seed, zero.clock.step)
@@ -387,8 +389,8 @@ class Comparison:
     def _same_masters(self, zero: Zero) -> tuple[nn.Module, _Gathered | None]:
         """Return an unsharded model with the engine's masters, and the weights that a user's own gather returns.
 
-        The second value is None without a gather of the user's own.  The passes that follow gather the same weights,
-        since the masters do not change before.
+        The second value is None without a gather of the user's own.  The engine's next passes gather the same weights
+        again, since the masters do not change before these passes.
         """
         if ":" in self.trial.model.name:  # may have buffers
             with next(zero.model.parameters()).device:
@@ -429,8 +431,8 @@ class Comparison:
             step: The step whose batches are used.
             clock: Determines the stochastic rounding of weights; by default the clock of the first step.
             data: Where batches come from; by default the trial's batches.
-            unit: The only unit whose gradient is returned; None for all units.  With a unit, only the loss that the
-                sharded model should have is computed.  This loss is then returned as the reference too.
+            unit: The only unit whose gradient is returned; None for all units.  With a unit, the loss with fp32 weights
+                is not computed: ``reference`` of the result equals ``expected``.
             gathered: With a user's own gather, the weights that it has gathered for forward and backward passes.
 
         Returns:
@@ -529,9 +531,8 @@ class Comparison:
             layouts: How gradients are sharded.
             data: Where batches come from.
             step: The step whose batches are used.
-            columns: Weights by the parameter's name, with which backward passes compute in place of the model's own
-                weights.  They are empty unless ``policy.planes`` is not 1, or a user's own gather returns other weights
-                for backward.
+            columns: Weights by the parameter's name.  Backward passes compute with these weights in place of the
+                model's own.  The dict is empty if ``policy.planes`` is 1 and the gather is not the user's own.
             policy: The policy of the step; None for a peer.
             unit: The only unit whose gradient is computed; None for all units.  With a unit, the result has this rank's
                 gradient of the last micro-batch as ``latest``.

@@ -108,5 +108,6 @@ def step(arguments: Sequence[str], nodes: int) -> None:
         os.execvp("srun", [*command, *arguments])  # noqa: S606  # no shell is needed
     except OSError as error:
         raise Refusal(
-            f"srun cannot be started: {error.strerror}; put Slurm's programs on PATH, or set cluster.launcher"
+            f"srun cannot be started: {error.strerror}; put Slurm's programs on PATH, or set cluster.launcher = "
+            "'torchrun'"
         ) from error

@@ -123,8 +123,8 @@ def finished(results: Path, trial: Trial, pool: str) -> Record | None:
     """Return the record of a trial if the trial need not run again, else None.
 
     A trial must run again if it has no record, or if its record has a failure that may not happen again
-    (:data:`~harness.records.trial_record.PASSING`).  It must also run again if its record has no measurements, and its
-    inputs, the machine or the code have changed since.
+    (:data:`~harness.records.trial_record.PASSING`).  It must also run again if its record has no measurements and,
+    in addition, the trial's inputs, the machine or the code have changed since.
 
     Args:
         results: The results folder.
@@ -296,9 +296,10 @@ class _Sweep:
         return record
 
     def _check_sources(self, trial: Trial, before: dict[str, str]) -> None:
-        """Raise a Refusal if a user's module was edited since ``before``, the digests of the trial's inputs.
+        """Raise a Refusal if a user's module was edited during this run.
 
-        Ranks may then have imported other code than the record names.
+        Ranks may then have imported other code than the record names.  ``before`` has digests of the trial's inputs, by
+        name, from an earlier moment of the run.
         """
         now = digests(trial)
         for name in sorted(name for name in before | now if before.get(name) != now.get(name)):

@@ -53,7 +53,7 @@ class Keeper:
             )
         if not (line := self.process.stdout.readline()):
             raise LinkError(
-                f"the process that keeps the link died: {self.end() or 'it printed no reason; run the trial again'}"
+                f"the process that keeps the link died: {self.end() or 'it printed no reason'}; run the trial again"
             )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:

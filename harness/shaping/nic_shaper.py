@@ -110,8 +110,8 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
             try:
                 route.link("set", index=index, gso_max_size=min(segment, tbf.segment))
             except NetlinkError as error:
-                why = "it needs root, or CAP_NET_ADMIN" if error.code == errno.EPERM else str(error)
-                raise OSError(f"{interface} cannot be shaped: {why}; or set link = 'paced'") from error
+                why = "shaping needs root or CAP_NET_ADMIN" if error.code == errno.EPERM else str(error)
+                raise OSError(f"{interface} cannot be shaped: {why}; set link = 'paced' instead") from error
             undo.callback(route.link, "set", index=index, gso_max_size=segment)
             handle = f"{_HANDLE:x}:"
             route.tc("add", "tbf", index, handle=handle, rate=tbf.rate, burst=tbf.burst, limit=tbf.limit)
@@ -142,7 +142,7 @@ def _check_route(route: Any, index: int, interface: str, other: str) -> None:
         name = route.get_links(leaving)[0].get_attr("IFLA_IFNAME")
         raise OSError(
             f"messages to {other} leave through {name}, but {interface} is the interface that is shaped; change the "
-            "route, or the interface with GLOO_SOCKET_IFNAME"
+            f"route, or set GLOO_SOCKET_IFNAME to {name}"
         )
 
 

@@ -25,7 +25,7 @@ def parent() -> str:
     """Return the folder of temporary files or, if its path is too long, another writable folder with a short path.
 
     Raises:
-        Refusal: If no folder has a short enough path and can be written.
+        Refusal: If each folder that is tried has too long a path, or cannot be written.
     """
     usual = tempfile.gettempdir()
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -34,8 +34,8 @@ def parent() -> str:
             return folder
     others = f"none of {', '.join(_OTHERS)} can be written"
     raise Refusal(
-        f"TMPDIR = {usual!r}: has more than the {_LONGEST} bytes that the folder of a socket may have, and "
-        f"{others}: set TMPDIR to a shorter path"
+        f"TMPDIR = {usual!r}: the path of a folder for sockets may have at most {_LONGEST} bytes, and {others}: "
+        "set TMPDIR to a shorter path"
     )
 
 
@@ -47,6 +47,9 @@ def new() -> Iterator[Path]:
 
 
 def give_to_multiprocessing() -> None:
-    """Let ``multiprocessing`` make its only folder of sockets now, inside :func:`parent`."""
+    """Let ``multiprocessing`` make its folder for sockets now, inside :func:`parent`.
+
+    ``multiprocessing`` makes one such folder in a process, and uses it from then on.
+    """
     with mock.patch.object(tempfile, "tempdir", parent()):
         util.get_temp_dir()

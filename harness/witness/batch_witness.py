@@ -42,7 +42,7 @@ class BatchWitness:
         self.distinct = count ** (trial.accumulation * self._sequences) > _CHANCES
 
     def batches(self, step: int, ranks: Sequence[int]) -> list[Batch]:
-        """Return the batches of a step that these ranks should read, in the order in which one process reads them."""
+        """Return the batches of a step that these ranks should read, ordered by micro-batch and then by rank."""
         dataset, count = self._dataset, self._dataset.count(self._dataset.train)
         read = []
         for micro_batch, rank in itertools.product(range(self._trial.accumulation), ranks):
@@ -78,9 +78,10 @@ class BatchWitness:
 def shared_split(dataset: Dataset) -> str | None:
     """Return a sentence if the validation part of a data set is also part of its training data; else None.
 
-    In every data set, parts that share memory are found.  In a text, a few windows of the validation part are also
-    searched for in the training part.  The search is left out if the training part has more than 64 MiB.  Its result is
-    ignored if the text repeats itself, so that a window of the training part occurs there more than once.
+    The two parts may not be the same object, or share memory.  In a text, a few windows of the validation part are also
+    searched for in the training part.  The search is left out if the training part has more than 64 MiB.  The result of
+    the search is ignored if the training part repeats itself, so that equal windows prove nothing.  To find this, a few
+    windows of the training part are searched for in the training part.
     """
     shared = "validation samples are part of the training data"
     if isinstance(dataset, OwnPairs):

@@ -55,8 +55,9 @@ class OptimizerWitness:
     """Watches the optimizer of one rank.
 
     The caller calls :meth:`before` before each of the optimizer's steps, and :meth:`after` after it.  Elements are
-    watched only if torch's AdamW steps them, with no other arguments than the keys of :data:`_SETTINGS`.  With Muon
-    these are the elements that Muon leaves to AdamW.  DeepSpeed and strategies of the user's own are not watched.
+    watched if torch's AdamW steps them; with Muon these are the elements that Muon leaves to AdamW.  No elements are
+    watched if the trial gives AdamW an argument that is not in :data:`_SETTINGS`, such as ``amsgrad``.  DeepSpeed and
+    strategies of the user's own are not watched.
     """
 
     def __init__(self, trial: Trial, rank: int, optimizer: torch.optim.Optimizer) -> None:
@@ -277,7 +278,7 @@ class OptimizerWitness:
 
 
 def local(tensor: Any) -> Tensor:
-    """Return the local shard of a ``DTensor``, or any other tensor as it is, detached."""
+    """Return the local shard of a ``DTensor``, or any other tensor as it is; the result is detached."""
     whole: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return whole.detach()
 

@@ -107,8 +107,8 @@ class TrainingChecks:
     def note_reduced(self, index: int, loss: float, scale: float) -> None:
         """Keep the present gradients, which the backward passes of step ``index`` have just left.
 
-        Also compares the drawn step, if ``compare`` is set, and checks that nothing changed weights since the previous
-        step.
+        Also checks that no watched weight has changed since the optimizer's previous step.  If ``compare`` is set, this
+        method first calls it, to compare the drawn step with a single process.
 
         Args:
             index: Number of the step.
@@ -148,7 +148,7 @@ class TrainingChecks:
         Args:
             step: Number of the step.
             drawn: The batches that the data set gave.
-            given: The batches that the training loop gave the model.  They are the same except in workload ``rlhf``.
+            given: The batches that the training loop gave the model.  They equal ``drawn`` except in workload ``rlhf``.
         """
         found, given = [*drawn], [*given]
         samples = self._batches.samples * len(self._data.ranks)

@@ -77,7 +77,7 @@ class WitnessClock:
         the step.
 
         Returns:
-            The time between the two laps, as ``time.perf_counter()`` gives it.
+            The moment at which the first lap ended and the second began, in seconds of ``time.perf_counter()``.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -191,7 +191,7 @@ def test_an_entry_that_is_no_plain_file_is_refused(tmp_path: Path, kind: bytes) 
     entry.type = kind
     header = entry.tobuf(tarfile.GNU_FORMAT)
     (tmp_path / "q.tar.xz").write_bytes(lzma.compress(header + bytes(10240)))
-    with pytest.raises(RecordError, match=f"holds 'q/{ID}.json.*', which is no record of suite q"):
+    with pytest.raises(RecordError, match=f"holds 'q/{ID}.json.*', which is no file of suite q"):
         archive.unpack(tmp_path / "q.tar.xz")
     assert left(tmp_path) == {"q.tar.xz"}
 

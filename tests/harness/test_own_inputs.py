@@ -239,7 +239,7 @@ def test_a_tokenizer_makes_the_tokens(folder: Path, zeropp: Callable[..., Proces
     (folder / "mine.py").write_text(MINE.replace("len(word)", "1 + len(word)"), encoding="utf-8")
     process = by_python(MAIN, "run", "--no-report", write(folder, body + "[matrix]\nstrategy = ['zero3']\n"))
     assert process.returncode == cli.REFUSED, process.stderr
-    assert "was made of another" in process.stderr
+    assert "was measured with another version of" in process.stderr
 
 
 @pytest.mark.long
@@ -261,7 +261,7 @@ def test_an_image_classifier_of_ones_own_learns(folder: Path, zeropp: Callable[.
         assert record.inputs.keys() == {"corpus", "model"}
     (folder / "mine.py").write_text(module.replace("rng(0)", "rng(1)"), encoding="utf-8")
     process = by_python(MAIN, "run", "--no-report", str(folder / "images.toml"))
-    assert "was made of another corpus 'mine:images'" in process.stderr
+    assert "was measured with another version of corpus 'mine:images'" in process.stderr
 
 
 DATA = {

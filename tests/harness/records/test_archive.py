@@ -61,7 +61,7 @@ def test_nothing_but_records_comes_out(tmp_path: Path, name: str) -> None:
         entry.type, entry.linkname = tarfile.SYMTYPE, "/etc/passwd"
     with tarfile.open(tmp_path / "q.tar.xz", "w:xz") as file:
         file.addfile(entry, io.BytesIO())
-    with pytest.raises(RecordError, match="which is no record of suite q"):
+    with pytest.raises(RecordError, match="which is no file of suite q"):
         archive.unpack(tmp_path / "q.tar.xz")
     assert [path.name for path in tmp_path.iterdir()] == ["q.tar.xz"]
 

@@ -165,7 +165,9 @@ def test_without_the_right_to_shape_it_is_refused(host_pair: list[Host]) -> None
     """The error names the capability that the process lacks."""
     before = host_pair[0].queues()
     unprivileged = ("setpriv", "--bounding-set", "-net_admin", "--inh-caps", "-net_admin")
-    assert "cannot be shaped: it needs root, or CAP_NET_ADMIN" in answer_of(host_pair, unprivileged)["error"]
+    assert (
+        "cannot be shaped: shaping needs root or CAP_NET_ADMIN" in answer_of(host_pair, unprivileged)["error"]
+    )
     assert host_pair[0].queues() == before
 
 

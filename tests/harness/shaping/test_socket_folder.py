@@ -57,7 +57,9 @@ def test_without_any_short_folder_the_variable_is_named(
 ) -> None:
     """The refusal is one line that names TMPDIR and the way out."""
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(Refusal, match=r"TMPDIR = '.*': has more than the .*: set TMPDIR to a shorter path"):
+    with pytest.raises(
+        Refusal, match=r"TMPDIR = '.*': the path of a folder .*: set TMPDIR to a shorter path"
+    ):
         socket_folder.parent()
 
 

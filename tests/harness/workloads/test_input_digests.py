@@ -84,7 +84,7 @@ def test_another_input(tmp_path: Path, zeropp: Zeropp, changed: str, *, failed: 
     for arguments in (["q.toml"], ["repeats.toml"], ["repeats.toml", "--only", second.id]):
         error = zeropp("run", *arguments, status=cli.REFUSED).stderr
         assert error.count("\n") == 1
-        assert f"{trial.id}.json: was made of another {changed}" in error
+        assert f"{trial.id}.json: was measured with another version of {changed}" in error
     assert (
         "keep the results under another name (mv results/q results/q-before), or choose another folder"
         in error
