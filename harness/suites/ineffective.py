@@ -108,7 +108,7 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "gather_method": lambda trial: (
         None
         if trial.own_gather is not None
-        else "no class of your own that gathers named in policy.gather, such as 'mine:Class'"
+        else "a policy.gather that names no class of your own, such as 'mine:Class'"
     ),
     "policy.schedule": _with_policy,
     "policy.owned": lambda trial: (
@@ -123,7 +123,7 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "method": lambda trial: (
         None
         if trial.own_method is not None or trial.own_strategy
-        else "no class of your own named in policy.reduce or strategy, such as 'mine:Class'"
+        else "a policy.reduce and a strategy that name no class of your own, such as 'mine:Class'"
     ),
     "policy.persist_most": lambda trial: (
         None if trial.policy.persist_below else "policy.persist_below not set"
@@ -287,7 +287,7 @@ def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
             has = f"{total} steps, {'no validation' if every is None else f'validate_every = {every}'}"
             needs = f"needs {LEAST_STEPS} steps or more, and two validations in the last quarter of them"
             raise SuiteError(
-                f"margin = {file.margin}: {needs}; a trial has {has}: change them, or remove margin"
+                f"margin = {file.margin}: {needs}; a trial has {has}: change steps or validate_every, or remove margin"
             )
     if file.seconds == file.name:
         raise SuiteError(
