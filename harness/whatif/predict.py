@@ -53,8 +53,8 @@ def check_replay(traced: Traced) -> list[float]:
 
     Raises:
         Refusal: If the median of the errors' absolute values is above :data:`CLOSE`, if a traced step takes no time, or
-            if one rank ended a step with collectives before another rank began this step.  Also if the user gave the
-            traced rate, and the messages of a step would need longer than the step at this rate.
+            if one rank ended a step with collectives before another rank began this step.  A traced rate that the user
+            gave is also refused if it is too low: a step's messages would take longer at this rate than the whole step.
     """
     for step in traced.steps:
         if step.seconds <= 0:
@@ -92,7 +92,11 @@ def _check_overlap(step: JointStep) -> None:
 
 
 def step_seconds(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Predicted:
-    """Predict one traced step for a target, under one of the two hypotheses on overheads."""
+    """Predict one traced step for a target.
+
+    ``overheads`` says how the overheads of collectives are assumed to change: see
+    :data:`harness.whatif.policies.Overheads`.
+    """
     if target.policy not in REWRITES:
         return policies.of_our_engine(step, traced, target, overheads).predicted
     runs = policies.rewritten(step, traced, target, overheads)
@@ -169,8 +173,8 @@ def break_even(traced: Traced, target: Target) -> float | None:
 def _crossing(gain: Callable[[float], float], rates: Sequence[float]) -> float | None:
     """Return the largest rate at which ``gain`` changes from a positive number to 0 or a negative number.
 
-    ``gain`` is computed at all ``rates``, which ascend.  The change is then found by halving the interval between two
-    of them.  Returns None if ``gain`` has no such change between neighbouring rates.
+    ``gain`` is computed at all ``rates``, which ascend.  If the change lies between two neighbouring rates, the
+    interval between them is then halved several times.  Returns None if there is no such change.
     """
     gains = [gain(rate) for rate in rates]
     place = next((i for i in reversed(range(len(rates) - 1)) if gains[i] > 0 >= gains[i + 1]), None)
