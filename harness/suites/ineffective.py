@@ -257,9 +257,9 @@ def check_settings(given: Sequence[Point], points: Sequence[Point], trials: Sequ
             values[table, path] = value
     for (table, path), why in reasons.items():
         if all(why):
-            others = ", nor in the other trials" if len({*why}) > 1 else ""
+            others = " (the other trials do not use it either)" if len({*why}) > 1 else ""
             text = f"{table} {path} = {value_text(values[table, path])}"
-            raise SuiteError(f"{text}: has no effect with {why[0]}{others}; change that, or remove {path}")
+            raise SuiteError(f"{text}: has no effect with {why[0]}; change that, or remove {path}{others}")
 
 
 def _why_unused(trial: Trial, path: str) -> str | None:

@@ -265,8 +265,8 @@ class _Streams:
             syncs: (begin, end, place of the kernel) of each wait of the host.
 
         Returns:
-            Two parts.  The first has the number of the host's task that launches a segment, by the segment's number.
-            The second has a pair for each wait: (number of the host's task, place of the kernel that it waits for).
+            Two parts.  The first maps the number of a segment to the number of the host's task that launches it.  The
+            second has a pair for each wait: (number of the host's task, place of the kernel that it waits for).
         """
         points = [(self._launched[segment[0]], 0, number, 0.0) for number, segment in enumerate(segments)]
         points += [(start, 1, place, end) for start, end, place in syncs]

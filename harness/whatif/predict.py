@@ -52,15 +52,16 @@ def check_replay(traced: Traced) -> list[float]:
     An error is relative: 0.01 if the replay takes 1 % longer than the traced step.
 
     Raises:
-        Refusal: If the median of the errors' absolute values is above :data:`CLOSE`, if a traced step takes no time, or
-            if one rank ended a step with collectives before another rank began this step.  A traced rate that the user
-            gave is also refused if it is too low: a step's messages would take longer at this rate than the whole step.
+        Refusal: If the median of the errors' absolute values is above :data:`CLOSE`, if a traced step lasts 0 s or
+            less, or if one rank ended a step with collectives before another rank began this step.  A traced rate that
+            the user gave is also refused if it is too low: a step's messages would take longer at this rate than the
+            whole step.
     """
     for step in traced.steps:
         if step.seconds <= 0:
             raise Refusal(
-                "a traced step takes no time, from the last rank's beginning of the step to the last rank's end: trace "
-                "steps that train, on all ranks of one run"
+                "a traced step lasts 0 s or less, from when the last rank begins it to when the last rank ends it: "
+                "trace steps that train, on all ranks of one run"
             )
         _check_overlap(step)
     replayed = [joint.replay(step, joint.as_traced(step)) for step in traced.steps]

@@ -23,7 +23,7 @@ _LEAST_SPREAD = 1e-4  # added to the standard deviation of a group's rewards, wh
 
 
 class Experience:
-    """Everything besides the tokens from which the actor learns in a step: targets, advantages and log probabilities.
+    """What the actor needs for its loss in addition to the tokens: targets, advantages and log probabilities.
 
     This is not a dataclass, because engines cast the tensors in dataclasses to 16 bits.
 
