@@ -204,10 +204,12 @@ KINDS: Final[dict[Kind, Measured]] = {
 
 
 def tables_of(benches: Sequence[Bench]) -> list[Table]:
-    """Return a table for each kind of sample that occurs in the records, with one row per place and configuration.
+    """Return a table for each kind of sample that occurs in the records.
 
-    A row holds the median over all rounds of all records, with its interval.  Column ``id`` holds the ids of the
-    records from which the row was computed, joined by spaces.
+    A table has one row for all samples with equal labels.  Labels are the setting (``where``), the configuration and,
+    for codecs, the number of elements and so on.  For each measure, a row holds the median over all rounds of all
+    records, with its interval.  Column ``id`` holds the ids of the records from which the row was computed, joined by
+    spaces.
     """
     tables = []
     for name, kind in KINDS.items():

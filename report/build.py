@@ -53,8 +53,8 @@ def build(
         width: Width of the figures in mm.
         forms: Formats in which figures are drawn besides SVG: "pdf", "png".  Each format takes about as long as the
             page.
-        steps: Other records, or a machine file, that give the seconds of a step for net speed-ups.  By default these
-            are the records of the suite that the suite's key ``seconds`` names.
+        steps: Other records, or a machine file, that give the seconds of a step for net speed-ups.  By default, the
+            key ``seconds`` in the suite file may name another suite, whose records give these seconds.
 
     Raises:
         Refusal: If a table or column is unknown, or the machine file cannot be read.
@@ -160,8 +160,8 @@ def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str
 def _swap_in(staging: Path, results: Path) -> None:
     """Move the new report from ``staging`` into ``results``, where it replaces the previous report.
 
-    Each file is renamed over the old file of the same name, the page last.  Then the files are removed to which the
-    old page linked and which the new report does not have.
+    Each file is renamed over the old file of the same name, the page last.  Then old files that the new report does not
+    have are removed, if the old page linked to them.
     """
     page, fresh = results / PAGE, set[str]()
     linked = set(_LINK.findall(page.read_text("utf-8", "replace"))) if page.is_file() else set()

@@ -67,7 +67,9 @@ class Sentence(NamedTuple):
     """The first sentence of a page's head, and what the next sentences need."""
 
     text: str
-    effect: Effect | None = None  # the effect that the sentence states; None if it states none in ``found``
+    # The effect that the sentence states.  None if the sentence states no effect, or an effect that is not in
+    # ``found``, such as the effect of the number of nodes.
+    effect: Effect | None = None
     likewise: str = ""  # sentences on the same configuration in other settings; a space precedes each
 
 

@@ -426,7 +426,8 @@ def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None)
 def _has_front(derived: Derived) -> bool:
     """Return whether the page's figure is the front of bytes and losses.
 
-    It is if the front is of a single setting and has at least ``FEWEST_OF_FRONT`` different strategies.
+    Returns True if the front is computed for a single setting, and its configurations are of at least
+    ``FEWEST_OF_FRONT`` different strategies.
     """
     front = loss_verdicts.front(derived)
     trials = derived.trials[derived.trials["configuration"].isin(front["configuration"])]

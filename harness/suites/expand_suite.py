@@ -463,8 +463,9 @@ def _check_nearest(
     """
     several = f"{key}: matches several configurations of one setting"
     if file.repeats.within is not None:
+        until = f"until {100 * file.repeats.within:g} %"
         raise SuiteError(
-            f'{several}, which repeats = "until ..." does not allow; let baseline match one configuration of each '
+            f'{several}, which repeats = "{until}" does not allow; let baseline match one configuration of each '
             "setting, or set repeats to a number"
         )
     for trial in others:

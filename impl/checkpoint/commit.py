@@ -98,10 +98,15 @@ def commit(partial: Path, manifest: str) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or the names of the files in a folder, to disk."""
+    """Sync a file, or the names of the files in a folder, to disk.
+
+    Raises OSError: if the disk fails or is full; the error names ``path``, which the error of ``fsync`` does not.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         os.close(handle)
 

@@ -73,7 +73,10 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> tuple[in
         save_file(copies, path, {"format": "pt"})  # tells other readers that these are torch's tensors
     except (SafetensorError, KeyError) as error:  # KeyError: a type that safetensors does not have
         raise CheckpointError(f"{path}: cannot be written: {raised(error)}") from None
-    sync(path)
+    try:
+        sync(path)
+    except OSError as error:  # the disk accepted the bytes before, and cannot keep them
+        raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from None
     return digest_of(path)
 
 

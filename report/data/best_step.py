@@ -113,7 +113,7 @@ def processor_seconds(frames: Frames) -> pd.Series[float]:
 def _bound(
     frames: Frames, identity: str, mbit: float, sent: dict[Hashable, float], parts: _Seconds
 ) -> _Seconds | float:
-    """Return the seconds that n steps of a trial take in the simulated schedule, as an array (n,).
+    """Return the seconds of each of n steps of a trial in the simulated schedule, as an array (n,).
 
     Args:
         frames: The records.
@@ -122,8 +122,9 @@ def _bound(
         sent: Bytes that the busiest node sends in one step, by (unit, phase, purpose).
         parts: Seconds of computation in the forward pass, the backward pass and the rest of each step, (n, 3).
 
-    Returns NaN for peers, which have no policy, and for workloads other than ``train``.  Returns NaN if bytes are sent
-    at an unknown rate, and if a schedule of the policy changes ``reduce`` or ``chunks``.
+    Returns a single NaN instead of the array for peers, which have no policy, and for workloads other than ``train``.
+    The same holds if the trial sends bytes over a link of unknown rate, or if the schedule of its policy changes
+    ``reduce`` or ``chunks``.
     """
     trial, rate = frames.trial_of[identity], mbit * BITS_PER_MBIT
     policy = trial.resolved_policy()

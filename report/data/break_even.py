@@ -3,8 +3,9 @@
 Between neighbouring measured rates the speed-up is a straight line in the logarithms of both axes.  Fieller's method
 gives the ranges of rates in which the speed-up does not differ significantly from 1.  Such a range is the interval of a
 break-even if two conditions hold: the line crosses 1 inside the range, and the configuration is faster below the range
-and slower above it, or the other way round.  A range at the end of the measured rates has nothing on its other side;
-there, the line must cross 1 exactly once.  Definition: docs/reference/metrics.md.
+and slower above it, or the other way round.  If a range begins at the lowest measured rate or ends at the highest, the
+second condition cannot be judged; the line must then cross 1 exactly once inside the range.
+Definition: docs/reference/metrics.md.
 """
 
 from __future__ import annotations

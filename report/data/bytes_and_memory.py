@@ -58,9 +58,10 @@ def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
 
 
 def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
-    """Return the bytes on the rank that holds or copies the most: one row per trial, source and part.
+    """Return the bytes that a rank holds or copies: one row per trial, source and part of memory.
 
-    Source and part are those of ``Frames.memory``; each part may have its maximum on another rank.
+    ``bytes`` is the maximum over the trial's ranks.  Each part has its maximum by itself: the most gradients may be on
+    rank 0, and the most weights on rank 1.  ``source`` and ``part`` are the columns of ``Frames.memory``.
     """
     largest = frames.memory.groupby(["id", "source", "part"], as_index=False)["bytes"].max()
     return table[[*OF_TRIAL, "secondary", "nodes", "ranks_per_node", "shape"]].merge(largest, on="id")
@@ -69,9 +70,10 @@ def memory(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 def by_nodes(derived: Derived) -> pd.DataFrame:
     """Return groups of trials that show scaling, because they ran on three or more numbers of nodes.
 
-    The trials of a group share the model, the rate, the ranks per node and the batch; column ``title`` describes the
-    group.  Column ``kind`` is ``weak`` if the batch of each rank is equal in the group, and ``strong`` if the batch of
-    all ranks together is equal.  A trial may be in a group of either kind.
+    The trials of a group have the same model, rate, ranks per node, sequence length and number of micro-batches.  In a
+    group of kind ``weak``, they also have the same batch on each rank.  In a group of kind ``strong``, they have the
+    same batch on all ranks together.  Column ``kind`` holds the kind, and ``title`` describes the group.
+    A trial may be in a group of either kind; then it has two rows.
     """
     table = derived.trials.assign(everyone=lambda t: t["tokens_per_rank"] * t["world"])
     columns, parts = [*KEPT, "step_seconds", "tokens_per_second", "sent_bytes"], []

@@ -117,7 +117,8 @@ def untimed_in_words(derived: Derived) -> str:
 def taken_fact(derived: Derived) -> str | None:
     """Return the largest share of CPU time that others took in any trial, as text: ``at most 3.1% in a trial``.
 
-    Others are other programs and the machine's host.  The text also says how many records lack this share.
+    Others are other programs and the machine's host.  If some records lack this share, their number follows:
+    ``at most 3.1% in a trial; not recorded in 2``.  If all records lack it, the text is ``not recorded``.
     Returns None if no trial has finished.
     """
     shares = derived.finished["taken_share"]

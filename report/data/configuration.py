@@ -76,10 +76,10 @@ ROLES: Final = ("baseline", "contrast")
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
     """Return, for each row, whether it belongs to a baseline.
 
-    If the suite names its baseline, these are the rows with the role ``baseline``.  There may be none, since no other
-    configuration takes the place of a named baseline without a trial.
-    If no row has a role, the baseline is ZeRO-3 without changes.  If that did not run, the baseline is the
-    configuration that is listed first.
+    If the suite names its baseline, the rows of the baseline have the role ``baseline``.  If no trial of the named
+    baseline finished, no row belongs to a baseline: no other configuration replaces it.
+    If no row has a role, the baseline is ZeRO-3 without changes.  If ZeRO-3 without changes has no row either, the
+    baseline is the configuration that is listed first.
     """
     if table["role"].isin(ROLES).any():
         return table["role"].eq("baseline")
@@ -170,9 +170,10 @@ def _changed_text(field: str, value: str) -> str:
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
-    """Return the changes from presets that all policies share and that only concern execution (types, prefetch).
+    """Return the fields that all policies change from their presets to the same value: ``{"prefetch": "0"}``.
 
-    Keys are labels of fields.  Trials of peers, which have no policy, are ignored.
+    Keys are labels of fields, and values are texts.  Fields that do more than change the execution (types, prefetch)
+    are left out.  Trials of peers, which have no policy, are ignored.
     """
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     return {
@@ -206,8 +207,8 @@ def labels_of(
 def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = {}) -> str:
     """Return the name of a trial's configuration: ``ZeRO++``, or ``ZeRO++ (w int8:64)`` if it has changes.
 
-    The parentheses list the policy's changes except ``shared``, a peer's settings, the fields ``also`` with their
-    values, and the control.
+    The parentheses list the policy's changes, a peer's settings, the fields ``also`` with their values, and the
+    control.  Changes that are in ``shared`` are left out.
     """
     name, changes = name_of(trial.strategy), changes_of(trial)
     if (

@@ -234,9 +234,10 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
 
     * There is no such folder, or it holds no records.
     * ``across_pools`` is false, and records differ in code or kernels, or records of one sweep differ in the machine.
-    * A record's trial cannot be parsed, or no ratio can be computed from a record.
+    * The trial of a record, or the time at which it started or finished, cannot be parsed.
+    * No ratio can be computed from a record.
 
-    Raises a RecordError if a JSON file of the folder is not a record of this schema.
+    Raises a RecordError if a JSON file of the folder is not a record of this schema, or if a trace is invalid.
     """
     if not results.is_dir():
         raise ReportError(f"{results}: there is no such folder; `zeropp run SUITE` makes one")
@@ -453,9 +454,10 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
 
 
 def _as_predicted(record: Record) -> bool | None:
-    """Return whether the bytes in the ledger are those that were predicted.
+    """Return whether the bytes in the ledger equal the predicted bytes.
 
-    Returns None if nothing was predicted, or if the predicted messages are equal but some messages have no prediction.
+    Returns None if nothing was predicted.  Returns None also if some messages have no prediction, and the bytes of all
+    other messages equal their predictions.
     """
     if record.predicted is None:
         return None
@@ -539,6 +541,7 @@ def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
     """Yield the rows of ``Frames.bytes``: the messages in the ledgers, and the messages that were predicted.
 
+    If some messages of a record have no prediction, no predicted messages of this record are yielded.
     The bytes of padding in a message are computed from the share of padding in the message's unit.
     """
     for record in records:

@@ -238,9 +238,9 @@ class Derived:
     """
 
     frames: Frames
-    sources: tuple[
-        StepSource, ...
-    ] = ()  # sources of the seconds of steps that precede the suite's own records
+    # Where net speed-ups take the seconds of a step from, the preferred source first.  The suite's own records are the
+    # last source, and are not listed here.
+    sources: tuple[StepSource, ...] = ()
 
     @cached_property
     def trials(self) -> pd.DataFrame:
@@ -278,9 +278,10 @@ class Derived:
 
     @cached_property
     def sent_errors(self) -> pd.DataFrame:
-        """Errors of sent values, added up over all units: one row per trial, step, purpose and hop.
+        """Errors of sent values, added up over all units: one row per trial, step, purpose, hop and ``repeated``.
 
-        ``hop`` is NaN in the row of the error from end to end.  ``vnmse`` is the sum of squared errors, divided by the
+        ``hop`` is NaN in the row of the error from end to end.  ``repeated`` is usually 1; it is 8 if the mean of 8
+        repeated reductions was compared with the exact mean.  ``vnmse`` is the sum of squared errors, divided by the
         sum of squared values.
         """
         errors = self.frames.communication_errors

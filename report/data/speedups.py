@@ -35,8 +35,8 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
     * ``baseline``: the id of the baseline's trial;
     * ``speedup``: the baseline's step time over the trial's step time;
     * ``allowed``: the baseline's step time over the trial's best possible step;
-    * ``bytes_ratio``, ``interface_ratio``: the trial's bytes between nodes over the baseline's bytes, both from the
-      ledger, and both from the interfaces;
+    * ``bytes_ratio``: the trial's bytes between nodes over the baseline's bytes, as the ledgers count them;
+    * ``interface_ratio``: the same ratio, as the nodes' interfaces count the bytes;
     * ``disturbed``: whether the trial or the baseline's trial was disturbed;
     * ``own_disturbed``: whether the trial was disturbed.
     """
@@ -168,8 +168,9 @@ def rates_differ(table: pd.DataFrame) -> dict[str, float]:
 
 
 def several_rates(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the trials whose topology and tokens per rank ran at two or more requested rates.
+    """Return the trials for which the same topology and tokens per rank ran at another requested rate, too.
 
+    For example, trials of 2x2 ranks with 512 tokens per rank are returned if some ran at 50 and others at 100 Mbit/s.
     Trials whose link has no achieved rate are left out.
     """
     keys = ["nodes", "ranks_per_node", "tokens_per_rank"]

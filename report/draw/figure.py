@@ -62,7 +62,10 @@ class Figure:
 
     @property
     def alt(self) -> str:
-        """The figure's alternative text, without numbers: it says that tables on the page have the numbers."""
+        """The figure's alternative text: its title and its question, without numbers.
+
+        If the figure has no :attr:`whole_caption`, the text also says that tables on the page have the numbers.
+        """
         short = f"{self.title}. {self.question}"
         return short if self.whole_caption is not None else f"{short} Tables on this page have the numbers."
 
@@ -73,6 +76,7 @@ class Figure:
     def caption_parts(self, data: pd.DataFrame) -> list[str]:
         """Return the caption's parts: the question, what is drawn and how, and what all rows have in common.
 
+        If the figure has a :attr:`whole_caption`, the list has this caption as its only part.
         A page shows the first part as a sentence, and the others as a list below it.
         """
         if self.whole_caption is not None:

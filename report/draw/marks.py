@@ -165,8 +165,9 @@ def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: 
 class Lines:
     """Draws a line over ``x`` for each configuration, or for each value of another column (``lines``).
 
-    The table's column ``panel`` divides its rows over panels, one for each value of the column.  Each measure has its
-    row of panels; the panels of a single measure may fill several rows.
+    There is a panel for each measure and each value of the table's column ``panel``.  With several measures, the panels
+    of a measure are side by side, and each measure is below the previous one.  With a single measure, at most
+    :data:`_COLUMNS` panels are side by side; further panels are below them.
     """
 
     x: str  # column of the x axis

@@ -50,9 +50,9 @@ def common_to(data: pd.DataFrame) -> str:
 def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
     """Return the names of the peers' strategies ``some`` for a sentence; ``shown`` are all strategies in the figure.
 
-    If ``some`` has all strategies of a library that are shown, and these are several, the name of the library replaces
-    their names: ``FSDP2`` replaces ``FSDP2`` and ``FSDP2, kept``.  All other strategies are named one by one, in
-    quotation marks if the name has a comma.
+    For example, the figure shows two strategies of the library FSDP2: ``FSDP2`` and ``FSDP2, kept``.  If ``some`` has
+    both, the library's name ``FSDP2`` replaces their two names.  If ``some`` has one of the two, the strategy's name is
+    returned; it is in quotation marks if it has a comma.
     """
     of_library: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(some):

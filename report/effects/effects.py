@@ -43,14 +43,16 @@ _OF_LOSSES: Final[dict[str, Verdict]] = {"inferior": "worse", "not inferior": "n
 class Effect:
     """The comparison of one configuration with its baseline, in one quantity and one setting."""
 
-    change: (
-        Interval  # ratio of the value to the baseline's, or difference of the two; without spread if counted
-    )
+    # The change from the baseline.  It is a ratio, the configuration's value over the baseline's value, or for losses
+    # a difference, the configuration's loss minus the baseline's loss.  If the quantity is counted, both ends of the
+    # interval equal the estimate.
+    change: Interval
     verdict: Verdict
     value: Interval  # the configuration's value; equals ``change`` if only the change is known
     base: float = math.nan  # the baseline's value
     equal: float = 1.0  # the value of ``change`` that means "no difference": 1 for ratios, 0 for differences
-    why: str = ""  # why the verdict is inconclusive; empty if it is not, or if there are too few values
+    # Why the verdict is inconclusive, unless the reason is too few values.  Empty for all other verdicts.
+    why: str = ""
     steps: int = 0  # for losses: number of training steps before the loss was measured
     expected: Prediction | None = None  # prediction of the change in a new run; None if nothing is predicted
     text: str = ""  # text of the cell if there is no number
@@ -95,7 +97,7 @@ def verdict_on(change: Interval, *, more_is_better: bool) -> Verdict:
 
 
 def counted(value: float) -> Interval:
-    """Return a counted value as an interval, both of whose ends are the value; its number of values ``n`` is 0."""
+    """Return the interval of a number that was counted exactly: its estimate and its ends are ``value``, and n is 0."""
     return Interval(value, value, value, 0)
 
 
@@ -114,8 +116,8 @@ def speeds(derived: Derived) -> dict[Key, Effect]:
 def sent(derived: Derived) -> dict[Key, Effect]:
     """Return the ratio of each configuration's bytes between nodes to its baseline's bytes.
 
-    Both numbers are from the ledger or, if either has no ledger, from the interfaces.  For decoding, they are the bytes
-    of each token after the first.
+    The bytes of both are from their ledgers.  If the configuration or the baseline has no ledger, the bytes of both are
+    from the nodes' interfaces.  For decoding, the bytes are those for each token after the first, from the ledgers.
     """
     effects: dict[Key, Effect] = {}
     bases = baselines(derived)
@@ -139,8 +141,8 @@ def errors(derived: Derived) -> dict[Key, Effect]:
     """Return the error of each configuration's gradients, from end to end (vNMSE), and its ratio to the baseline's.
 
     A trial's error is the median over its measured steps, and the ratio is over pairs of trials.  Suites measure errors
-    only in the first repeat of each seed, since other repeats would give the same errors.  An error that was measured
-    in one trial only has the verdict ``one value``, since the steps of one trial are not independent samples.
+    only in the first repeat of each seed, since other repeats would give the same errors.  If a configuration's error
+    was measured in a single trial, the verdict is ``one value``: the steps of a trial are not independent samples.
     """
     rows, trials = derived.sent_errors, derived.trials
     rows = rows[rows["purpose"].eq("gradients") & rows["hop"].isna() & rows["repeated"].eq(1)]
@@ -193,9 +195,10 @@ def losses(derived: Derived) -> dict[Key, Effect]:
 def net_speeds(derived: Derived) -> dict[Key, Effect]:
     """Return the net speed-up of each configuration to its baseline's final loss.
 
-    Configurations without losses or without seconds of steps are left out.  A configuration that does not reach the
-    loss has the verdict ``not reached``; it is not left out if it has no seconds.
-    The dict is empty if no configuration has seconds.
+    A configuration that does not reach the loss has the verdict ``not reached``, with or without seconds of its steps.
+    Other configurations are left out if they have no net speed-up in :func:`report.effects.net_speed.foremost`, for
+    example because no source has seconds of their steps.  Configurations without losses are also left out.
+    The dict is empty if no configuration has a net speed-up there.
     """
     of_losses, known = losses(derived), net_speed.foremost(derived)
     effects: dict[Key, Effect] = {}
@@ -212,9 +215,9 @@ def net_speeds(derived: Derived) -> dict[Key, Effect]:
 
 
 def memory(derived: Derived) -> dict[Key, Effect]:
-    """Return the memory of each configuration: MiB that the engine of the fullest rank holds on its device.
+    """Return the memory of each configuration in MiB, as the engine counts it on the device of the fullest rank.
 
-    It is the median over trials, and the engine counts it.  Peers are left out, because the count of a library's memory
+    With several trials, it is the median over trials.  Peers are left out, because the count of a library's memory
     lacks gathered weights and local gradients.
     """
     parts = derived.frames.memory
@@ -311,7 +314,7 @@ NONE: Final = Interval(math.nan, math.nan, math.nan, 0)
 
 
 def _ratio(change: Interval, value: Interval | None = None) -> Effect:
-    """Return the effect with the ratio ``change``, of which less is better.
+    """Return the effect with the ratio ``change``, for a quantity such as bytes: a ratio below 1 is an improvement.
 
     ``value`` is the configuration's value; None if only the ratio is known.
     """

@@ -47,8 +47,10 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
 
     Each has a curve: its validation loss over steps, as the mean over the seeds that both have.  Steps are counted to
     the higher of the two final losses.  Both curves reach this loss, so that nothing is extrapolated.
-    The ratio is also computed for the lower and the upper end of another interval: of the difference of the final
-    losses, in pairs of one seed.  These two ratios are the ends of the ratio's interval.
+    The result's ``ratio`` is the baseline's number of steps over the configuration's number of steps.  Its interval
+    follows from the interval of the difference of the final losses, in pairs of one seed.  If the difference is 0.01 to
+    0.03 nats, the ratio is computed as if the difference were 0.01 nats, and as if it were 0.03 nats.  These two ratios
+    are the ends of the ratio's interval.  If one of them cannot be computed, the ratio has no interval.
 
     Args:
         own: Validations of the configuration, with columns ``seed``, ``step`` and ``loss``.  If there are several for
@@ -87,9 +89,9 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
         return first_at(losses[curve], steps[curve], losses[curve][-1] + above)
 
     def to_equal(difference: float) -> tuple[float, float]:
-        """Return the configuration's and the baseline's steps to equal losses.
+        """Return the numbers of steps after which the configuration and the baseline reach the same loss.
 
-        ``difference`` is the configuration's final loss minus the baseline's, in nats.
+        ``difference`` is taken as the configuration's final loss minus the baseline's final loss, in nats.
         """
         return steps_to(0, -difference), steps_to(1, difference)
 

@@ -270,7 +270,7 @@ def _gain(seconds: pd.DataFrame, base_seconds: pd.DataFrame) -> Interval:
     Both are seconds to the target (:func:`_seconds_to`), and the trials of a pair have the same seed and occasion.
     Two intervals are computed, over occasions and over seeds; the wider is returned.
     The ratio is NaN if any trial never reaches the target: leaving out such a slow trial would make the others look
-    faster.  It is also NaN if there are no pairs.
+    faster.  It is also NaN if the seconds of any trial are not known, or if there are no pairs.
     """
     if not np.isfinite([*seconds["seconds"], *base_seconds["seconds"]]).all():
         return _NONE

@@ -19,7 +19,9 @@ from report.effects import effects
 from report.effects.effects import Key
 
 FEWEST: Final = 3
-"""Number of configurations, counted in each setting, from which on :func:`one_field` compares those of one field."""
+"""Least number of configurations with a counterpart, for :func:`one_field`.
+
+A configuration that has a counterpart in two settings counts twice."""
 
 
 class OneField(NamedTuple):

@@ -258,7 +258,8 @@ def _of_model(derived: Derived, source: StepSource, own: str, base: str) -> list
 def _predicted(derived: Derived, source: StepSource, identity: str) -> StepTime | None:
     """Return the predicted time of a trial's step on the source's machine, from the units and bytes of its record.
 
-    Returns None if the trial is a peer's or runs in a host engine.
+    Returns None if the trial is a peer's or runs in a host engine.  Returns None also if the work of the step or the
+    bytes that a node sends in it are not known.
     """
     machine, trial = source.machine, derived.frames.trial_of[identity]
     if machine is None or trial.resolved_policy() is None or trial.host is not None:

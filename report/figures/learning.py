@@ -76,8 +76,9 @@ LOSS: Final = Figure(
 def _against(derived: Derived) -> pd.DataFrame:
     """Return the validations of the configurations with a net speed-up, and of their baselines.
 
-    A validation has one row for each source of seconds, whose column ``against`` holds seconds: the steps up to this
-    validation, times the seconds of a step from this source.  Another row holds the bytes up to this validation.
+    A validation has one row for each source of seconds, and one row for bytes.  In a row for a source, column
+    ``against`` holds seconds: the number of steps up to this validation, times the source's seconds of a step.  In the
+    row for bytes, ``against`` holds the bytes between nodes up to this validation.
     """
     seconds = dict[tuple[str, str], dict[str, float]]()  # seconds of a step by setting, source and trial
     for each in net_speeds(derived):

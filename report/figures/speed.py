@@ -35,9 +35,10 @@ _SPEEDUP: Final = Measure(
 
 
 def _share(group: pd.DataFrame) -> Interval:
-    """Return the median of best possible step / step over undisturbed trials, which tables print, too.
+    """Return the median of the ratio "best possible step / step" over the undisturbed trials.
 
-    ``group`` are pairs of trials; whether a pair's baseline was disturbed does not matter.
+    Tables print this median, too.  ``group`` are pairs of trials; a pair counts as disturbed only if the trial itself
+    was disturbed, and not if the baseline's trial was.
     """
     shares = speedups.undisturbed(group.assign(disturbed=group["own_disturbed"]))["share"]
     return Interval(float(shares.median()), math.nan, math.nan, len(shares))

@@ -90,8 +90,9 @@ def verdict(parity: Interval) -> str:
 def _behind(derived: Derived, ids: list[str]) -> dict[str, Any]:
     """Return the cells of a row that describe its trials, which have these ``ids``.
 
-    They are the number of trials, the number of disturbed trials with a mark, the mark of links with different rates,
-    and the largest ``taken_share``: the share of the processors' time that other programs and the machine's host took.
+    ``trials`` is the number of trials, and ``_taken`` a text on the disturbed trials, such as `` (2 ‡)``.
+    ``_rates`` is the mark `` †`` if links achieved different rates.  ``taken_share`` is the largest share of the
+    processors' time that other programs and the machine's host took during a trial.
     """
     rows = derived.trials[derived.trials["id"].isin(ids)]
     return {**trial_count(rows), "_rates": caveats.rates(rows), "taken_share": rows["taken_share"].max()}

@@ -105,8 +105,8 @@ def checks(derived: Derived) -> Table:
 def _compared(equal: pd.Series[bool], *, measured_only: bool) -> str:
     """Return text that counts the ledgers that equal their predictions: ``5 of 6``; a dash without predictions.
 
-    ``equal`` says of each trial with a prediction whether the two are equal.  If bytes of a user's class were measured
-    and not predicted (``measured_only``), the text says so instead.
+    ``equal`` has one value for each trial with a prediction: whether the trial's ledger equals the prediction.  If
+    bytes of a user's class were measured and not predicted (``measured_only``), the text says so instead.
     """
     if measured_only:
         return "measured, not predicted"

@@ -126,7 +126,8 @@ def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -
         derived: The records.
         name: Name of the table.
         title: Title of the table.
-        value: The error: ``vnmse``, of which the median is shown, or ``largest``, of which the maximum is shown.
+        value: The error that a cell summarises over units and trials: the median of ``vnmse``, or the maximum of
+            ``largest``.
         says: Words for this error in the caption.
     """
     errors = derived.frames.quantisation.merge(derived.trials[metrics.OF_TRIAL], on="id")

@@ -43,8 +43,8 @@ def escaped(value: str) -> str:
 def tabular(table: Table) -> str:
     """Return a table as LaTeX's ``tabular`` environment, without a float or a caption.
 
-    A line that names a setting precedes the rows of this setting.  The title of a column is broken into lines, none of
-    which is wider than the column's widest cell or, if that is wider, than the longest word of the title.
+    A line that names a setting precedes the rows of this setting.  The title of a column is broken into lines, so that
+    it does not make the column wider than the column's cells.  Only a single word of the title may be wider than them.
     """
     columns, groups = table.by_place()
     sides, heads = "".join("r" if column.numeric else "l" for column in columns), []

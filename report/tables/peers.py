@@ -21,7 +21,8 @@ FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 def peers(derived: Derived) -> Table:
     """Return the table that compares our policies with peers of the same types, in each setting.
 
-    The row of a policy has its speed-up over each library's configuration that is hardest to beat.
+    The row of a policy has one speed-up for each library: the smallest of its speed-ups over the library's
+    configurations.
     """
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     trials = derived.trials.assign(
@@ -90,8 +91,8 @@ def sent_types(trial: Trial) -> str:
 def shared_types(trial: Trial) -> str:
     """Return the types by which a trial and its peers are matched, as text: ``bf16``, or ``fp32, sent as bf16``.
 
-    They are the type in which the trial computes and the type of its messages.  For a policy that quantises, the second
-    is bf16, because no peer sends fewer bits.
+    They are the type in which the trial computes and the type of its messages; if both are equal, it is named once.
+    For a policy that quantises, the type of its messages is given as bf16, because no peer sends fewer bits.
     """
     compute, sent = (trial.resolved_policy() or trial.peer).compute, sent_types(trial)
     sent = sent if sent in ("fp32", "bf16", "bf16 and fp32") else "bf16"
@@ -131,8 +132,8 @@ def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
 def _over(trials: pd.DataFrame, peer_rows: pd.DataFrame, family: str) -> dict[str, Any]:
     """Return the cells of a row for one library (``family``): a speed-up, and the name of a configuration.
 
-    The configuration is the library's configuration over which the speed-up of ``trials`` is smallest, and
-    ``peer_rows`` are the library's trials.
+    ``peer_rows`` are the library's trials.  The speed-up of ``trials`` is computed over each configuration of the
+    library; the cells hold the smallest speed-up, and the name of the library's configuration that gives it.
     There is no speed-up if ``trials`` are a peer's, or if no pairs can be formed with the library's trials.
     """
     keys = ["sweep", "seed", "repeat"]

@@ -130,10 +130,11 @@ def environment(derived: Derived) -> Table:
 
 
 def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return pairs (key, value) on the trials in ``table``: first the keys of a suite, then measured facts.
+    """Return pairs (key, value) on the trials in ``table``: the keys of a suite, then measured facts, then counts.
 
-    Keys that belong to a configuration are left out, and keys without a value in any trial.  If trials have several
-    values of a key, they are joined as one text.
+    Counts are the numbers of repeats, sweeps and occasions.  Keys that belong to a configuration are left out.  Keys
+    that have no value in any trial are also left out.  If trials have several values of a key, these values are joined
+    as one text.
     """
     trials = [dict(flatten(frames.trial_of[str(identity)].canonical())) for identity in table["id"]]
     keys = dict.fromkeys(key for trial in trials for key in trial)
@@ -144,8 +145,8 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     def by_configuration(values: list[str]) -> str:
         """Return the distinct values as one text, in the order of the table.
 
-        If there are several values, and no configuration has two of them, the names of the configurations with a value
-        follow this value in parentheses.
+        If there are several values, and each configuration has a single one of them, each value is followed by the
+        names of its configurations: ``fp32 (DDP); bf16 (ZeRO-3, ZeRO++)``.
         """
         names = {
             str(value): part.unique() for value, part in table["configuration"].groupby(values, sort=False)

@@ -184,8 +184,13 @@ class Table:
         """Return the raw values as CSV.
 
         A column ``KEY`` of intervals becomes three columns: the estimates ``KEY``, and the ends ``KEY_low`` and
-        ``KEY_high``.  Columns ``KEY_over``, ``KEY_left_out`` and ``KEY_disturbed`` follow, each only if an interval has
-        a value for it.  Columns that are only printed (``_KEY``) are left out.
+        ``KEY_high``.  Up to three further columns follow; each is left out if it would be empty in all rows:
+
+        * ``KEY_over``: the occasions that the interval covers, such as ``3 occasions``;
+        * ``KEY_left_out``: the number of disturbed values that were left out;
+        * ``KEY_disturbed``: whether all values are disturbed.
+
+        Columns ``_KEY``, which are printed and hold no raw values, are left out.
         """
         columns: dict[str, Any] = {}
         for key in (str(key) for key in self.data if not str(key).startswith(_PRINTED)):
@@ -270,8 +275,9 @@ def table_of(
     """Return a table of ``rows`` with those ``columns`` that have a value in any row.
 
     ``caption`` has at most two sentences.  ``notes`` are the first footnotes.  Other footnotes are added: on intervals,
-    on marks that occur in cells, and on what the settings of all rows have in common.  Column ``where`` of the rows
-    describes their settings; the parts of it in which settings differ become columns on the left.
+    on marks that occur in cells, and on what the settings of all rows have in common.
+    Column ``where`` of the rows holds a description of the setting, such as ``2x2 ranks, 50 Mbit/s``.  If rows differ
+    in the rate, the rates become a column on the left, and ``2x2 ranks`` is named in a footnote.
     """
     data = pd.DataFrame(rows)
     shown = [column for column in columns if column.key in data and data[column.key].map(has_value).any()]
@@ -302,10 +308,10 @@ def interval_notes(
 ) -> list[str]:
     """Return three footnotes on the intervals in these columns, each of which may be empty.
 
-    The first says at how many occasions the values were measured, and the second why some values have no interval.  The
-    third says how many disturbed trials or pairs were left out; if columns differ in this number, the largest counts.
-    ``behind`` are intervals that no column shows, but from which a column was computed; the third footnote treats them
-    as a column.
+    The first footnote says at how many occasions the values were measured, and the second why some values have no
+    interval.  The third footnote says how many disturbed trials or pairs were left out, for the column that leaves out
+    the most.  ``behind`` are intervals from which a column was computed and which the table does not show; the third
+    footnote treats them as one more column.
     """
     of_columns = {
         column.key: [value for value in data[column.key] if isinstance(value, Interval)] for column in columns
@@ -339,9 +345,9 @@ def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], p
 
 
 def trial_count(trials: pd.DataFrame) -> dict[str, Any]:
-    """Return the cells that count trials: ``trials`` is their number, and ``_taken`` the number of disturbed trials.
+    """Return the cells that count trials: ``trials`` is their number, and ``_taken`` a text on the disturbed trials.
 
-    The second is a text with a mark, `` (2 ‡)``; it is empty if no trial is disturbed.
+    With 2 disturbed trials, ``_taken`` is `` (2 ‡)``; without any, it is empty.
     """
     taken = int(trials["disturbed"].astype(bool).sum())
     return {"trials": len(trials), "_taken": f" ({taken} {caveats.TAKEN})" if taken else ""}

@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from impl.checkpoint.commit import CheckpointError, begin, checkpoints, commit, latest, thin
+from impl.checkpoint.commit import CheckpointError, begin, checkpoints, commit, latest, sync, thin
+from impl.checkpoint.resharding import write_tensors
 from impl.checkpoint.save_load import load, save
 from impl.comm.mesh import Mesh
 from impl.policy.topology import Topology
@@ -68,6 +69,20 @@ def test_a_disk_that_is_full_at_the_manifest_is_an_error_that_names_it(
         patched.setattr(Path, "write_text", full)
         on_threads(PAIR, fails)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fails_when_a_file_is_synced_is_an_error_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Delayed errors of a disk come from ``fsync``, without a name; the error that users get has the file's name."""
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(5, "Input/output error")))
+    path = tmp_path / "tensors.safetensors"
+    with pytest.raises(
+        CheckpointError, match=r"tensors\.safetensors: cannot be written: Input/output error$"
+    ):
+        write_tensors(path, [("a", torch.zeros(2))])
+    with pytest.raises(OSError, match=r"Input/output error: '.*tensors\.safetensors'"):
+        sync(path)
 
 
 PAIR = Topology(1, 2)
