@@ -29,8 +29,8 @@ _STEP_MUON: Final = bare_step(torch.optim.Muon)  # calls no hooks
 def state_bytes_per_element(optimizer: Optimizer) -> int:
     """Return how many bytes of state an optimizer holds for each fp32 element that it steps.
 
-    The optimizer takes one step on a tensor of 64 elements, and the size of its state is divided by 64.  Muon takes no
-    step: its result is 8, the bytes of AdamW, which steps all parameters except matrices.
+    The optimizer takes one step on a tensor of 64 elements, and the size of its state is divided by 64.  For Muon no
+    step is taken, and the result is 8: AdamW's two fp32 moments of an element that Muon does not step.
 
     Raises:
         Refusal: if the optimizer cannot be built, or cannot take the step.
@@ -138,9 +138,9 @@ def of_model(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
 def owned_shapes(trial: Trial, model: nn.Module) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices that Muon orthogonalises on one rank.
 
-    With our engine, each matrix has an owner, and the rank is the owner that needs the most operations for its
-    matrices.  With DDP and in a single process, every rank orthogonalises all matrices.  The list is empty if the trial
-    does not use Muon.
+    With our engine, each rank orthogonalises the matrices that it owns.  The list is then for the rank whose matrices
+    need the most operations.  With DDP and in a single process, every rank orthogonalises all matrices.  The list is
+    empty if the trial does not use Muon.
     """
     if (groups := group_of(trial.optimizer, model)) is None:
         return []

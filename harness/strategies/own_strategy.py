@@ -66,7 +66,7 @@ class OwnStrategy(Sharded):
         """
         if arguments:
             raise TypeError(
-                f"configure() takes no arguments {', '.join(arguments)}: remove them from method, or define a "
+                f"method.* has {', '.join(arguments)}, but this strategy takes no arguments: remove them, or define a "
                 "configure() that takes them"
             )
 

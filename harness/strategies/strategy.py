@@ -86,8 +86,8 @@ class Strategy:
 
         DDP reduces gradients in the last micro-batch of a step only.  FSDP2 reduces gradients in each micro-batch,
         since it holds only shards of gradients.  A DDP with a static graph also reduces in the first micro-batch of the
-        run, because it learns the graph in a backward pass that reduces.  The result of that step is the same, since a
-        mean that is averaged again does not change.
+        run, because it learns the graph in a backward pass that reduces.  The first micro-batch's gradients are then
+        averaged over ranks twice, which gives the same mean.
 
         Args:
             last: Whether this is the last micro-batch of its step.
@@ -103,9 +103,9 @@ class Strategy:
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether our own engine reduces gradients in every micro-batch, and not only in the last of a step.
+        """Whether gradients are reduced in every micro-batch.  If False, only in the last micro-batch of a step.
 
-        True for all other engines: their predictions do not depend on this property.
+        The policy of our own engine decides.  For other engines it is True, and their predictions do not depend on it.
         """
         return self.zero is None or self.zero.policy.reduces_each_micro_batch
 
@@ -370,7 +370,8 @@ class Sharded(Strategy):
     def begin(self, *, last: bool) -> None:
         """See :meth:`Strategy.begin`.
 
-        The policy decides whether gradients are reduced in every micro-batch, or in the last of a step only.
+        The policy decides whether gradients are reduced in every micro-batch, or only in the last micro-batch of a
+        step.
         """
         if not self.reduces_each_micro_batch:
             self.zero.accumulate(on=not last)

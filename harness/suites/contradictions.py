@@ -35,8 +35,8 @@ _OPTIMIZER_TWICE: Final = (
 # The end of two refusals.
 PACED_NCCL: Final = (
     "with cluster.transport = 'nccl' the host would sleep for each message while it enqueues work for the GPU, so "
-    "that nothing overlaps; set cluster.link = 'namespaces', which holds NCCL's sockets to the rate, "
-    "cluster.rate = 'unshaped', or cluster.transport = 'staged'"
+    "that nothing overlaps; set cluster.transport = 'staged', cluster.rate = 'unshaped', or "
+    "cluster.link = 'namespaces', which holds NCCL's sockets to the rate"
 )
 
 
@@ -112,7 +112,7 @@ def _threads(trial: Trial) -> Iterator[str]:
 def _cluster(trial: Trial) -> Iterator[str]:
     """Yield an error for each field of ``cluster`` that contradicts another field of ``cluster`` or the strategy.
 
-    For example, ``cluster.link = "none"`` has no rate, and ``cluster.transport = "staged"`` carries no peer's messages.
+    For example, ``cluster.link = "none"`` has no rate, and the transport ``staged`` cannot carry the messages of DDP.
     """
     cluster, transport = trial.cluster, f"cluster.transport = {trial.cluster.transport!r}"
     shapes, rate = cluster.link in ("auto", "namespaces"), cluster.rate
@@ -240,9 +240,9 @@ def _own_gather(trial: Trial) -> Iterator[str]:
     """
     if trial.own_gather is not None and trial.workload == "rlhf":
         gather = f"policy.gather = {trial.policy.gather!r}"
-        conflict = "the single process that checks weights of a class of your own has no generated batch"
+        conflict = "a single process checks the weights that your class gathers, and it generates no batch"
         way_out = "set workload = 'train', or policy.gather = 'hierarchical'"
-        yield f"{gather}: not supported with workload = 'rlhf', where {conflict}; {way_out}"
+        yield f"{gather}: not supported with workload = 'rlhf': {conflict}; {way_out}"
 
 
 def _local_steps(trial: Trial) -> Iterator[str]:

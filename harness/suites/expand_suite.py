@@ -187,8 +187,8 @@ def _trial(point: Point) -> Trial:
     """Make a trial of one point.
 
     Raises:
-        SuiteError: If a field does not exist, or if a value is invalid.  A value of another type than the field's is
-            not converted.
+        SuiteError: If a field does not exist, or if a value is invalid.  Values are not converted to the type of their
+            field: ``steps = "8"`` is invalid.
     """
     nested: dict[str, Any] = {}
     for path, (value, table) in point.items():
@@ -229,10 +229,11 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _path_of(error: ErrorDetails, point: Point) -> str:
-    """Return the path of ``point`` to which an error of pydantic belongs.
+    """Return the path of ``point`` whose value has caused an error of pydantic.
 
-    If ``point`` does not have the path that the error names, the last parts of this path are removed, until a path of
-    ``point`` begins with the rest.
+    The error's own location may be longer: an error at ``policy.weights.0`` belongs to the path ``policy.weights``.  It
+    may also be shorter: an error at ``cluster`` belongs to the first path that begins with ``cluster``.  If no path
+    fits, the first path of ``point`` is returned.
     """
     parts = [str(part) for part in error["loc"]]
     for length in range(len(parts), 0, -1):
@@ -249,7 +250,7 @@ def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
     compared, so that ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``.  ``name`` is the table's name, for error messages.
 
     Raises:
-        SuiteError: If the table matches no trial, or if no trial has one of the table's values.
+        SuiteError: If the table matches no trial, or if it names a value that no trial has.
     """
     written, wanted = dict[str, list[Any]](), dict[str, list[Any]]()
     for path, value in flatten(match):
@@ -389,7 +390,9 @@ def _check_baselines(
         if not any(is_baseline(trial, roles) for trial in setting):
             present = ", ".join(dict.fromkeys(trial.strategy for trial in setting))
             why = f"needs ratios over {named}, which is missing in the setting of {present}"
-            raise SuiteError(f"repeats ({repeats}) {why}; add it to this setting, or set repeats to a number")
+            raise SuiteError(
+                f'repeats = "until ..." {why}; add it to this setting, or set repeats to a number'
+            )
 
 
 def _roles(
@@ -421,7 +424,7 @@ def _roles(
     against = _hits(file.contrast, "contrast", points) if file.contrast else [not hit for hit in base]
     if both := sum(map(operator.and_, base, against)):
         raise SuiteError(
-            f"{key}: {both} trials match both baseline and contrast; let the two match different trials"
+            f"{key}: {both} trials match both baseline and contrast; let baseline and contrast match different trials"
         )
     bases = {trial.id: trial for trial, hit in zip(runs, base, strict=True) if hit}
     others = {trial.id: trial for trial, hit in zip(runs, against, strict=True) if hit}
@@ -431,7 +434,7 @@ def _roles(
     others = {name: trial for name, trial in others.items() if name not in bases}
     if not others:
         raise SuiteError(
-            f"{key}: every trial is the baseline, so no trial is left to compare; let it match fewer trials"
+            f"{key}: every trial is the baseline, so no trial is left to compare; let baseline match fewer trials"
         )
     also = compared_also([*bases.values()], [*others.values()])
     settings = [setting_of(trial, *also) for trial in bases.values()]
@@ -461,14 +464,17 @@ def _check_nearest(
     several = f"{key}: matches several configurations of one setting"
     if file.repeats.within is not None:
         until = f"until {100 * file.repeats.within:g} %"
-        raise SuiteError(f'{several}, which repeats = "{until}" does not allow; let it match only one')
+        raise SuiteError(
+            f'{several}, which repeats = "{until}" does not allow; let baseline match one configuration of each '
+            "setting, or set repeats to a number"
+        )
     for trial in others:
         here = [base for base in bases if setting_of(base, *also) == setting_of(trial, *also)]
         if len(nearest_baselines(trial, here)) > 1:
             where = _difference(trial, [other for other in others if other is not trial] or bases)
             raise SuiteError(
                 f"{several}, and a trial with {where} is equally near to two of these baselines; let the baseline "
-                "match only one, or name a contrast"
+                "match only one of them, or name a contrast"
             )
 
 

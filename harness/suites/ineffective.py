@@ -108,7 +108,7 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "gather_method": lambda trial: (
         None
         if trial.own_gather is not None
-        else "no class of your own that gathers named in policy.gather, such as 'mine:Class'"
+        else "a policy.gather that names no class of your own, such as 'mine:Class'"
     ),
     "policy.schedule": _with_policy,
     "policy.owned": lambda trial: (
@@ -123,7 +123,7 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "method": lambda trial: (
         None
         if trial.own_method is not None or trial.own_strategy
-        else "no class of your own named in policy.reduce or strategy, such as 'mine:Class'"
+        else "a policy.reduce and a strategy that name no class of your own, such as 'mine:Class'"
     ),
     "policy.persist_most": lambda trial: (
         None if trial.policy.persist_below else "policy.persist_below not set"
@@ -257,9 +257,9 @@ def check_settings(given: Sequence[Point], points: Sequence[Point], trials: Sequ
             values[table, path] = value
     for (table, path), why in reasons.items():
         if all(why):
-            others = ", nor in the other trials" if len({*why}) > 1 else ""
+            others = " (the other trials do not use it either)" if len({*why}) > 1 else ""
             text = f"{table} {path} = {value_text(values[table, path])}"
-            raise SuiteError(f"{text}: has no effect with {why[0]}{others}; change that, or remove {path}")
+            raise SuiteError(f"{text}: has no effect with {why[0]}; change that, or remove {path}{others}")
 
 
 def _why_unused(trial: Trial, path: str) -> str | None:
@@ -287,7 +287,7 @@ def check_answer(file: SuiteTables, trials: Sequence[Trial]) -> None:
             has = f"{total} steps, {'no validation' if every is None else f'validate_every = {every}'}"
             needs = f"needs {LEAST_STEPS} steps or more, and two validations in the last quarter of them"
             raise SuiteError(
-                f"margin = {file.margin}: {needs}; a trial has {has}: change them, or remove margin"
+                f"margin = {file.margin}: {needs}; a trial has {has}: change steps or validate_every, or remove margin"
             )
     if file.seconds == file.name:
         raise SuiteError(

@@ -36,7 +36,9 @@ def parse_size(value: object) -> int | None:
 
     Returns None if the value is None.  Raises a ValueError for other values.
     """
-    size = _parsed(value, {"MiB": 2.0**20, "GiB": 2.0**30}, 0.0, 2.0**62, "MiB or GiB, below 2^63")
+    size = _parsed(
+        value, {"MiB": 2.0**20, "GiB": 2.0**30}, 0.0, 2.0**62, "MiB or GiB, and at most 2^62 bytes"
+    )
     return None if size is None else round(size)
 
 
@@ -58,7 +60,7 @@ def _parsed(value: object, units: Mapping[str, float], least: float, most: float
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     number = float(match[1]) * units.get(match[2], 0.0) if match else 0.0
     if not (number > 0 and least <= number <= most):
-        raise ValueError(f"expected a number above 0 with a unit, {valid}")
+        raise ValueError(f"expected a number above 0 with the unit {valid}")
     return number
 
 

@@ -18,9 +18,9 @@ def unfitting_changes(trial: Trial) -> dict[str, str]:
     """Return the policy fields that a trial sets although they do not fit its strategy.
 
     Returns:
-        The reason why a field does not fit, by the field's dotted path, such as ``policy.weights``.  The caller adds
-        the name of the strategy to the reason: "it would make another strategy of" and "zero3".  The result is empty
-        for peers and for a strategy of the user's own.
+        A dict from the dotted path of each such field, such as ``policy.weights``, to the reason.  A reason is the
+        beginning of a sentence, such as "it would make another strategy of", to which the caller appends the strategy:
+        "zero3".  The dict is empty for peers and for a strategy of the user's own.
     """
     try:
         base = trial.base_policy()

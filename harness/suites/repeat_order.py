@@ -61,8 +61,10 @@ class Repeats:
         match = _UNTIL.fullmatch(value) if isinstance(value, str) else None
         share, most = (float(match[1]) / 100, int(match[2] or MOST)) if match else (0.0, 0)
         if not 0 < share < 1 or most < LEAST + BEYOND:
-            until = f'"until 2 %", or "until 2 %, at most 30" (the last number at least {LEAST + BEYOND})'
-            raise ValueError(f"expected a whole number, at least 1, {until}")
+            until = (
+                f'"until 2 %", or "until 2 %, at most 30" with {LEAST + BEYOND} or more as the last number'
+            )
+            raise ValueError(f"expected a whole number above 0, {until}")
         return cls(LEAST, share, most)
 
     def __str__(self) -> str:
@@ -104,8 +106,9 @@ def compared_also(bases: Sequence[Trial], others: Sequence[Trial]) -> tuple[str,
     """Return the fields of :data:`TRAINING` that belong to the configuration in this suite.
 
     A field belongs to the configuration if a trial of ``others`` has a value that no trial of ``bases`` has.  If the
-    baseline uses AdamW and the contrast uses SGD, the suite compares optimizers, so the field is part of the
-    configuration.  If the baseline runs with both optimizers, the suite has a setting with a baseline for each.
+    baseline uses AdamW and the contrast uses SGD, the suite compares optimizers, so ``optimizer`` belongs to the
+    configuration.  If baseline and contrast both run with AdamW and with SGD, ``optimizer`` belongs to the setting:
+    the suite compares AdamW with AdamW, and SGD with SGD.
     """
     if not bases:
         return ()
@@ -120,8 +123,8 @@ def compared_also(bases: Sequence[Trial], others: Sequence[Trial]) -> tuple[str,
 def is_baseline(trial: Trial, roles: Mapping[str, str]) -> bool:
     """Return whether a trial is a baseline, which ratios divide by.
 
-    ``roles`` has ``baseline`` or ``contrast`` by the id of a trial's repeat 0.  If it is empty, the baseline is every
-    trial with strategy :data:`BASELINE`.
+    ``roles`` maps the id that a trial has as repeat 0 to ``baseline`` or ``contrast``.  If ``roles`` is empty, every
+    trial with strategy :data:`BASELINE` is a baseline.
     """
     if roles:
         return roles.get(trial.model_copy(update={"repeat": 0}).id) == "baseline"

@@ -105,13 +105,14 @@ class Suite(SuiteKeys):
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """The trials of the first sweep."""
+        """The trials of the first sweep; see :meth:`sweep`."""
         return self.sweep(0)
 
     def sweep(self, number: int) -> tuple[Trial, ...]:
-        """Return the trials that sweep ``number``, counted from 0, runs in any case, in the order in which they run.
+        """Return the trials of sweep ``number``, counted from 0, in the order in which they run.
 
-        With ``repeats = "until ..."`` the sweep may run further repeats (:mod:`harness.runs.further_repeats`).
+        With ``repeats = "until ..."`` these are the first repeats, which every sweep runs.  Whether the sweep runs more
+        repeats depends on its results (:mod:`harness.runs.further_repeats`).
         """
         first = number * self.repeats.most
         repeats = range(first, first + self.repeats.least)

@@ -69,7 +69,7 @@ def _parse(path: Path) -> tuple[str, dict[str, Any]]:
     except OSError as error:
         if error.errno == errno.EFBIG:
             raise SuiteError(
-                f"more than {MOST_BYTES >> 20} MiB, the largest size of a suite file; give the TOML file of a suite"
+                f"has more than {MOST_BYTES >> 20} MiB, the largest size of a suite file; give the TOML file of a suite"
             ) from None
         raise SuiteError(f"cannot read: {error.strerror or error}") from None
     try:

@@ -213,7 +213,7 @@ class Optimizer(_Frozen):
             ("adamw.lr", adamw.get("lr") if isinstance(adamw, dict) else 0),
         ):
             if isinstance(rate, float | int) and not abs(rate) < _LARGEST_LR:
-                raise ValueError(f"{name} = {rate:g}: expected less than {_LARGEST_LR:g}")
+                raise ValueError(f"{name} = {rate:g}: expected an absolute value less than {_LARGEST_LR:g}")
         return value
 
     @property
@@ -248,8 +248,8 @@ KEYS: Final = {name: _SETTINGS[name] for name in sorted(_SETTINGS, key=_PLACES._
 def _key(each: Setting) -> tuple[Any, Any]:
     """Return the type and the pydantic field that validate the value of one ``policy.*`` key of a suite.
 
-    The default of the key keeps the strategy's value; it is None for most keys.  If the policy's field may be a user's
-    class, the key takes the name of the class.
+    A key that has its default leaves the strategy's value as it is.  The default is None for most keys.  If the field
+    of the policy may be a user's class, the value of the key is the name of this class.
     """
     kinds = get_args(each.kind) if get_origin(each.kind) in (Union, UnionType) else (each.kind,)
     if each.read is not None:
@@ -271,8 +271,9 @@ _Varying: Any = create_model(
 def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a policy by name, parsed from ``policy.*`` keys and values of a suite.
 
-    If ``weights`` is a pair of codecs with unequal texts, the first is the field ``inside``: the codec for messages
-    inside hpZ's groups.  The second is the field ``weights``.
+    ``weights`` may be a pair of codecs.  ``("int4:256", "int8:256")`` gives int4:256 to the field ``inside``, the codec
+    for messages inside hpZ's groups, and int8:256 to the field ``weights``.  If both texts are equal, ``inside`` is
+    None.
     """
     values = {name: KEYS[name].parsed(value) for name, value in given.items()}
     if isinstance(texts := given.get("weights"), tuple):  # of hops inside an hpZ group, and of earlier hops
@@ -305,7 +306,7 @@ class SpanChanges(_Varying):
     def _may_change(self) -> Self:
         """Refuse fields that a span does not have.
 
-        If such a field is a field of the policy that must not change during a run, the error has the reason.
+        The field may be a ``policy.*`` key that must not change during a run.  The error then says why.
         """
         for name in self.model_extra or {}:
             if name in PolicyChanges.model_fields:
@@ -406,9 +407,10 @@ class PolicyChanges(_Keys):
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a trial's fields; if the model is a vision preset, with the defaults for images.
+    """Return a trial's fields.  If the model is a vision preset, add the defaults for images.
 
-    These defaults are corpus ``glyphs``, and 64 patches of an image (``sequence``).
+    The defaults are corpus ``glyphs`` and ``sequence`` 64, the number of patches of an image.  A value in ``fields``
+    takes precedence over its default.
     """
     model = fields.get("model")
     name = model.get("name") if isinstance(model, dict) else None
@@ -433,8 +435,8 @@ class Reinforcement(_Frozen):
 def configuration_text(value: Any) -> Any:
     """Return a DeepSpeed configuration as JSON text.
 
-    ``value`` may be a table, the path of a file, or the text of a configuration in JSON or HJSON.  JSON text and other
-    values are returned unchanged.
+    ``value`` may be a table, the path of a file, or the text of a configuration in HJSON: all three become JSON text.
+    A configuration in JSON, and a value of any other type, are returned unchanged.
     """
     if isinstance(value, str) and not value.startswith("{"):
         value = load_configuration(folder.path_of(value))
@@ -662,11 +664,11 @@ class Trial(_Frozen):
     def resolved_policy(self) -> Policy | None:
         """Return the strategy's policy with this trial's changes.  Returns None for a peer.
 
-        The spans of a schedule end at step numbers in the result.  A share such as ``"50 %"`` becomes the number of
-        steps in this share of all steps, warm-up included.
+        In the result, every span of a schedule ends at a number of steps.  With 10 warm-up steps and 90 other steps,
+        ``"50 %"`` becomes 50.
 
         Raises:
-            PolicyError: If no topology could run the policy.
+            PolicyError: If no topology could run the policy, or if its schedule does not fit the trial's steps.
         """
         base = self.base_policy()
         if base is None:

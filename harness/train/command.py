@@ -242,10 +242,11 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
 
 
 def _with_room(trial: Trial) -> Trial:
-    """Return the trial with a limit on the size of units that every module fits.
+    """Return the trial, with a higher limit on the size of a unit if a module of the model exceeds the limit.
 
-    The limit comes from DeepSpeed's ``stage3_max_live_parameters``.  If a module that cannot be cut into units is
-    larger, the limit becomes the size of this module, since DeepSpeed gathers such a module all the same.
+    The limit is DeepSpeed's ``stage3_max_live_parameters``.  A module that cannot be divided into smaller units may
+    have more parameters, and DeepSpeed gathers it all the same.  The limit then becomes the number of parameters of the
+    largest such module.
     """
     from harness.workloads import models
     from impl.engine.unit_planning import drafts_of, find_blocks
@@ -322,8 +323,9 @@ def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]
 def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, bool]:
     """Return the topology, and whether torchrun has started the ranks.
 
-    ``nodes`` and ``ranks_per_node`` are flags.  A flag that is None is as torchrun has it; without torchrun, there is 1
-    node, with 2 ranks.
+    ``nodes`` and ``ranks_per_node`` are flags, or None.  Without torchrun, the defaults are 1 node and 2 ranks per
+    node.  Under torchrun, a flag that is None follows from the number of ranks that torchrun started: 8 ranks with 2
+    nodes are 4 ranks per node.
 
     Raises:
         Refusal: If torchrun has started another number of ranks than the flags give.

@@ -79,7 +79,10 @@ def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
 
 
 def _columns(parts: dict[str, int]) -> dict[str, int]:
-    """Return the bytes in each column of the table.  ``parts`` are bytes by part of device memory or of host memory."""
+    """Return the bytes in each column of the table.
+
+    ``parts`` are the bytes of each part of memory, such as ``masters``, either on the device or on the host.
+    """
     sums = {name: sum(parts.get(part, 0) for part in group) for name, group in _COLUMNS.items()}
     return {**sums, "other": sum(parts.values()) - sum(sums.values())}
 

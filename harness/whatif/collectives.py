@@ -84,8 +84,9 @@ class Collective:
     def wire_bytes(self) -> float:
         """Return the bytes that one rank sends to its neighbour if the collective runs as a ring.
 
-        With W bytes in all and N ranks, an all-reduce sends ``2 W (N - 1) / N``, a broadcast W, and every other
-        collective ``W (N - 1) / N``.  If ``as_all_reduce`` is set, a reduce-scatter counts as an all-reduce.
+        W is the size of the whole tensor in bytes, the parts of all N ranks together.  An all-reduce sends
+        ``2 W (N - 1) / N``, a broadcast W, and every other collective ``W (N - 1) / N``.  If ``as_all_reduce`` is set,
+        a reduce-scatter counts as an all-reduce.
         """
         size, turns = len(self.group), 2 if self.kind == "all_reduce" or self.as_all_reduce else 1
         whole = self.elements * self.item
@@ -141,9 +142,9 @@ class Marks:
         return self.windows[place][1] if place >= 0 else ""
 
     def unit(self, moment: float) -> str:
-        """Return the name of the FSDP module in the innermost annotation of FSDP that a moment lies in.
+        """Return the name of the FSDP module that FSDP's annotation around a moment names.
 
-        Returns an empty text if the moment lies in no such annotation.
+        If several annotations are around the moment, the innermost counts.  Returns an empty text if there is none.
         """
         around = [event for event in self.units if event.begin <= moment <= event.end]
         match = _UNIT.match(max(around, key=lambda event: event.begin).name) if around else None
@@ -324,10 +325,10 @@ def _elements(shape: Any) -> int:
 
 
 def copies_out(marks: Marks, unit: str, moment: float) -> float | None:
-    """Return the first time from ``moment`` on at which FSDP copies the gathered weights of ``unit`` to their places.
+    """Return when FSDP first copies the gathered weights of ``unit`` to their places, at ``moment`` or later.
 
-    The all-gather of the unit must be complete at this time.  Returns None if FSDP copies no weights of the unit from
-    ``moment`` on.
+    The all-gather of the unit must be complete at this time.  Returns None if FSDP copies no weights of the unit at
+    ``moment`` or later.
     """
     begins = sorted(
         event.begin for event in marks.units if event.name == f"FSDP::all_gather_copy_out ({unit})"

@@ -80,10 +80,14 @@ class _Streams:
         self._ends = [self._kernels[place].end for place in self._by_end]
 
     def find_waits(self) -> float:
-        """Find the kernels of other streams that each kernel waited for, from the idle times of its stream.
+        """Find the kernel of another stream that each kernel waited for.
+
+        If a stream was idle before a kernel, the kernel waited for a kernel that ended right before it began.  A
+        collective waits as :meth:`_wait_as_issued` says, even if its stream was not idle.
 
         Returns:
-            The seconds in which a stream was idle without such a kernel; the largest value of all streams.
+            The seconds in which a stream was idle although no kernel was found that it waited for.  They are summed for
+            each stream, and the largest sum is returned.
         """
         before, unexplained = dict[object, float](), defaultdict[object, float](float)
         for place, event in enumerate(self._kernels):
@@ -163,9 +167,9 @@ class _Streams:
     def note_computing(self) -> None:
         """Note the seconds of computation of each kernel that is no collective, at the moment of the kernel's launch.
 
-        The seconds of a kernel are counted from the end of all earlier kernels to the end of this kernel.  They include
-        idle time before the kernel, such as the time in which the host had not launched it yet.  If the kernel waited
-        for a collective, they are counted from the kernel's beginning.
+        The seconds of a kernel are counted from the time at which all earlier kernels, except collectives, had ended.
+        They therefore include idle time before the kernel, such as the time in which the host had not launched it yet.
+        If the kernel waited for a collective, this idle time is not counted.
         """
         reached = self._result.begin
         for place, event in enumerate(self._kernels):
@@ -261,8 +265,8 @@ class _Streams:
             syncs: (begin, end, place of the kernel) of each wait of the host.
 
         Returns:
-            Two parts.  The first has the number of the host's task that launches a segment, by the segment's number.
-            The second has a pair for each wait: (number of the host's task, place of the kernel that it waits for).
+            Two parts.  The first maps the number of a segment to the number of the host's task that launches it.  The
+            second has a pair for each wait: (number of the host's task, place of the kernel that it waits for).
         """
         points = [(self._launched[segment[0]], 0, number, 0.0) for number, segment in enumerate(segments)]
         points += [(start, 1, place, end) for start, end, place in syncs]

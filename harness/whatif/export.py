@@ -239,8 +239,8 @@ class _Events:
     def _launch(place: int, start: float, activity: Activity, begin: float) -> float:
         """Return the time in seconds at which the host launches an activity.
 
-        If the activity's schedule has no such time, the host launches it at the beginning of the step, 1 us after the
-        activity before it.
+        If ``activity.launched`` is None, the host launches all activities at the beginning of the step, 1 us apart, but
+        none later than the activity begins.  Otherwise the time is ``activity.launched``, but not before ``start``.
 
         Args:
             place: Number of the activity in its step.

@@ -204,8 +204,8 @@ def _check_alike(traces: Sequence[Trace], ranks: Mapping[int, RankStep]) -> None
             other, known = seen.setdefault(group, (rank, signatures))
             if known != signatures:
                 raise Refusal(
-                    f"{traces[0].path}: ranks {other} and {rank} issued different collectives ({len(known)} and "
-                    f"{len(signatures)}): give traces of one run and of the same steps"
+                    f"{traces[0].path}: ranks {other} and {rank} issued different collectives in their group and step, "
+                    f"{len(known)} and {len(signatures)} in number: give traces of one run and of the same steps"
                 )
 
 
@@ -315,7 +315,7 @@ def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[
 
 
 def _rate(steps: Sequence[JointStep]) -> float:
-    """Return the bytes a second of a node's link: the median of what the largest collectives between nodes achieved.
+    """Return the rate of a node's link in bytes a second: the median rate of the largest collectives between nodes.
 
     If no collective is between nodes, the largest of all collectives are used.  Collectives that run at the same time
     share the link, so they are counted as one collective with the sum of their bytes.

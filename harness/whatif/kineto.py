@@ -225,8 +225,8 @@ def _steps(path: Path, events: Sequence[Event]) -> list[Step]:
     numbers = [mark.name.removeprefix(STEP) for mark in marks]
     if len(marks) < 2 or not all(number.isdecimal() for number in numbers):
         raise Refusal(
-            f"{path}: has {len(marks)} complete steps, and two or more are needed: trace at least five with "
-            "schedule(active=5), and call profiler.step() after each step"
+            f"{path}: has {len(marks)} complete steps; expected two or more, with numbers as in ProfilerStep#3: trace "
+            "at least five with schedule(active=5), and call profiler.step() after each step"
         )
     steps = [
         Step(int(number), mark.thread, mark.begin, mark.end)

@@ -74,8 +74,8 @@ def check(policy: str, traced: Traced) -> None:
         for rank in step.ranks.values():
             if rank.marks.passes > 1:
                 raise Refusal(
-                    f"--policy {policy}: a traced step has {rank.marks.passes} forward passes, and only one can be "
-                    "rewritten: trace the program without gradient accumulation, or choose same, bf16 or fp16"
+                    f"--policy {policy}: a traced step has {rank.marks.passes} forward passes, but this policy needs "
+                    "steps with one: trace the program without gradient accumulation, or choose same, bf16 or fp16"
                 )
     if policy == "kept" and not any(_again(step.collectives) for step in traced.steps):
         raise Refusal(
@@ -240,6 +240,7 @@ def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) 
 
     The forward seconds of the slowest rank are divided among the units in proportion to their elements.  The backward
     seconds of a unit are the computation between the issue of the bucket before and the issue of the unit's bucket.
+    Computation after the issue of the last bucket counts for the last bucket.
 
     Args:
         step: The traced step.
@@ -264,7 +265,8 @@ def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) 
 def _issued(step: JointStep, rank: int, issued: Sequence[float]) -> list[float]:
     """Return the moments at which a rank issued DDP's buckets.
 
-    ``issued`` are the moments at which the first rank issued them.  They tell the buckets from other collectives.
+    ``issued`` are the moments at which the first rank issued the buckets.  They show which collectives of the first
+    rank are buckets.  The collectives of ``rank`` with the same numbers are its buckets.
     """
     first = step.ranks[min(step.ranks)].collectives
     places = [place for place, seen in enumerate(first) if seen.issued[0] in set(issued)]

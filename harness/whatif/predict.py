@@ -52,15 +52,16 @@ def check_replay(traced: Traced) -> list[float]:
     An error is relative: 0.01 if the replay takes 1 % longer than the traced step.
 
     Raises:
-        Refusal: If the median of the errors' absolute values is above :data:`CLOSE`, if a traced step takes no time, or
-            if one rank ended a step with collectives before another rank began this step.  Also if the user gave the
-            traced rate, and the messages of a step would need longer than the step at this rate.
+        Refusal: If the median of the errors' absolute values is above :data:`CLOSE`, if a traced step lasts 0 s or
+            less, or if one rank ended a step with collectives before another rank began this step.  A traced rate that
+            the user gave is also refused if it is too low: a step's messages would take longer at this rate than the
+            whole step.
     """
     for step in traced.steps:
         if step.seconds <= 0:
             raise Refusal(
-                "a traced step takes no time, from the last rank's beginning of the step to the last rank's end: trace "
-                "steps that train, on all ranks of one run"
+                "a traced step lasts 0 s or less, from when the last rank begins it to when the last rank ends it: "
+                "trace steps that train, on all ranks of one run"
             )
         _check_overlap(step)
     replayed = [joint.replay(step, joint.as_traced(step)) for step in traced.steps]
@@ -92,7 +93,11 @@ def _check_overlap(step: JointStep) -> None:
 
 
 def step_seconds(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> Predicted:
-    """Predict one traced step for a target, under one of the two hypotheses on overheads."""
+    """Predict one traced step for a target.
+
+    ``overheads`` says how the overheads of collectives are assumed to change: see
+    :data:`harness.whatif.policies.Overheads`.
+    """
     if target.policy not in REWRITES:
         return policies.of_our_engine(step, traced, target, overheads).predicted
     runs = policies.rewritten(step, traced, target, overheads)
@@ -169,8 +174,8 @@ def break_even(traced: Traced, target: Target) -> float | None:
 def _crossing(gain: Callable[[float], float], rates: Sequence[float]) -> float | None:
     """Return the largest rate at which ``gain`` changes from a positive number to 0 or a negative number.
 
-    ``gain`` is computed at all ``rates``, which ascend.  The change is then found by halving the interval between two
-    of them.  Returns None if ``gain`` has no such change between neighbouring rates.
+    ``gain`` is computed at all ``rates``, which ascend.  If the change lies between two neighbouring rates, the
+    interval between them is then halved several times.  Returns None if there is no such change.
     """
     gains = [gain(rate) for rate in rates]
     place = next((i for i in reversed(range(len(rates) - 1)) if gains[i] > 0 >= gains[i + 1]), None)

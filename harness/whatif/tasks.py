@@ -56,7 +56,7 @@ class RankStep:
     marks: Marks
     tasks: list[Task] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
-    # By rule, for how many collectives it found the waiting task.
+    # By rule, the number of collectives whose waiting task was found by this rule.
     rules: Counter[Rule] = field(default_factory=Counter)
     # Stretches of computation before the optimizer's step: (moment, seconds).  At this moment the host computed or
     # launched the stretch, so that the moment tells which unit computed.

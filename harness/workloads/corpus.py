@@ -145,7 +145,9 @@ def load(source: str, tokenizer: str | None = None) -> Corpus | OwnPairs:
     """
     if holds_arrays(source):
         if tokenizer is not None:
-            raise CorpusError(f"corpus {source!r}: consists of tokens already; remove tokenizer")
+            raise CorpusError(
+                f"corpus {source!r}: consists of arrays, which need no tokenizer; remove tokenizer"
+            )
         return _of_arrays(source, folder.current())
     files, _ = _files_of(source)
     with raising(CorpusError, f"corpus {source!r}: cannot read it:"):

@@ -50,8 +50,9 @@ class Dataset(ABC):
     def validation_batches(self, *, batches: int, rank: int, world: int, sequences: int) -> list[Pair]:
         """Return the validation batches of a rank, each as inputs and targets.
 
-        The samples of all ranks and batches have equal distances in the validation part.  Their order is: the first
-        batch of rank 0, of rank 1 and so on, then the second batch of rank 0, of rank 1 and so on.
+        The samples of all ranks and batches are spread evenly over the validation part, from its first sample to its
+        last.  In this order they belong to the first batch of rank 0, the first batch of rank 1 and so on, and then to
+        the second batch of rank 0, the second batch of rank 1 and so on.
 
         Args:
             batches: Number of batches of the rank.

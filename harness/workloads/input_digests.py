@@ -46,10 +46,10 @@ def digests(trial: Trial) -> dict[str, str]:
 
 
 def _digests_of_parts(modules: Iterable[str], trial: Trial) -> dict[str, str | None]:
-    """Return the digests of the modules that ``modules`` import, and of the files that the sources name, by name.
+    """Return the digests of the modules that ``modules`` import, and of the files that the sources name.
 
-    The names are those of :func:`digests` that begin with ``module`` and ``file``.  A digest is None if the file cannot
-    be read.
+    The keys are ``module helper`` and ``file words.txt of mine``, as :func:`digests` explains.  A digest is None if the
+    file cannot be read.
     """
     if not (names := sorted(set(modules))):
         return {}

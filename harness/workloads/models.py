@@ -242,7 +242,8 @@ def with_values(trial: Trial, values: Mapping[str, Tensor]) -> nn.Module:
     """Build a trial's model, which must be a preset, with the tensors ``values`` as its parameters.
 
     The tensors are not copied, and no values are drawn at random.  ``values`` has one tensor for each parameter, by the
-    parameter's name.  A tied parameter has several names, of which ``values`` has one.  The parameter stays tied.
+    parameter's name.  A tied parameter has several names; ``values`` needs only one of these names, and the parameter
+    stays tied.
     """
     with unfilled():
         model = of_trial(trial)

@@ -23,7 +23,7 @@ _LEAST_SPREAD = 1e-4  # added to the standard deviation of a group's rewards, wh
 
 
 class Experience:
-    """Everything besides the tokens from which the actor learns in a step: targets, advantages and log probabilities.
+    """What the actor needs for its loss in addition to the tokens: targets, advantages and log probabilities.
 
     This is not a dataclass, because engines cast the tensors in dataclasses to 16 bits.
 
@@ -107,8 +107,8 @@ def group_advantages(rewards: Tensor, group: int) -> Tensor:
     """Return the advantage of each sequence, (B,) fp32, from the rewards (B,).
 
     With ``group`` = 4, the first four rewards form a group, the next four form another group, and so on.  An advantage
-    is the reward minus the mean of its group, divided by the standard deviation of the group plus 1e-4.  It is 0 if all
-    rewards of the group are equal.
+    is ``(reward - mean) / (deviation + 1e-4)``, with mean and standard deviation of the group's rewards.  It is 0 if
+    all rewards of the group are equal.
     """
     # In fp64 the mean of equal fp32 numbers is exactly that number.
     grouped = rewards.double().view(-1, group)

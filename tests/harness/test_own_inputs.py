@@ -315,7 +315,7 @@ CODECS = {
         (("lr = 0.5", "lr = 0.5\noptimizer.schedule.warmup = 5"), "the trial has 4 steps in all"),
         (
             ("lr = 0.5", "lr = 0.5\ntokenizer = 'mine:lengths'"),
-            "consists of tokens already; remove tokenizer",
+            "consists of arrays, which need no tokenizer; remove tokenizer",
         ),
     ],
 )

@@ -40,7 +40,7 @@ BAD = {
     "no type": (("codecs", "--kind", "fp64"), "unknown type of elements 'fp64'"),
     "no size": (("codecs", "--megabytes", "0"), "--megabytes"),
     "negative size": (("collectives", "--megabytes", "1", "--megabytes", "-4"), "--megabytes"),
-    "a rate without unit": (("collectives", "--rate", "50"), "with a unit"),
+    "a rate without unit": (("collectives", "--rate", "50"), "with the unit"),
     "one rank": (("collectives", "--nodes", "1", "--ranks", "1"), "expected 2 to 64 ranks"),
     "no such benchmark": (("codec",), "No such command"),
     "no benchmark": ((), "Missing command"),

@@ -154,7 +154,7 @@ def test_arguments_are_axes() -> None:
     [
         (
             {"strategy": "zero3", "gather_method.block": 2},
-            "gather_method.block = 2: has no effect with no class of your own that gathers",
+            "gather_method.block = 2: has no effect with a policy.gather that names no class of your own",
         ),
         (
             {"strategy": "qwz", "policy.gather": "mine:A", "policy.weights": "int4:64"},

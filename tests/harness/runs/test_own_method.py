@@ -169,7 +169,10 @@ def test_an_argument_none_is_not_given() -> None:
 @pytest.mark.parametrize(
     ("defaults", "message"),
     [
-        ({"strategy": "zero3", "method.rank": 2}, "method.rank = 2: has no effect with no class of your own"),
+        (
+            {"strategy": "zero3", "method.rank": 2},
+            "method.rank = 2: has no effect with a policy.reduce and a strategy that name no class",
+        ),
         (
             {"strategy": "qgz", "policy.reduce": "mine:A", "policy.gradients": "int4:64"},
             "policy.gradients = \"int4:64\": has no effect with policy.reduce = 'mine:A', which sends no codecs",

@@ -102,7 +102,7 @@ def test_a_setting_may_have_several_baselines(read: Read) -> None:
         (
             '"until 2 %"',
             "",
-            r'which repeats = "until 2 %" does not allow; let it match only one',
+            r'which repeats = "until 2 %" does not allow; let baseline match one configuration',
         ),
     ],
 )

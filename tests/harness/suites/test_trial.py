@@ -84,7 +84,7 @@ def test_other_quantities_are_refused(value: object) -> None:
             {"cluster": {"rate": value}},
             "kbit/s, Mbit/s or Gbit/s, from 1 kbit/s to 100,000 Gbit/s, or 'unshaped'",
         ),
-        ({"memory_limit": value}, "a number above 0 with a unit, MiB or GiB"),
+        ({"memory_limit": value}, "a number above 0 with the unit MiB or GiB"),
     ):
         with pytest.raises(ValidationError, match=message):
             Trial.model_validate(fields)

@@ -96,7 +96,9 @@ def test_where_checkpoints_cannot_be_is_refused_before_anything_runs(
     for place in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nope")):
         assert f"--save {place}: cannot be written: " in refusal(capfd, *TOY, "--save", str(place))
     assert "corpus 'nothere': no such file" in refusal(capfd, *TOY, "--corpus", "nothere")
-    assert refusal(capfd, *TOY, "--lr", "1e308").endswith(" lr = 1e+308: expected less than 1000\n")
+    assert refusal(capfd, *TOY, "--lr", "1e308").endswith(
+        " lr = 1e+308: expected an absolute value less than 1000\n"
+    )
     assert "no such folder" in refusal(capfd, *TOY, "--load", str(tmp_path / "none"))
     assert "no checkpoint in it" in refusal(capfd, *TOY, "--load", str(tmp_path))
 
