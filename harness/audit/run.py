@@ -35,7 +35,7 @@ def prepare(folder: Path, options: Mapping[str, Any]) -> None:
         raise Refusal(f"--out {folder}: this is a file; name a folder")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / MARK).is_file():
-            raise Refusal(f"--out {folder}: the folder holds files that are no audit; name another folder")
+            raise Refusal(f"--out {folder}: the folder holds files but no earlier audit; name another folder")
         for name in (RANKS, _SITE):
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in (
