@@ -177,7 +177,10 @@ class Nodes:
             time.sleep(POLL_SECONDS)
 
     def _stop(self, number: int, others: Sequence[int]) -> dict[int, Answer]:
-        """Make the other nodes end their ranks, and return the nodes' answers, which follow the end of the ranks."""
+        """Make the other nodes end their ranks, and return these nodes' answers.
+
+        A node answers after its ranks have ended.  A node that does not answer in time is left out.
+        """
         self.channel.post(f"stop/{number}", True)
         return self._answers(number, others, _CLEAR_SECONDS)
 
