@@ -87,7 +87,10 @@ def refusal(trial: Trial) -> str | None:
 
 
 def has_lanes(trial: Trial) -> bool:
-    """Return whether a step of the trial can be drawn, since this project's engine sends all of its messages."""
+    """Return whether a step of the trial can be drawn.
+
+    For a picture, this project's engine must send all messages of the trial, not a peer or a host engine.
+    """
     return trial.resolved_policy() is not None and trial.host is None
 
 
