@@ -122,13 +122,17 @@ def _whole(own: OwnMethod, case: Case) -> None:
 def _advance(own: OwnMethod, case: Case) -> None:
     other = replace(case, advances=(case.advances + 1) % 4)
     what = f"after {other.advances} calls of advance() in each gather"
-    check_same(_wholes(own, other, training(2)), _wholes(own, case, training(2)), what, "weights")
+    check_same(
+        _wholes(own, other, training(2)), _wholes(own, case, training(2)), what, "the weights of gather"
+    )
 
 
 def _resume(own: OwnMethod, case: Case) -> None:
     resumed, calls = 1 + case.seed % 4, training(3)
     what = f"if gather {resumed} is resumed from a state"
-    check_same(_wholes(own, case, calls, resumed=resumed), _wholes(own, case, calls), what, "weights")
+    check_same(
+        _wholes(own, case, calls, resumed=resumed), _wholes(own, case, calls), what, "the weights of gather"
+    )
 
 
 def _repeat(own: OwnMethod, case: Case) -> None:
@@ -165,7 +169,7 @@ def _apart(own: OwnMethod, case: Case) -> None:
         return wholes
 
     alone = _wholes(own, replace(case, advances=1), training(2))
-    check_same(on_ranks(case, body), alone, "beside another unit", "weights")
+    check_same(on_ranks(case, body), alone, "beside another unit", "the weights of gather")
 
 
 def _unstarted(own: OwnMethod, case: Case) -> None:
@@ -248,9 +252,9 @@ def _settles(own: OwnMethod, case: Case) -> None:
 def _near(own: OwnMethod, case: Case, calls: Calls, bounds: Sequence[float]) -> None:
     """Check that the weights that each of ``calls`` gathers are near the exact weights.
 
-    ``bounds`` has a number for each call.  If it is 0, the gathered weights must equal the exact weights after these
-    are cast to the compute type.  Otherwise, each element's error may be at most this number plus the relative
-    precision of the compute type, times the largest magnitude in the element's shard.
+    ``bounds`` has a number b for each call.  If b is 0, the gathered weights must equal the exact weights, cast to the
+    compute type.  Otherwise, an element's error may be at most ``(b + eps) * largest``.  ``eps`` is the relative
+    precision of the compute type, and ``largest`` the largest magnitude in the shard that has the element.
     """
     geometry, dtype = case.geometry(), DTYPES[case.compute]
     for rank, wholes in enumerate(_wholes(own, case, calls)):

@@ -327,9 +327,11 @@ def _bound(own: OwnMethod, case: Case) -> None:
 def _within(own: OwnMethod, case: Case, bound_of: Callable[[MethodUnit], float], *, per_piece: bool) -> None:
     """Check that the elements of a new object's first mean are near the elements of the exact mean.
 
-    An element's error may be at most ``bound_of(unit)`` times a magnitude, apart from rounding in fp32.  The magnitude
-    is the largest one in a rank's gradient of the unit, as the mean over the ranks.  With ``per_piece``, it is the
-    largest one in a part of this gradient: the P / ranks elements around the element that one rank reduces.
+    An element's error may be at most ``bound_of(unit)`` times a magnitude, apart from rounding in fp32.  Each rank's
+    gradient of the unit has a largest magnitude; the magnitude is the mean of these over the ranks.
+
+    With ``per_piece``, gradients (P,) are first cut into as many equal pieces as there are ranks, since each rank
+    reduces one piece.  Largest magnitudes are then taken from the piece that has the element.
     """
     geometry = case.geometry()
     exact, world = case.mean(geometry, 0), case.topology.world
