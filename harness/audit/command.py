@@ -33,7 +33,7 @@ class Options:
     first: int  # first step to report
     last: int | None  # last step to report; None to report all steps from the first on
     expected: tuple[Expectation, ...]
-    marker: str  # module:function, each return of which ends a step; empty if optimizer steps end steps
+    marker: str  # function whose return ends a step, as module:function; empty if optimizer steps end steps
     elements: int | None  # number of parameters of the model that --model names; None without --model
     model: str  # what --model names
     ranks_per_node: int | None

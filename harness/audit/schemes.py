@@ -39,7 +39,9 @@ from harness.audit.calls import PHASES, Calls, Count, Rank
 from harness.audit.witness import item_bytes
 
 TOLERANCE: Final = 0.01  # by which a term may differ from its closed form
-_SMALL: Final = 0.005  # share of the parameters below which messages are the rest: norms, losses, scales
+_SMALL: Final = (
+    0.005  # messages with a smaller share of the parameters are other messages: norms, losses, scales
+)
 _NARROW: Final = ("int8", "uint8")
 
 

@@ -53,7 +53,7 @@ _MESSAGES: Final = 200  # tiny messages sent one after the other, whose median t
 _TIMEOUT_SECONDS: Final = 600.0
 # Costs that an alternative may lack.
 _OPTIONAL: Final = ("launch", "fixed", "unit", "element", "message", "sent")
-_SAME: Final = 1e-3  # relative difference up to which two fits' values are one
+_SAME: Final = 1e-3  # relative difference up to which the values of two fits count as equal
 _TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the link is slow
     ("gpt-small", 2, 256, "zero3", False),
     ("gpt-tiny", 2, 256, "zero3", False),

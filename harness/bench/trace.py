@@ -89,7 +89,7 @@ def refusal(trial: Trial) -> str | None:
 def has_lanes(trial: Trial) -> bool:
     """Return whether a step of the trial can be drawn.
 
-    For a picture, this project's engine must send all messages of the trial, not a peer or a host engine.
+    A step can be drawn if this project's engine sends all of its messages.  Steps of peers and of host engines cannot.
     """
     return trial.resolved_policy() is not None and trial.host is None
 

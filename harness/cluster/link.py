@@ -195,7 +195,7 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
     for limit, requested in limits.items():
         if requested:
             raise LinkError(
-                f"{limit} needs network namespaces, which link {kind!r} does not give here ({why}); remove this setting"
+                f"{limit} needs network namespaces, which this link lacks (link = {kind!r}, {why}); remove this setting"
             )
     if rate is None:
         return Link(cluster, "none", why, loopback)

@@ -268,7 +268,7 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit
 def _meet(channel: Channel) -> int | None:
     """Wait until all nodes have met, and begin the session on this node.
 
-    Returns None.  If the nodes have failed to meet, returns the exit status with which this supervisor must end.
+    Returns None if the nodes have met.  If they have failed to meet, returns the exit status for this supervisor.
     """
     session, place = channel.wait("session"), channel.place
     if "status" in session:

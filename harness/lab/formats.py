@@ -321,8 +321,8 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     if count < _FEWEST or not seeds:
         raise Refusal(
             f"--losses {results}: a rank correlation needs at least {_FEWEST} of the measured codecs, and a seed that "
-            f"all of them have; these results have {count} of the codecs and {seeds} such seeds: give results with "
-            "more, or leave --losses out"
+            f"all of them have; these results have {count} of the codecs and {seeds} such seeds: give results of "
+            "more codecs or seeds, or leave --losses out"
         )
     drawn = np.random.default_rng(0).integers(seeds, size=(_RESAMPLED, seeds))
     correlation, *resampled = [

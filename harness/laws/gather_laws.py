@@ -143,8 +143,8 @@ def _repeat(own: OwnMethod, case: Case) -> None:
             if not torch.equal(first, later):
                 at = int((first != later).nonzero()[0])
                 raise Violation(
-                    f"on rank {rank} element {at} is {first[at]:.9g} in gather {number}, and {later[at]:.9g} in gather "
-                    f"{number + 2} for the same kind of pass, although the weights have not changed"
+                    f"on rank {rank}, element {at} is {first[at]:.9g} in gather {number}, and {later[at]:.9g} in "
+                    f"gather {number + 2} for the same kind of pass, although the weights have not changed"
                 )
 
 
@@ -213,7 +213,7 @@ def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
                 if not torch.equal(mine, theirs):
                     at = int((mine != theirs).nonzero()[0])
                     raise Violation(
-                        f"in gather {number} rank {rank} finds {mine[at]:.9g} for element {slot.offset + at} of the "
+                        f"in gather {number}, rank {rank} finds {mine[at]:.9g} for element {slot.offset + at} of the "
                         f"unit, and rank 0 finds {theirs[at]:.9g}"
                     )
 
@@ -224,7 +224,7 @@ def _zero(own: OwnMethod, case: Case) -> None:
         for slot in geometry.slots:
             if bool((values := whole[slot.offset : slot.end]).any()):
                 raise Violation(
-                    f"on rank {rank} a weight of 0 is gathered as {values[values.nonzero()[0]].item():.9g}"
+                    f"on rank {rank}, a weight of 0 is gathered as {values[values.nonzero()[0]].item():.9g}"
                 )
 
 
@@ -272,7 +272,7 @@ def _near(own: OwnMethod, case: Case, calls: Calls, bounds: Sequence[float]) -> 
                 if bool((wrong := error > allowed[part]).any()):
                     at = slot.offset + int(wrong.nonzero()[0])
                     raise Violation(
-                        f"on rank {rank} element {at} of gather {number} is {whole[at]:.9g}, and the weight is "
+                        f"on rank {rank}, element {at} of gather {number} is {whole[at]:.9g}, and the weight is "
                         f"{exact[at]:.9g}: they differ by more than {allowed[at]:.3g}"
                     )
 
@@ -290,7 +290,7 @@ def _unbiased(own: OwnMethod, case: Case) -> None:
             if bool((bad := wrong[slot.offset : slot.end]).any()):
                 at = slot.offset + int(bad.nonzero()[0])
                 raise Violation(
-                    f"on rank {rank} element {at} is {found[:, at].mean():.9g} on average over {_REPEATED} gathers, "
+                    f"on rank {rank}, element {at} is {found[:, at].mean():.9g} on average over {_REPEATED} gathers, "
                     f"and the weight is {exact[at]:.9g}"
                 )
 

@@ -139,7 +139,7 @@ def check_same(
             if not torch.equal(result, other):
                 at = int((result != other).nonzero()[0])
                 raise Violation(
-                    f"on rank {rank} element {at} of {noun} {step} is {result[at]:.9g} {what}, and "
+                    f"on rank {rank}, element {at} of {noun} {step} is {result[at]:.9g} {what}, and "
                     f"{other[at]:.9g} otherwise"
                 )
 
@@ -160,6 +160,6 @@ def check_booked(ranks: Sequence[Row], purpose: str, what: str) -> None:
             found, expected = sent.get(key, Sent(0, 0)), declared.get(key, Sent(0, 0))
             if key.purpose == purpose and found != expected:
                 raise Violation(
-                    f"in {what} rank {rank} sent {found.bytes} bytes in {found.messages} messages along "
+                    f"in {what}, rank {rank} sent {found.bytes} bytes in {found.messages} messages along "
                     f"{key.hop!r}, but bytes() declares {expected.bytes} bytes in {expected.messages} messages"
                 )
