@@ -597,8 +597,8 @@ def _place(suite: Suite) -> Place | None:
     """Return this process's place in a run across hosts.  Only the process that leads the run, on node 0, gets a place.
 
     Returns None if all nodes are on this machine.  In a process that does not lead the run, this function does not
-    return.  It supervises the ranks of the process's node until the run ends, and then ends the command with the run's
-    exit status.
+    return.  It supervises the ranks of the process's node until the run ends, or only waits if the node has another
+    supervisor.  It then ends the command with the run's exit status.
     """
     place = launchers.place(suite.trials)
     if place is not None and place.follows:

@@ -88,8 +88,8 @@ def options(
 def audit(options: Options) -> tuple[int, Report | None]:
     """Run the program, and return the program's exit status and the report.
 
-    The report is None if no step ended, or if no process made a process group.  The reason, and notes on what the audit
-    could not see, are printed to standard error.
+    The report is None if there is no step whose calls were read on every rank, or if no process made a process group.
+    The reason, and notes on what the audit could not see, are printed to standard error.
     """
     run.prepare(options.folder, {"last_step": options.last, "marker": options.marker})
     status = run.run(options.command, options.folder)

@@ -100,7 +100,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
     outcome = run_sweep(suite, [batch], folder, console)
     if outcome.failed or outcome.interrupted:
         raise Refusal(
-            f"{folder}: {outcome.failed} of {len(batch.trials)} trials failed, or Ctrl-C ended the calibration; run "
+            f"{folder}: the calibration did not end ({outcome.failed} of {len(batch.trials)} trials failed); run "
             f"`zeropp show {folder}` for the reasons"
         )
     measured = [Measured.from_record(trial, read(path_of(folder, trial.id))) for trial in batch.trials]

@@ -229,7 +229,9 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit: Admit) -> int:
-    """Run commands of the leading supervisor on the ranks of this node, which is not node 0, until the run ends.
+    """Run commands of the leading supervisor on the ranks of this node, until the run ends.
+
+    If ``place.waits`` is true, another process supervises this node, and this process only waits.
 
     Args:
         place: This process's place.
