@@ -171,7 +171,8 @@ def new(
 ) -> None:
     """Write NAME.toml, a first suite, sized to take less than five minutes on this machine.
 
-    The suite compares ZeRO++ with ZeRO-3.  Other axes that can be compared are in the file as comments.
+    The suite compares ZeRO++ with ZeRO-3.  The file also has commented lines for other settings, such as the number of
+    nodes: remove the # before a line to compare several values of this setting.
     """
     from harness import new_suite
 
@@ -349,8 +350,8 @@ def show(
         record = read(path)
         if as_script and record.run is None:
             raise Refusal(
-                f"{path}: --reproduce needs the run's file (runs/*.json: suite, sources and packages), but the "
-                "version that wrote this record wrote no such file: run the trial again"
+                f"{path}: --reproduce needs the run's file (runs/*.json: suite, sources and packages), but this record "
+                "was written by a version of zeropp that wrote no such file: run the trial again"
             )
         if as_script:
             script = reproduce.script(record, run_record.read(path.parent, record.run or ""))
@@ -581,9 +582,9 @@ def _follow(file: Path, results: Path, out: Console) -> None:
 
 
 def _recorded_alignment(folder: Path) -> int:
-    """Return the alignment of policies, in elements, that the newest record of a results folder states.
+    """Return the field ``align`` (a number of elements) of the policy in the newest record of a results folder.
 
-    Records whose policy has no field ``align`` are skipped.  If there is no other record yet, wait for one.
+    Records whose policy has no such field are skipped.  If no record has the field yet, wait until one has it.
     """
     while True:
         for record in reversed(read_valid(folder)[0] if folder.is_dir() else []):
@@ -593,10 +594,11 @@ def _recorded_alignment(folder: Path) -> int:
 
 
 def _place(suite: Suite) -> Place | None:
-    """Return this process's place in a run across hosts, if this process leads the run from node 0.
+    """Return this process's place in a run across hosts.  Only the process that leads the run, on node 0, gets a place.
 
-    Returns None if all nodes are on this machine.  On any other node this function does not return: it supervises the
-    node's ranks until the run ends, and then ends the command with the run's exit status.
+    Returns None if all nodes are on this machine.  In a process that does not lead the run, this function does not
+    return.  It supervises the ranks of the process's node until the run ends, or only waits if the node has another
+    supervisor.  It then ends the command with the run's exit status.
     """
     place = launchers.place(suite.trials)
     if place is not None and place.follows:
@@ -622,10 +624,13 @@ def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, options
 
 
 def _record(trial_id: str, results: Path) -> Path:
-    """Return the path of the only record in ``results`` whose id starts with ``trial_id``.
+    """Return the path of the record of the trial whose id starts with ``trial_id``.
+
+    ``results`` has a folder for each suite.  If several suites have a record of this trial, the first suite by name is
+    taken.
 
     Raises:
-        Refusal: If there is no such record, or if there are several.
+        Refusal: If no trial with a record has such an id, or if several trials have one.
     """
     paths = sorted(results.glob(f"*/{trial_id}*.json")) if re.fullmatch("[0-9a-f]{4,12}", trial_id) else []
     if not paths:

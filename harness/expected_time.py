@@ -103,8 +103,8 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
 def core_flops() -> float:
     """Return the floating-point operations per second of one core, in a forward and backward pass of a small GPT.
 
-    The number is measured once on each machine and kept in a file of the user's cache.  Later calls do not need to
-    import torch, which takes longer than planning a suite.
+    The number is kept in a file of the user's cache.  It is measured again on another machine, or with another version
+    of torch.  With the file, this function does not import torch, which takes longer than planning a suite.
     """
     key = f"{machine.identity()}, torch {version('torch')}"
     try:

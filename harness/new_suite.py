@@ -1,7 +1,8 @@
 """``zeropp new``: writes a first suite that compares ZeRO++ with ZeRO-3 and takes minutes on this machine.
 
 The file is ``new_suite.template``, filled in with the cluster that this machine can emulate and with the largest
-trials that keep the estimated time below :data:`WITHIN`.  Other axes are in it as comments.
+trials that keep the estimated time below :data:`WITHIN`.  The file also has commented lines for other settings that can
+be compared.
 """
 
 from __future__ import annotations

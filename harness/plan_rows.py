@@ -196,8 +196,9 @@ def _row(forecast: Forecast, varying: Sequence[str], *, ids_unknown: bool) -> di
 
 
 def plan_json(suite: Suite, forecasts: Sequence[Forecast], table: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a suite's name, question, stated time and trials, for JSON.
+    """Return a suite's name, question, time and trials, for JSON.
 
+    The time is the suite's text on how long it takes, under the key ``stated_time``.
     Each trial is its row of ``table`` (:func:`rows`) with one more key, ``trial``, for all fields of the trial.
     """
     trials = [row | {"trial": f.trial.canonical()} for row, f in zip(table, forecasts, strict=True)]
@@ -238,8 +239,8 @@ _TRAINING: Final = ("forward", "backward", "step")  # phases that a training ste
 def _summary(record: Record) -> dict[str, Any]:
     """Return the main numbers of a record by name; a number that was not measured is None.
 
-    - ``step_seconds``: the median over the timed steps of the slowest rank's seconds.  In a trial that generates, the
-      median over the generations of the first rank's seconds.
+    - ``step_seconds``: the median over the timed steps of the slowest rank's seconds.  A trial that generates has
+      no steps: there it is the first rank's seconds of one generation, as the median over all generations.
     - ``exposed_seconds``: the median over steps or generations of the seconds in which the first rank waits for
       messages.
     - ``inter_bytes``: bytes that all ranks sent between nodes in a step or generation, from the ledger.  Without a

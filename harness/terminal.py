@@ -160,10 +160,13 @@ def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Mac
 
 
 def _combinations(suite: Suite, rows: int) -> str:
-    """Return the number of combinations of a suite's axes as text: ``4 combinations`` or ``4 combinations x 6 seeds``.
+    """Return the number of combinations of a suite's settings as text.
 
-    ``rows`` is the number of combinations if combinations that differ only in the seed count once.  If combinations
-    have different numbers of seeds, the text is ``4 combinations, 20 with all their seeds,``.
+    Combinations that differ only in the seed count once; ``rows`` is this number.  With 4 combinations, the text is
+
+    - ``4 combinations`` if each has one seed;
+    - ``4 combinations x 6 seeds`` if each has the same 6 seeds;
+    - ``4 combinations, 20 with all their seeds,`` if their numbers of seeds differ, for example 6, 6, 6 and 2.
     """
     count, seeds = counted(rows, "combination"), len({trial.seed for trial in suite.combinations})
     if len(suite.combinations) == rows:

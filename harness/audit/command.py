@@ -33,7 +33,7 @@ class Options:
     first: int  # first step to report
     last: int | None  # last step to report; None to report all steps from the first on
     expected: tuple[Expectation, ...]
-    marker: str  # module:function, each return of which ends a step; empty if optimizer steps end steps
+    marker: str  # function whose return ends a step, as module:function; empty if optimizer steps end steps
     elements: int | None  # number of parameters of the model that --model names; None without --model
     model: str  # what --model names
     ranks_per_node: int | None
@@ -88,8 +88,8 @@ def options(
 def audit(options: Options) -> tuple[int, Report | None]:
     """Run the program, and return the program's exit status and the report.
 
-    The report is None if no step ended, or if no process made a process group.  The reason, and notes on what the audit
-    could not see, are printed to standard error.
+    The report is None if there is no step whose calls were read on every rank, or if no process made a process group.
+    The reason, and notes on what the audit could not see, are printed to standard error.
     """
     run.prepare(options.folder, {"last_step": options.last, "marker": options.marker})
     status = run.run(options.command, options.folder)

@@ -168,7 +168,7 @@ def broken(
 
     The line for a broken expectation names the first step in which it is broken, the rank or node, and what was
     measured there.  An expectation in M cannot be checked if the number of parameters is not known.  If the audit has
-    missed calls on a rank, one more line says so, since no expectation is then known to hold.
+    missed calls on a rank, the first lines say so, since no expectation is then known to hold.
     """
     made = [
         f"not known to hold: rank {rank.number}: {missed}"
@@ -230,9 +230,10 @@ def _in_unit(value: float, unit: str, bound: float, number: float) -> str:
 
 
 def _instead(expectation: Expectation, calls: Calls, step: int) -> str:
-    """Return a text with the types, and bytes of each type, with which the first rank called the operation in a step.
+    """Return a text on the types that the first rank sent in a step, for the line on a broken expectation.
 
-    Returns an empty text if the expectation names no type.
+    Calls are counted by type if they have the expectation's operation and phase.  The text is, for example,
+    ``; all_gather was called with bfloat16 (12 MB)``.  Returns an empty text if the expectation names no type.
     """
     if not expectation.dtype:
         return ""

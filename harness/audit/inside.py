@@ -82,7 +82,7 @@ class Found:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The scheme of data parallelism that sends such messages; None if the number of parameters is not known."""
+        """The scheme of data parallelism that fits the calls; None if the number of parameters is not known."""
         return self.report.scheme
 
     def show(self) -> None:
@@ -114,8 +114,8 @@ def audit(model: torch.nn.Module | None = None, *, ranks_per_node: int | None = 
     TORCH_FR_BUFFER_SIZE had when the process started, 2000 by default.
 
     Args:
-        model: The model whose number of parameters is the unit of sizes.  By default, the parameters of the optimizers
-            that step are counted.
+        model: The model whose parameters are counted.  Reports and expectations give sizes as multiples of this number.
+            By default, the parameters of all optimizers that step are counted.
         ranks_per_node: Number of ranks of each node; by default the environment variable LOCAL_WORLD_SIZE.  Without
             this variable, all ranks count as one node.
 

@@ -20,7 +20,7 @@ MARK: Final = "audit.json"  # the file by which a folder is known to hold an aud
 RANKS: Final = "ranks"  # the folder of the witnesses' files
 _SITE: Final = "site"  # the folder on PYTHONPATH
 _BUFFER: Final = "TORCH_FR_BUFFER_SIZE"
-_OLD_BUFFER: Final = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # its name before, of which torch now warns
+_OLD_BUFFER: Final = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # former name of this variable; torch warns if it is set
 
 
 def prepare(folder: Path, options: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ def prepare(folder: Path, options: Mapping[str, Any]) -> None:
         raise Refusal(f"--out {folder}: this is a file; name a folder")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / MARK).is_file():
-            raise Refusal(f"--out {folder}: the folder holds files that are no audit; name another folder")
+            raise Refusal(f"--out {folder}: the folder holds files but no earlier audit; name another folder")
         for name in (RANKS, _SITE):
             shutil.rmtree(folder / name, ignore_errors=True)
         for name in (

@@ -39,7 +39,9 @@ from harness.audit.calls import PHASES, Calls, Count, Rank
 from harness.audit.witness import item_bytes
 
 TOLERANCE: Final = 0.01  # by which a term may differ from its closed form
-_SMALL: Final = 0.005  # share of the parameters below which messages are the rest: norms, losses, scales
+_SMALL: Final = (
+    0.005  # messages with a smaller share of the parameters are other messages: norms, losses, scales
+)
 _NARROW: Final = ("int8", "uint8")
 
 
@@ -153,9 +155,9 @@ def _term(place: Place, count: Count, expected: float | None = None) -> Term:
 def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]]:
     """Return the name of the scheme that the messages look like, and the bytes of its closed form.
 
-    ``large`` has the messages of a rank in a step that are large enough to be weights or gradients.  Messages and bytes
-    are given by (operation, phase, type, size of the group).  If the messages look like no scheme, the name is
-    :data:`NONE`.
+    ``large`` has the sums of a rank's messages in one step, by (operation, phase, type, size of the group).  Sums that
+    are too small to be weights or gradients are left out.  The returned bytes have the same keys.  If the messages look
+    like no scheme, the name is :data:`NONE`.
     """
     if model.units:
         found = _of_units(large, model)
@@ -168,8 +170,9 @@ def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Pla
     def whole(places: Sequence[Place], share: float = 1.0) -> dict[Place, float]:
         """Return, for each place, the bytes of ``share`` of the parameters times the number of micro-batches.
 
-        A place is (operation, phase, type, size of the group).  The number of micro-batches at a place is the measured
-        number of elements, divided by ``share`` of the number of parameters, rounded, and at least 1.
+        A place is (operation, phase, type, size of the group).  The number of micro-batches is found from the elements
+        that were measured at this place.  With 1000 parameters, a share of 0.5 and 1490 elements, there are
+        1490 / (0.5 * 1000), rounded 3, micro-batches.  The least number is 1.
         """
         return {
             place: share
@@ -213,8 +216,8 @@ _OPERATIONS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]] | None:
     """Return the name of FSDP2's scheme, and the bytes of the closed form that follows from FSDP2's units.
 
-    Bytes are given by (operation, phase, type, size of the group).  Returns None if FSDP2 would send messages in a type
-    or to a group of a size that ``large`` does not have.
+    ``large`` and the returned bytes have the keys (operation, phase, type, size of the group).  Returns None if FSDP2
+    would send messages under a key that ``large`` lacks.
     """
     once: dict[Place, float] = defaultdict(float)
     kept = all(not unit["gathered_again_in"] for unit in model.units)

@@ -158,8 +158,8 @@ def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
 def counter_rows(report: Report) -> list[dict[str, Any]]:
     """Return a row for each node and interface, with the bytes that the interface sent in the reported steps.
 
-    ``expected`` are the bytes that the calls of these steps send to other nodes.  Not all reported steps may be
-    counted (:func:`_between_reads`).
+    ``expected`` are the bytes that the calls of these steps send to other nodes.  A few of the first and last reported
+    steps may be left out of both numbers (:func:`_between_reads`).
 
     Each rank of a node reads the node's counters when the rank's step ends.  The first rank's reading lacks what other
     ranks have yet to send in this step.  The last rank's reading includes what other ranks have already sent in the
@@ -199,7 +199,10 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
 
 
 def _ended(ranks: Sequence[Rank], step: int) -> bool:
-    """Return whether all ranks ended by themselves after ``step``, so that each read its counters again at its end."""
+    """Return whether ``step`` was the last step of all ranks, and all ranks then ended by themselves.
+
+    In this case, each rank has read its node's counters once more when it ended.
+    """
     return all(rank.ended in ("exit", "os._exit") and rank.steps == step for rank in ranks)
 
 
@@ -219,10 +222,11 @@ def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
 def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, int] | None:
     """Return two steps (first, last) at whose ends a node's counters are compared.
 
-    A step is a candidate if all ranks of the node read the counters after it, and if it is a reported step or the step
-    before them.  ``first`` is one of the first ten candidates, and ``last`` one of the last ten.  Of these pairs, the
-    pair is taken from which the bytes of one step are known with the smallest error.  Returns None if there are fewer
-    than two candidates.
+    Candidates are the reported steps, and the step before the first reported step.  A step is a candidate only if all
+    ranks of the node read the counters after this step.  ``first`` is one of the first ten candidates, and ``last`` is
+    one of the last ten.  Of all such pairs, the pair with the smallest error is returned.  The error of a pair is the
+    uncertainty of both readings, divided by the number of steps between them.  Returns None if there are fewer than two
+    candidates.
     """
     common = set.intersection(*(set(rank.counters) for rank in ranks))
     read = sorted(step for step in common if steps[0] - 1 <= step <= steps[-1])

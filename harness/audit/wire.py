@@ -60,7 +60,8 @@ def sent(rank: int, key: Key, count: Count, group: Group, topology: Topology) ->
 def between_by_node(calls: Calls, step: int, *, late: bool = False) -> dict[int, float]:
     """Return, by node, the bytes that the node's ranks send to other nodes in a step.
 
-    With ``late``, only calls of the step are counted that were made after the interface counters of the step were read.
+    With ``late``, only a part of the step's calls are counted: the calls that were made after the step's interface
+    counters had been read.
     """
     leaving: dict[int, float] = defaultdict(float)
     for rank in calls.ranks:

@@ -203,7 +203,7 @@ class _Sequence:
     """The calls of a step, in their order, which later steps are compared with.
 
     Attributes:
-        identities: For each call, the fields that tell it from other calls without its Python stack.
+        identities: For each call, its operation, group, sizes and types, by which calls are compared without stacks.
         rows: The row of each call.  None once the same calls have come with different stacks.
         times: Number of steps that had these calls.
     """
@@ -785,8 +785,8 @@ class Witness:
     def counters(self) -> dict[str, int]:
         """Return by name the bytes sent so far by each interface, each InfiniBand port, and this process's GPU.
 
-        From the bytes of an interface, 66 bytes of headers are subtracted for each packet, so that they can be compared
-        with the bytes of messages.  A GPU's bytes are what it has sent through NVLinks.
+        To compare an interface with the bytes of messages, 66 bytes of headers are subtracted for each of its packets.
+        A GPU's bytes are what it has sent through NVLinks.
         """
         sent = {}
         with open("/proc/self/net/dev", encoding="ascii") as file:  # noqa: PTH123  # also right in a namespace
@@ -923,9 +923,10 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _rows(calls: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
-    """Count calls, which are rows without a number of calls, and return the sorted rows.
+    """Return sorted rows in the order of :data:`FIELDS`, made from calls that lack the field ``calls``.
 
-    Calls that agree in all fields but elements and bytes become one row, with the sums of their elements and bytes.
+    Calls that agree in all fields but elements and bytes become one row.  The row has their number, and the sums of
+    their elements and bytes.
     """
     sums: dict[tuple[Any, ...], list[int]] = {}
     for call in calls:

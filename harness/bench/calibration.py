@@ -53,7 +53,7 @@ _MESSAGES: Final = 200  # tiny messages sent one after the other, whose median t
 _TIMEOUT_SECONDS: Final = 600.0
 # Costs that an alternative may lack.
 _OPTIONAL: Final = ("launch", "fixed", "unit", "element", "message", "sent")
-_SAME: Final = 1e-3  # relative difference up to which two fits' values are one
+_SAME: Final = 1e-3  # relative difference up to which the values of two fits count as equal
 _TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the link is slow
     ("gpt-small", 2, 256, "zero3", False),
     ("gpt-tiny", 2, 256, "zero3", False),
@@ -93,15 +93,15 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
         console: Where progress is printed.
 
     Raises:
-        Refusal: if a trial fails.
+        Refusal: If a trial fails, or if Ctrl-C ends the calibration.
     """
     batch, folder = Batch(0, tuple(trials())), results / f"{SUITE}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     suite = Suite(name=SUITE, question="What does this machine achieve?")
     outcome = run_sweep(suite, [batch], folder, console)
     if outcome.failed or outcome.interrupted:
         raise Refusal(
-            f"{folder}: {outcome.failed} of {len(batch.trials)} trials failed; run `zeropp show {folder}` for "
-            "the reasons"
+            f"{folder}: the calibration did not end ({outcome.failed} of {len(batch.trials)} trials failed); run "
+            f"`zeropp show {folder}` for the reasons"
         )
     measured = [Measured.from_record(trial, read(path_of(folder, trial.id))) for trial in batch.trials]
     log = folder / "calibration.log"
@@ -197,13 +197,13 @@ def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") ->
 
     - The first fit explains the seconds of forward and backward without communication by the costs ``launch``,
       ``fixed`` and ``per_token``.
-    - The second fit explains the rest of a step by the costs ``unit``, ``element``, ``message`` and ``sent``.  For the
-      rest, the seconds of forward, backward and the optimizer are subtracted from the whole step.  The difference is
-      divided by the factor by which the trial computed slower than the first fit predicts, and then the predicted
-      seconds of encoding are subtracted.  Trials over the slow link are left out, since waking threads that wait for
-      messages costs processor time too.
+    - The second fit explains the rest of a step by the costs ``unit``, ``element``, ``message`` and ``sent``.  The rest
+      is ``(step - forward - backward - optimizer) / slower - encoding``, in seconds.  ``slower`` is 1.1 if the trial's
+      forward and backward took 1.1 times as long as the first fit predicts; ``encoding`` is predicted.  Trials over the
+      slow link are left out, since waking threads that wait for messages costs processor time too.
 
-    ``spread`` becomes the larger of the machine's drift and the error of predicted durations (:func:`_error`).
+    ``optimizer``, ``efficiency`` and ``latency`` come from medians of measured values.  ``spread`` becomes the larger
+    of the machine's drift and the error of predicted durations (:func:`_error`).
 
     Args:
         machine: The machine, with everything that is not fitted here.

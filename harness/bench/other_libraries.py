@@ -49,7 +49,7 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 def codings(name: str, x: Tensor) -> Iterator[Coding]:
     """Yield the quantisers of library ``name`` for the elements ``x`` (S,).
 
-    A library that cannot quantise the type of ``x``, or on its device, yields nothing.
+    If the library cannot quantise elements of this type, or elements on this device, nothing is yielded.
     """
     # A library with its own copy of OpenMP reads this variable when it is loaded.  Changing the environment harms
     # nobody, since this process runs only the benchmark.

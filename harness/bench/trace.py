@@ -87,7 +87,10 @@ def refusal(trial: Trial) -> str | None:
 
 
 def has_lanes(trial: Trial) -> bool:
-    """Return whether a step of the trial can be drawn, since this project's engine sends all of its messages."""
+    """Return whether a step of the trial can be drawn.
+
+    A step can be drawn if this project's engine sends all of its messages.  Steps of peers and of host engines cannot.
+    """
     return trial.resolved_policy() is not None and trial.host is None
 
 
@@ -259,7 +262,11 @@ def computing(spans: Sequence[Span]) -> list[Span]:
 
 
 def summary(ranks: Sequence[RankTrace]) -> str:
-    """Return one line on a trace: the step's duration, and the share of communication that overlapped other work."""
+    """Return one line on a trace: the duration of a step, and how much communication was hidden behind other work.
+
+    The second number is a share of the time in which messages between nodes were in flight.  If no step was drawn, the
+    line names the folder of torch.profiler's files instead.
+    """
     seconds, before = max(rank.seconds for rank in ranks), max(rank.before for rank in ranks)
     kind = "traced" if ranks[0].spans else "last profiled"
     more = f"{seconds / before - 1:+.0%} against the untraced one before"

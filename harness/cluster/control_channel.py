@@ -62,7 +62,8 @@ class Place:
     def for_ranks(self, work: int) -> Place:
         """Return the place at which the ranks of all nodes meet for the command with number ``work``.
 
-        It has the same store, with keys of its own.
+        This is the supervisors' place with another name of the run, so that the keys of these ranks differ from all
+        other keys in the store.
         """
         return replace(self, job=f"{self.job}/ranks/{work}")
 
@@ -180,8 +181,8 @@ class Channel:
     def lost(self, node: int) -> bool:
         """Return whether a node has sent no new heartbeat for :data:`_LOST_SECONDS` seconds.
 
-        A node that has not sent any heartbeat yet is lost only after :data:`_START_SECONDS` seconds.  The node of this
-        process is never lost.
+        A node that has not sent any heartbeat yet is lost only :data:`_START_SECONDS` seconds after this process first
+        asked for this node.  The node of this process is never lost.
         """
         count, now = self._read(f"beat/{node}", self._meeting) or 0, time.monotonic()
         if node not in self._seen or count > self._seen[node][0]:

@@ -58,10 +58,11 @@ def message_bytes(cluster: Cluster) -> int:
     - the bytes that the link sends in 0.2 s;
     - the bytes that the link sends in 50 times the latency;
     - 20 bursts of the queue;
-    - only for a ``shaped`` link: the bytes that the link sends in 0.5 s, but at most 64 MiB.  (There, a message of
-      0.2 s sometimes arrives up to 0.6 % late.)
+    - only for a ``shaped`` link: the bytes that the link sends in 0.5 s, but at most 64 MiB.  (On such a link, a
+      message of 0.2 s sometimes takes up to 0.6 % longer than its size and the rate say.)
 
-    With NCCL, all ranks of a node send at once (:func:`exchange`), and the size with a rate is divided by their number.
+    With NCCL, all ranks of a node send at once (:func:`exchange`).  A size that was computed from a rate is then
+    divided by the number of these ranks.
     """
     if cluster.nodes == 1:
         return 0
@@ -148,8 +149,10 @@ class Link:
         median = statistics.median(self.calibrated_mbit)
         if not REACHED[0] * rate <= median <= REACHED[1] * rate:
             why = "the network, or the hosts' congestion control (such as bbr), carries no more; set a lower rate"
-            why = "messages bypass the queue" if median > rate else why
-            raise LinkError(f"link 'shaped' was set to {rate:g} Mbit/s but carries {median:.4g}: {why}")
+            why = "messages bypass the queue; use link = 'real' without a rate" if median > rate else why
+            raise LinkError(
+                f"link 'shaped' was set to {rate:g} Mbit/s but carries {median:.4g} Mbit/s: {why}"
+            )
 
 
 def open_link(cluster: Cluster, run_id: str) -> Link:
@@ -185,14 +188,14 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
                 raise
             why = f"auto: no namespaces ({error})"
     limits = {
-        f"a node with {cluster.slow:g} of the rate needs": cluster.slow < 1,
-        f"{cluster.inner_rate or 0:g} Mbit/s inside nodes need": cluster.inner_rate is not None,
-        f"a latency of {latency or 0:g} ms without a rate needs": rate is None and latency,
+        f"cluster.slow = {cluster.slow:g}": cluster.slow < 1,
+        f"cluster.inner_rate = '{cluster.inner_rate or 0:g} Mbit/s'": cluster.inner_rate is not None,
+        f"cluster.latency = '{latency or 0:g} ms' without cluster.rate": rate is None and latency,
     }
     for limit, requested in limits.items():
         if requested:
             raise LinkError(
-                f"{limit} network namespaces, which link {kind!r} does not give here ({why}); remove this limit"
+                f"{limit} needs network namespaces, which this link lacks (link = {kind!r}, {why}); remove this setting"
             )
     if rate is None:
         return Link(cluster, "none", why, loopback)
@@ -201,7 +204,7 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
 
 
 def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
-    """Return the link between new network namespaces, which a keeper process makes (:mod:`harness.shaping.keeper`)."""
+    """Let a keeper (:mod:`harness.shaping.keeper`) make network namespaces, and return the link between them."""
     rate, latency, inner, nodes = cluster.rate, cluster.latency or 0.0, cluster.inner_rate, cluster.nodes
     rates = [rate] * (nodes - 1) + [None if rate is None else rate * cluster.slow]
     queue = {} if rate is None else tbf_details(rate) | {"untimed": "open"}

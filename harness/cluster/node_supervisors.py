@@ -177,7 +177,10 @@ class Nodes:
             time.sleep(POLL_SECONDS)
 
     def _stop(self, number: int, others: Sequence[int]) -> dict[int, Answer]:
-        """Make the other nodes end their ranks, and return the nodes' answers, which follow the end of the ranks."""
+        """Make the other nodes end their ranks, and return these nodes' answers.
+
+        A node answers after its ranks have ended.  A node that does not answer in time is left out.
+        """
         self.channel.post(f"stop/{number}", True)
         return self._answers(number, others, _CLEAR_SECONDS)
 
@@ -226,7 +229,9 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit: Admit) -> int:
-    """Run commands of the leading supervisor on the ranks of this node, which is not node 0, until the run ends.
+    """Run commands of the leading supervisor on the ranks of this node, until the run ends.
+
+    If ``place.waits`` is true, another process supervises this node, and this process only waits.
 
     Args:
         place: This process's place.
@@ -265,7 +270,7 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit
 def _meet(channel: Channel) -> int | None:
     """Wait until all nodes have met, and begin the session on this node.
 
-    Returns None.  If the nodes have failed to meet, returns the exit status with which this supervisor must end.
+    Returns None if the nodes have met.  If they have failed to meet, returns the exit status for this supervisor.
     """
     session, place = channel.wait("session"), channel.place
     if "status" in session:

@@ -419,9 +419,9 @@ def _rank_main(  # noqa: PLR0917  # a new process needs all of them
 
 
 def _traces(launch: Launch) -> str:
-    """Return the path of the files with NCCL's latest calls, without the rank's number that ends each file's name.
+    """Return the path with which the names of the files of NCCL's latest calls begin, and make their folder.
 
-    Also make the folder of these files.
+    The file of a rank is this path with the rank's number at the end: ``trial.log.nccl3`` for rank 3.
     """
     launch.log.parent.mkdir(parents=True, exist_ok=True)
     return f"{launch.log}.nccl"
@@ -439,7 +439,7 @@ def _write_nccl_trace(launch: Launch, number: int) -> None:
 
 
 def _limit_nccl(launch: Launch) -> None:
-    """Set NCCL's time-out in the default process group to the time-out of NCCL in the groups of a trial's wire."""
+    """Give the default process group the same NCCL time-out as the process groups of a trial's wire."""
     if launch.backend != BACKENDS["nccl"]:
         return
     from impl.comm.mesh import limit_nccl

@@ -159,6 +159,6 @@ def _path(digest: str) -> Path:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise Refusal(
-            f"{folder} is no folder of this user's with mode 0700: remove it, or set {VARIABLE} on all hosts"
+            f"{folder} must be a folder of this user with mode 0700: remove it, or set {VARIABLE} on all hosts"
         )
     return folder / digest

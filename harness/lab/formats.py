@@ -120,8 +120,8 @@ def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.Dat
           their differences;
         - ``product``: the sum of the products of exact and decoded values;
         - ``elements``: the number of elements of the unit, without padding;
-        - ``bytes``: bytes of the frames of the whole unit; for gradients those of the last hop, which one rank sends if
-          all ranks share a node, and which the ranks of one node send together if there are several nodes;
+        - ``bytes``: bytes of the frames of the whole unit.  For gradients, these are the frames in the last hop: the
+          frames of one rank if all ranks share a node, or of all ranks of one node together if there are several nodes;
         - ``seconds``: how long encoding and decoding took, for all ranks and hops together.
     """
     torch.set_num_threads(1)  # ranks have one thread too, and small rows are slower with several
@@ -138,11 +138,12 @@ def rank_codecs(rows: pd.DataFrame) -> pd.DataFrame:
 
     Each row has the sums of the columns of :func:`measure` over all units and steps, and these columns:
 
-    - ``bits``: bits of an element on the wire;
+    - ``bits``: ``8 * bytes / elements``, the mean bits of an element on the wire;
     - ``vnmse``: ``error / exact``;
     - ``bias``: ``product / exact - 1``, which is 0 for an unbiased codec and negative if decoded values are too small;
     - ``cosine``: cosine of the angle between decoded and exact values;
-    - ``gb_per_second``: GB of fp32 elements that are encoded and decoded in a second.
+    - ``gb_per_second``: GB of ``elements`` in fp32, divided by ``seconds``.  For gradients, an element counts once,
+      although ``seconds`` is the time of all ranks and hops.
     """
     sums = rows.groupby(["kind", "codec"], sort=False, as_index=False).sum(numeric_only=True)
     sums["bits"] = 8 * sums["bytes"] / sums["elements"]
@@ -189,8 +190,8 @@ def _cut(codec: Codec, values: Tensor, parts: int) -> Tensor:
 def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
     """Encode and decode ``x`` (..., parts, S), and return the decoded elements, bytes and seconds.
 
-    The bytes are those of one sender, which sends frames of (parts, S) elements.  A stochastic codec's random bits
-    depend on ``number`` and ``hop``.
+    The bytes are counted for one sender, which has one frame of S elements for each of its ``parts``.  A stochastic
+    codec's random bits depend on ``number`` and ``hop``.
     """
     frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8)
     out, noise = torch.empty_like(x), None
@@ -319,8 +320,9 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
     count, seeds = table.shape
     if count < _FEWEST or not seeds:
         raise Refusal(
-            f"--losses {results}: has losses for {count} of the measured codecs, but a rank correlation needs at least "
-            f"{_FEWEST}; give results with more of these codecs, or leave --losses out"
+            f"--losses {results}: a rank correlation needs at least {_FEWEST} of the measured codecs, and a seed that "
+            f"all of them have; these results have {count} of the codecs and {seeds} such seeds: give results of "
+            "more codecs or seeds, or leave --losses out"
         )
     drawn = np.random.default_rng(0).integers(seeds, size=(_RESAMPLED, seeds))
     correlation, *resampled = [

@@ -40,8 +40,8 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
         report: Called with a line of text after each saved step.
 
     Raises:
-        Refusal: If the trial has fewer steps, does not train, or trains with DeepSpeed, or if the file cannot be
-            written.
+        Refusal: If a chosen step lies beyond the trial's last step, if the trial does not train or trains with
+            DeepSpeed, or if the file cannot be written.
     """
     count = trial.warmup + trial.steps
     if max(steps) >= count:
@@ -102,8 +102,7 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
 def _flatten(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Return a padded (P,) fp32 tensor for each unit, by the unit's name.
 
-    ``values`` has a tensor for each parameter by the parameter's name.  If it is None, the parameter's elements become
-    zeros.
+    ``values`` has a tensor or None for each parameter, by the parameter's name.  A parameter with None becomes zeros.
     """
     return {unit.name: packed(unit, values).flatten() for unit in units}
 

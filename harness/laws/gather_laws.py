@@ -122,13 +122,17 @@ def _whole(own: OwnMethod, case: Case) -> None:
 def _advance(own: OwnMethod, case: Case) -> None:
     other = replace(case, advances=(case.advances + 1) % 4)
     what = f"after {other.advances} calls of advance() in each gather"
-    check_same(_wholes(own, other, training(2)), _wholes(own, case, training(2)), what, "weights")
+    check_same(
+        _wholes(own, other, training(2)), _wholes(own, case, training(2)), what, "the weights of gather"
+    )
 
 
 def _resume(own: OwnMethod, case: Case) -> None:
     resumed, calls = 1 + case.seed % 4, training(3)
     what = f"if gather {resumed} is resumed from a state"
-    check_same(_wholes(own, case, calls, resumed=resumed), _wholes(own, case, calls), what, "weights")
+    check_same(
+        _wholes(own, case, calls, resumed=resumed), _wholes(own, case, calls), what, "the weights of gather"
+    )
 
 
 def _repeat(own: OwnMethod, case: Case) -> None:
@@ -139,8 +143,8 @@ def _repeat(own: OwnMethod, case: Case) -> None:
             if not torch.equal(first, later):
                 at = int((first != later).nonzero()[0])
                 raise Violation(
-                    f"on rank {rank} element {at} is {first[at]:.9g} in gather {number}, and {later[at]:.9g} in gather "
-                    f"{number + 2} for the same kind of pass, although the weights have not changed"
+                    f"on rank {rank}, element {at} is {first[at]:.9g} in gather {number}, and {later[at]:.9g} in "
+                    f"gather {number + 2} for the same kind of pass, although the weights have not changed"
                 )
 
 
@@ -165,7 +169,7 @@ def _apart(own: OwnMethod, case: Case) -> None:
         return wholes
 
     alone = _wholes(own, replace(case, advances=1), training(2))
-    check_same(on_ranks(case, body), alone, "beside another unit", "weights")
+    check_same(on_ranks(case, body), alone, "beside another unit", "the weights of gather")
 
 
 def _unstarted(own: OwnMethod, case: Case) -> None:
@@ -209,7 +213,7 @@ def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
                 if not torch.equal(mine, theirs):
                     at = int((mine != theirs).nonzero()[0])
                     raise Violation(
-                        f"in gather {number} rank {rank} finds {mine[at]:.9g} for element {slot.offset + at} of the "
+                        f"in gather {number}, rank {rank} finds {mine[at]:.9g} for element {slot.offset + at} of the "
                         f"unit, and rank 0 finds {theirs[at]:.9g}"
                     )
 
@@ -220,7 +224,7 @@ def _zero(own: OwnMethod, case: Case) -> None:
         for slot in geometry.slots:
             if bool((values := whole[slot.offset : slot.end]).any()):
                 raise Violation(
-                    f"on rank {rank} a weight of 0 is gathered as {values[values.nonzero()[0]].item():.9g}"
+                    f"on rank {rank}, a weight of 0 is gathered as {values[values.nonzero()[0]].item():.9g}"
                 )
 
 
@@ -248,9 +252,9 @@ def _settles(own: OwnMethod, case: Case) -> None:
 def _near(own: OwnMethod, case: Case, calls: Calls, bounds: Sequence[float]) -> None:
     """Check that the weights that each of ``calls`` gathers are near the exact weights.
 
-    ``bounds`` has a number for each call.  If it is 0, the gathered weights must equal the exact weights after these
-    are cast to the compute type.  Otherwise, each element's error may be at most this number plus the relative
-    precision of the compute type, times the largest magnitude in the element's shard.
+    ``bounds`` has a number b for each call.  If b is 0, the gathered weights must equal the exact weights, cast to the
+    compute type.  Otherwise, an element's error may be at most ``(b + eps) * largest``.  ``eps`` is the relative
+    precision of the compute type, and ``largest`` the largest magnitude in the shard that has the element.
     """
     geometry, dtype = case.geometry(), DTYPES[case.compute]
     for rank, wholes in enumerate(_wholes(own, case, calls)):
@@ -268,7 +272,7 @@ def _near(own: OwnMethod, case: Case, calls: Calls, bounds: Sequence[float]) -> 
                 if bool((wrong := error > allowed[part]).any()):
                     at = slot.offset + int(wrong.nonzero()[0])
                     raise Violation(
-                        f"on rank {rank} element {at} of gather {number} is {whole[at]:.9g}, and the weight is "
+                        f"on rank {rank}, element {at} of gather {number} is {whole[at]:.9g}, and the weight is "
                         f"{exact[at]:.9g}: they differ by more than {allowed[at]:.3g}"
                     )
 
@@ -286,7 +290,7 @@ def _unbiased(own: OwnMethod, case: Case) -> None:
             if bool((bad := wrong[slot.offset : slot.end]).any()):
                 at = slot.offset + int(bad.nonzero()[0])
                 raise Violation(
-                    f"on rank {rank} element {at} is {found[:, at].mean():.9g} on average over {_REPEATED} gathers, "
+                    f"on rank {rank}, element {at} is {found[:, at].mean():.9g} on average over {_REPEATED} gathers, "
                     f"and the weight is {exact[at]:.9g}"
                 )
 

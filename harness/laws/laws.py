@@ -252,8 +252,8 @@ def _sign(subject: Subject, case: Case) -> None:
 def _power_of_two(subject: Subject, case: Case) -> None:
     """Check that 2^k times a row decodes to 2^k times the elements that the row decodes to; k is the case's ``power``.
 
-    The row's magnitudes are first brought to 2^-30 to 1, so that all numbers stay normal in fp32.  For a cast to fp16,
-    they are brought to 2^-6 to 1.
+    The row is first scaled, so that its largest magnitude lies between 1/2 and 1.  Magnitudes below 2^-30 then become
+    0, so that all numbers stay normal in fp32.  For a cast to fp16, magnitudes below 2^-6 become 0.
     """
     exponents = _FP16_EXPONENTS if subject.codec == Raw("fp16") else _EXPONENTS
     power = max(-exponents, min(exponents, case.power))
@@ -270,9 +270,9 @@ def _power_of_two(subject: Subject, case: Case) -> None:
 
 
 def _nonfinite(subject: Subject, case: Case) -> None:
-    """Check that a NaN or an infinity decodes to itself, or that its whole block decodes to NaN.
+    """Check that a NaN or an infinity decodes to itself, and that no finite element decodes to NaN.
 
-    Also check that no finite element decodes to NaN, except in a block that decodes to NaN as a whole for this reason.
+    There is one exception: all elements of a block may decode to NaN if the block has a NaN or an infinity.
     """
     trip = _round_trip(subject, case.x, case.noise, case.out)
     x, decoded = case.x.float(), trip.decoded.float()

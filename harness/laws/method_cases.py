@@ -121,22 +121,25 @@ def on_ranks(case: Case, body: Callable[[Mesh, Wire], Any]) -> list[Any]:
 
 
 def check_same(
-    found: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[Tensor]], what: str, noun: str = "mean"
+    found: Sequence[Sequence[Tensor]],
+    expected: Sequence[Sequence[Tensor]],
+    what: str,
+    noun: str = "the mean of step",
 ) -> None:
     """Raise a Violation if ``found`` and ``expected`` differ; the message names the first element that differs.
 
     Args:
-        found: For each rank, the tensors of all steps.
-        expected: For each rank, the tensors of all steps.
+        found: For each rank, the tensors of all steps or gathers.
+        expected: For each rank, the tensors that ``found`` must equal.
         what: Words for the message that say how ``found`` was computed, such as ``after later reductions``.
-        noun: Word for the message that names a tensor.
+        noun: Words for the message that name a tensor and that its number follows, such as ``the mean of step``.
     """
     for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         for step, (result, other) in enumerate(zip(mine, theirs, strict=True)):
             if not torch.equal(result, other):
                 at = int((result != other).nonzero()[0])
                 raise Violation(
-                    f"on rank {rank} element {at} of the {noun} of step {step} is {result[at]:.9g} {what}, and "
+                    f"on rank {rank}, element {at} of {noun} {step} is {result[at]:.9g} {what}, and "
                     f"{other[at]:.9g} otherwise"
                 )
 
@@ -157,6 +160,6 @@ def check_booked(ranks: Sequence[Row], purpose: str, what: str) -> None:
             found, expected = sent.get(key, Sent(0, 0)), declared.get(key, Sent(0, 0))
             if key.purpose == purpose and found != expected:
                 raise Violation(
-                    f"in {what} rank {rank} sent {found.bytes} bytes in {found.messages} messages along "
-                    f"{key.hop!r}, and bytes() declares {expected.bytes} in {expected.messages}"
+                    f"in {what}, rank {rank} sent {found.bytes} bytes in {found.messages} messages along "
+                    f"{key.hop!r}, but bytes() declares {expected.bytes} bytes in {expected.messages} messages"
                 )

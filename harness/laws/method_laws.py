@@ -296,7 +296,7 @@ def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
                     if not torch.equal(mean[low:high], theirs):
                         at = int((mean[low:high] != theirs).nonzero()[0])
                         raise Violation(
-                            f"in step {step} rank {rank} finds {mean[low + at]:.9g} for element {start + low + at} of "
+                            f"in step {step}, rank {rank} finds {mean[low + at]:.9g} for element {start + low + at} of "
                             f"the unit, and {otherwise.format(f'{theirs[at]:.9g}')}"
                         )
 
@@ -305,7 +305,7 @@ def _zero(own: OwnMethod, case: Case) -> None:
     for rank, (mean,) in enumerate(_means(own, replace(case, gradients="zero"), 1)):
         if bool(mean.any()):
             raise Violation(
-                f"on rank {rank} the mean of gradients of 0 is {mean[mean.nonzero()[0]].item():.9g} in an element"
+                f"on rank {rank}, the mean of gradients of 0 has an element {mean[mean.nonzero()[0]].item():.9g}"
             )
 
 
@@ -327,9 +327,11 @@ def _bound(own: OwnMethod, case: Case) -> None:
 def _within(own: OwnMethod, case: Case, bound_of: Callable[[MethodUnit], float], *, per_piece: bool) -> None:
     """Check that the elements of a new object's first mean are near the elements of the exact mean.
 
-    An element's error may be at most ``bound_of(unit)`` times a magnitude, apart from rounding in fp32.  The magnitude
-    is the largest one in a rank's gradient of the unit, as the mean over the ranks.  With ``per_piece``, it is the
-    largest one in a part of this gradient: the P / ranks elements around the element that one rank reduces.
+    An element's error may be at most ``bound_of(unit) * m``, apart from rounding in fp32.  ``m`` is the mean over ranks
+    of the largest magnitude in the rank's gradient.  If the gradients of two ranks reach 1 and 3, ``m`` is 2.
+
+    With ``per_piece``, the gradients (P,) are first cut into as many equal pieces as there are ranks, since each rank
+    reduces one piece.  ``m`` is then computed from the pieces that have the element, not from whole gradients.
     """
     geometry = case.geometry()
     exact, world = case.mean(geometry, 0), case.topology.world
@@ -345,8 +347,8 @@ def _within(own: OwnMethod, case: Case, bound_of: Callable[[MethodUnit], float],
             if bool((wrong := error > allowed[low:high]).any()):
                 at = low + int(wrong.nonzero()[0])
                 raise Violation(
-                    f"on rank {rank} element {at} is {mean[at]:.9g}, and the mean is {exact[start + at]:.9g}: they "
-                    f"differ by more than {allowed[at]:.3g}"
+                    f"on rank {rank}, element {at} of the shard is {mean[at]:.9g}, and the mean is "
+                    f"{exact[start + at]:.9g}: they differ by more than {allowed[at]:.3g}"
                 )
 
 
@@ -371,8 +373,8 @@ def _unbiased(own: OwnMethod, case: Case) -> None:
         if bool(wrong.any()):
             at = int(wrong.nonzero()[0])
             raise Violation(
-                f"on rank {rank} element {at} is {means[:, at].mean():.9g} on average over {_REPEATED} reductions, and "
-                f"the mean is {exact[start + at]:.9g}"
+                f"on rank {rank}, element {at} of the shard is {means[:, at].mean():.9g} on average over {_REPEATED} "
+                f"reductions, and the mean is {exact[start + at]:.9g}"
             )
 
 

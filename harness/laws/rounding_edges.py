@@ -65,8 +65,8 @@ def spans(codec: Blocked, kind: Dtype) -> list[Span]:
     """Return the spans for which rows are made.
 
     There is one span for each scale in ``_SCALES`` or, for an asymmetric codec, one for each such scale and each offset
-    in ``_OFFSETS``.  Two more spans have the smallest normal number of ``kind`` as scale, and its largest number as
-    largest element.
+    in ``_OFFSETS``.  Two more spans follow: the first has the smallest normal number of ``kind`` as its scale, the
+    second has the largest number of ``kind`` as its largest element.
     """
     small = 2.0**-8 if codec.steps * max(_SCALES) > LARGEST[kind] else 1.0
     ranges = torch.tensor(_SCALES) * codec.steps * small

@@ -257,7 +257,7 @@ def test_ctrl_c_stays_ignored(tmp_path: Path) -> None:
 def test_a_folder_with_other_files_is_not_used(tmp_path: Path) -> None:
     """An audit replaces only a former audit."""
     (tmp_path / "mine").write_text("")
-    with pytest.raises(Refusal, match="holds files that are no audit; name another folder"):
+    with pytest.raises(Refusal, match="holds files but no earlier audit; name another folder"):
         run.prepare(tmp_path, {})
     with pytest.raises(Refusal, match="this is a file"):
         run.prepare(tmp_path / "mine", {})

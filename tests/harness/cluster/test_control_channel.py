@@ -187,7 +187,7 @@ def test_the_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     """A folder for token files that another user made first, or that others may read, is not used."""
     folder = tmp_path / f"zeropp-tokens-{os.getuid()}"
     folder.mkdir(mode=0o755)
-    with pytest.raises(Refusal, match="no folder of this user's with mode 0700"):
+    with pytest.raises(Refusal, match="must be a folder of this user with mode 0700"):
         run_token.write("t" * 32)
     folder.chmod(0o700)
     os.chown(folder, NOBODY, NOBODY)

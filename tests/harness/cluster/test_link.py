@@ -144,10 +144,13 @@ def test_links_without_namespaces(cluster: Cluster, kind: str) -> None:
         (cluster_with("real", 2, None, latency=2.0), "link 'real' cannot have a latency of 2 ms"),
         (
             cluster_with("paced", 2, None, latency=2.0),
-            "latency of 2 ms without a rate needs network namespaces",
+            "cluster.latency = '2 ms' without cluster.rate needs network namespaces",
         ),
-        (cluster_with("paced", 3, 50.0, slow=0.5), r"a node with 0\.5 of the rate needs network namespaces"),
-        (cluster_with("paced", 2, 50.0, inner_rate=40.0), "40 Mbit/s inside nodes need network namespaces"),
+        (cluster_with("paced", 3, 50.0, slow=0.5), r"cluster.slow = 0\.5 needs network namespaces"),
+        (
+            cluster_with("paced", 2, 50.0, inner_rate=40.0),
+            "cluster.inner_rate = '40 Mbit/s' needs network namespaces",
+        ),
     ],
 )
 def test_what_a_link_cannot_have_is_refused(cluster: Cluster, message: str) -> None:
@@ -165,7 +168,7 @@ def test_what_is_called_shaped_has_the_rate(rates: list[float], kind: str) -> No
     joined = Link(cluster_with(kind, 2, 100.0), kind, "", (Port(None, ""),) * 2, calibrated_mbit=rates)
     median = statistics.median(rates)
     why = "carries no more" if median < 100 else "bypass the queue"
-    refusal = pytest.raises(LinkError, match=rf"set to 100 Mbit/s but carries {median:.4g}: .*{why}")
+    refusal = pytest.raises(LinkError, match=rf"set to 100 Mbit/s but carries {median:.4g} Mbit/s: .*{why}")
     with contextlib.nullcontext() if kind != "shaped" or 90 <= median <= 105 else refusal:
         joined.check()
 

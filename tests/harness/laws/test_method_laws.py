@@ -65,7 +65,7 @@ def test_the_command_prints_what_holds_and_what_fails(capsys: pytest.CaptureFixt
     assert out.count("holds 5") == 11
     assert cli.main([*arguments, "tests.support.methods:Halved"]) == command.VIOLATED
     out = capsys.readouterr().out
-    assert "tests.support.methods:Halved breaks exact: on rank 0 element" in out
+    assert "tests.support.methods:Halved breaks exact: on rank 0, element" in out
     assert "  smallest case found: 1x1 ranks with one copy, parameters" in out
 
 
