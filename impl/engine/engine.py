@@ -385,7 +385,7 @@ class Zero:
 
     @property
     def current_policy(self) -> Policy:
-        """The policy that holds in the present step: a phase of the schedule, without a schedule itself."""
+        """The policy that holds in the present step: one of ``policy.phases``.  It has no schedule."""
         return self.policy.phases[self._phase]
 
     def follow_schedule(self, step: int) -> None:
@@ -459,7 +459,7 @@ class Zero:
 
         Args:
             rank0_only: whether only rank 0 of the mesh gets the state dict; on all other ranks the result is empty.
-            device: the device of the result; None for the mesh's.
+            device: the device of the result; None for the device of the mesh.
             dtype: the type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
             allow_overflow: whether finite values beyond the largest of ``dtype`` may become infinite.
 

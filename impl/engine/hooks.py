@@ -456,7 +456,7 @@ class Hooks:
     # Other ways to run
 
     def run(self, module: nn.Module, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``entry`` with all other arguments as a forward pass of ``module``, and return the output of ``entry``.
+        """Call ``entry(*args, **kwargs)`` as a forward pass of ``module``, and return the output.
 
         Raises:
             ZeroError: if ``module`` is neither the model nor one of its blocks.

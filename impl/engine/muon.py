@@ -67,7 +67,7 @@ def hidden_matrices(model: nn.Module) -> GroupOf:
 def check_arguments(muon: Mapping[str, Any], adamw: Mapping[str, Any]) -> dict[str, Any]:
     """Check arguments of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
 
-    Returns Muon's options: the arguments ``muon``, and the defaults of those that are not given.
+    Returns Muon's options: the arguments ``muon``, and torch's defaults for options that are not in ``muon``.
 
     Raises:
         ValueError: if torch refuses an argument.

@@ -38,9 +38,9 @@ from impl.unit.unit import Unit
 
 
 def register(module: nn.Module, unit: Unit) -> None:
-    """Make each later forward pass of ``module`` gather ``unit`` before it, and reshard the unit afterwards.
+    """From now on, gather ``unit`` before each forward pass of ``module``, and reshard the unit after the pass.
 
-    If the unit is gathered already when the pass begins, nothing is done.
+    If the unit is in use already when the pass begins, the pass neither gathers nor reshards it.
     """
     gathered: list[bool] = []  # for each running call, the innermost last: whether it has gathered the unit
 

@@ -64,8 +64,8 @@ def check_repeated(name: str, held: Tensor, value: Tensor) -> None:
     for dim, (size, stride) in enumerate(zip(held.shape, held.stride(), strict=True)):
         if size > 1 and not stride and not torch.equal(value, value.narrow(dim, 0, 1).expand_as(value)):
             raise ZeroError(
-                f"state {name!r} has {size} different values along dimension {dim}, where the buffer was made "
-                "by expand() and holds one value: register a contiguous() copy of the buffer"
+                f"state {name!r} has unequal values along dimension {dim}, where the buffer was made by expand() and "
+                f"holds one value for all {size} elements: register a contiguous() copy of the buffer"
             )
 
 
@@ -202,7 +202,7 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     given = _under_all_names(held, state)
     if odd := sorted(held.keys() ^ given.keys()):
         raise ZeroError(
-            f"state does not match the model: {len(odd)} names are in only one of them, the first is {odd[0]!r}: "
+            f"the names of state and model differ: {len(odd)} names are in only one of the two, such as {odd[0]!r}; "
             "load a state dict with the names of model.state_dict()"
         )
     _load(model, units, held, given)
