@@ -386,7 +386,9 @@ def _order_of(places: Sequence[_Place]) -> int:
 
 
 def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -> str | None:
-    """Return an error message if the ranks' changes cannot be kept, the same on all ranks; None if they can.
+    """Return an error message if the ranks' changes cannot be kept; None if they can.
+
+    All ranks get the same result.
 
     Args:
         orders: for each rank, the hash of its list of parameters (:func:`_order_of`).

@@ -165,9 +165,9 @@ class Init:
                 Cut(kind, parameters, self._policy, mesh=self.mesh, wire=self.wire, on_use=self._use)
 
     def gather(self, cuts: Sequence[Cut]) -> None:
-        """Gather the values of ``cuts``, after the values of other cuts were freed.
+        """Cut the gathered values of all other cuts to slices again, and then gather the values of ``cuts``.
 
-        Values of other cuts stay if somebody holds views of them, or if GatheredParameters shows them.
+        Values of other cuts stay whole if somebody holds views of them, or if GatheredParameters shows them.
         """
         self._settle(cuts)
         for cut in cuts:
