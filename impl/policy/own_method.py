@@ -213,9 +213,11 @@ class OwnMethod:
 
         Returns infinity if the class promises no bound.
 
-        If the class gathers weights, M is the largest magnitude of the weights in the element's shard.  If the class
-        reduces gradients, M belongs to the piece of P / ranks elements in which the element lies: each rank's gradient
-        has a largest magnitude in this piece, and M is the mean of these magnitudes over all ranks.
+        If the class gathers weights, M is the largest magnitude of the weights in the element's shard.
+
+        If the class reduces gradients, a unit has one piece of P / ranks elements for each rank, and the piece with the
+        element counts.  Each rank's gradient has a largest magnitude in this piece, and M is the mean of these
+        magnitudes over ranks.  If two ranks have the largest magnitudes 1 and 3 there, M is 2.
         """
         laws = self.laws
         if MethodLaw.EXACT in laws:

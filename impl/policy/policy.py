@@ -547,8 +547,8 @@ class Policy:
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec that has one scale for a whole shard, if ``chunks`` cuts the shard.
 
-        With ``user_codecs``, only codecs of class ``OwnCodec`` are checked, and their modules are imported for it.
-        Otherwise only codecs of all other classes are checked.
+        With ``user_codecs``, the method checks only the codecs of class ``OwnCodec``, and imports their modules for it.
+        Otherwise it checks only the codecs of other classes.
         """
         for codec in (*self.gradients, *self.candidates.get("gradients", ())) if self.chunks > 1 else ():
             if isinstance(codec, OwnCodec) == user_codecs and codec.block == "shard":
@@ -756,8 +756,10 @@ class Policy:
         """Returns the policy of a unit whose parameters have these ``shapes``.
 
         With ``blocks='shape'``, the result has ``blocks='codec'``, and codecs with the block sizes that DeepSpeed would
-        use for these shapes.  Gradients of a unit without a matrix are then cast, not quantised.  For such a unit, the
-        result has ``planes=1`` in any case.
+        use for these shapes.  If the unit has no matrix, its gradients are then cast, not quantised, and have neither
+        error feedback nor partial sums in another type than fp32.
+
+        With any ``blocks``, a unit without a matrix gets ``planes=1``.
 
         Args:
             shapes: empty if only the size of the unit is known.  Then the gradients' blocks and ``planes`` do not
@@ -924,9 +926,12 @@ _NO_COPY: Final[dict[str, Any]] = {  # the fields of a policy without hpZ
 def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, int, int, int], ...]]:
     """Returns the phases of a policy with a schedule, and one row (end, every, changed, own) for each span.
 
-    ``end`` is the number of steps after which the span ends, infinite if this is not known, as for the last span.
-    ``every`` is the span's field of this name.  ``changed`` is the index of the phase in which the span's changes hold,
-    and ``own`` is the index of the phase of the span's other steps.
+    - ``end`` is the number of steps after which the span ends.  It is infinite for the last span, and for a span whose
+      end is not known yet.
+    - ``every`` is the span's field of this name.
+    - ``changed`` is the index of the phase that holds in the steps with the span's changes.
+    - ``own`` is the index of the phase that holds in the other steps of the span.  With ``every=1`` there are no other
+      steps, and ``own`` equals ``changed``.
 
     Raises PolicyError: if the fields of a span cannot be combined; the message names the span.
     """
