@@ -136,12 +136,15 @@ class Hop:
 def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "weights") -> tuple[Hop, ...]:
     """Returns the hops of a gather of shards of ``shard`` elements.
 
-    ``policy`` is the policy for one unit (:meth:`Policy.for_unit`).  ``sends='differences'`` is taken for ``weights``
-    if the policy has no differences, and ``sends='copy'`` is taken for ``weights`` if the policy has no hpZ.
+    ``policy`` is the policy for one unit (:meth:`Policy.for_unit`).  With hpZ, the hops form two groups: the hops
+    before hpZ's copy is made, and the hops after.  A gather that sends ``copy`` has only the hops after.  Without hpZ,
+    all hops form one group.
 
-    An axis of one rank gives no hop, since a rank need not send itself a message.  There is an exception.  The hops
-    form two groups: the hops before hpZ's copy is made, and the hops after.  If all axes of a group have one rank, the
-    group still has one hop, in which the rank copies its message to itself.
+    If the policy has no differences, ``sends='differences'`` means ``weights``.  If the policy has no hpZ,
+    ``sends='copy'`` means ``weights``.
+
+    An axis of one rank gives no hop, since a rank need not send itself a message.  There is one exception: if all axes
+    of a group have one rank, the group still has one hop, in which the rank copies its message to itself.
 
     The tuple is empty if the policy has a user's own gather.
     """
@@ -205,9 +208,8 @@ def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
 
     Unless the policy has ``planes='phase'``, the result is ``sends``.  With ``planes='phase'``:
 
-    - A gather in ``forward``, of a training step, sends ``weights``.  With hpZ these are both planes, so that the
-      backward pass finds its columns in hpZ's copy; without hpZ they are only the rows.  If ``sends`` is ``copy``, the
-      gather sends ``rows``.
+    - A gather in ``forward`` sends ``rows`` if ``sends`` is ``copy``, and otherwise ``weights``.  With hpZ, ``weights``
+      are both planes, so that the backward pass finds its columns in hpZ's copy.  Without hpZ, they are the rows.
     - A gather in ``backward`` sends ``copy`` if ``sends`` is ``copy``, and otherwise ``columns``.
     - A gather in ``evaluate`` sends ``rows``.
     """

@@ -144,9 +144,9 @@ def pass_time(
 def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
     """Returns a lower bound of the seconds of a forward and a backward pass together.
 
-    The bound is at most the time of :func:`pass_time` with the same loads, or with larger ones.  In the bound, the
+    The bound is at most the time of :func:`pass_time` with the same loads or with larger loads.  In the bound, the
     computation of outer units delays no message, and the first gradient of a unit arrives when the unit's backward pass
-    begins.  ``loads`` must have no times other than computation and the adapter's.
+    begins.  In ``loads``, all times must be 0 except those of the model's computation and of the node's adapter.
     """
     inner = [
         replace(load, forward=0.0, backward=0.0) if unit in schedule.outer else load
