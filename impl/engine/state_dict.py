@@ -72,7 +72,9 @@ def check_repeated(name: str, held: Tensor, value: Tensor) -> None:
 def check_value(name: str, held: Tensor, value: object) -> None:
     """Raise a ZeroError if the parameter or buffer ``held`` cannot take ``value``, the entry ``name`` of a state dict.
 
-    That is so if the value is no tensor, has another shape, has no data, or would change in the conversion.
+    The value must be a dense tensor with data, and must have the shape of ``held``.  If both types are floating-point
+    types, values are rounded, but no finite value may become infinite.  In every other conversion, all values must stay
+    equal.  An integer value of 8 bits is refused for a parameter, because it holds codes, whose scales are missing.
     """
     if not isinstance(value, Tensor):
         raise ZeroError(f"state {name!r} is a {type(value).__name__}, expected a tensor")
@@ -215,7 +217,7 @@ def take(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix:
 
     Returns:
         The names of the loaded entries, each with ``prefix`` before it.  For a tied parameter all its names are
-        returned, even if ``state`` has only one of them.
+        returned, even if ``state`` has only one of them.  An entry that is the model's own tensor counts as loaded.
 
     Raises:
         ZeroError: as :func:`load_full_state_dict`, before anything is changed.
