@@ -223,7 +223,8 @@ def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
 def casts_alone(hops: Sequence[Hop], dtype: str) -> bool:
     """Returns whether a gather with these ``hops`` only casts the masters to ``dtype``, the type of gathered weights.
 
-    The result is True on a single rank, if the codec of the weights sends elements of this type as they are.
+    The result is True on a single rank without hpZ, if the codec of the weights sends elements of this type as they
+    are.
     """
     hop = hops[-1]
     return hop.source == "master" and hop.axis.size == 1 and hop.sends_elements(dtype)
@@ -271,9 +272,9 @@ def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -
 def outer_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
     """Returns the hops of an outer step, in which state groups average how far their masters have moved.
 
-    A shard has one piece of ``piece`` elements for each group.  The first hops add up, and each rank then has the mean
-    of one piece.  The last hops gather the other pieces of the shard from the other groups.  Without local steps, the
-    tuple is empty.
+    A shard has one piece of ``piece`` elements for each group.  The first hops add up how far the masters have moved,
+    and each rank then has the mean of one piece.  The last hops gather the other pieces of the shard from the other
+    groups.  Without local steps, the tuple is empty.
     """
     if policy.local_steps is None:
         return ()
