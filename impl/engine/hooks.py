@@ -264,7 +264,8 @@ class Hooks:
         """End a forward pass of the model: reshard the units that are still gathered.
 
         A unit is still gathered here if it was gathered before its use and then not used, or if it was used outside of
-        its module.  After the first forward pass, the order in which units ran becomes the order for all later passes.
+        its module.  In stage 3, the order in which units ran in the first forward pass becomes the order for all later
+        passes.
 
         Args:
             outputs: the addresses of the memory of the tensors that the model has returned.

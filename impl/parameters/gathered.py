@@ -57,14 +57,15 @@ class GatheredParameters:
     Raises:
         ZeroError: at once, if ``parameters`` is a string, a dict or a module, is not iterable, or has an element that
             is no tensor.  On entering, if a forward or backward pass is running, if another context shows one of the
-            parameters, or if ``modifier_rank`` is no rank.
+            parameters, if a parameter was taken from its module before the model was sharded, or if
+            ``modifier_rank`` is no rank.
 
             On leaving, on all ranks, in each of these cases; the old values are then restored:
 
             * values were changed, and ``modifier_rank`` is None;
             * the ranks have given different lists of parameters, or different ``modifier_rank``;
-            * on any rank, a parameter has data of another shape, type or device;
-            * on any rank, a module of a sharded model holds another object in place of the parameter.
+            * on any rank, a parameter has data of another shape, type or device, or data without memory;
+            * on any rank, a module of a sharded model holds another object, or none, in place of the parameter.
     """
 
     def __init__(

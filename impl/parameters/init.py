@@ -144,6 +144,8 @@ class Init:
     def cut(self, module: nn.Module, *, recurse: bool, at_least: int = 0) -> None:
         """Cut the parameters of ``module`` that are not cut yet, except for small parameters.
 
+        Parameters on the meta device stay as they are, and so do all parameters but plain floating-point ones.
+
         Args:
             module: the module.
             recurse: whether to cut also the parameters of the modules inside ``module``.
