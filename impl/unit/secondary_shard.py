@@ -72,7 +72,7 @@ class SecondaryShard:
 
         - ``copy``, if the secondary shard has this version of the weights;
         - ``weights``, if the policy has no differences;
-        - ``weights``, in the first gather, and in the first gather after a load;
+        - ``weights``, in the first gather, and in the first gather after a load or after :meth:`distrust`;
         - ``weights``, if ``refresh`` optimizer steps have passed since a gather last sent the weights;
         - ``differences``.
 
