@@ -354,7 +354,8 @@ class Hooks:
         """Collect the gradient that has arrived at parameter ``number`` of unit ``index``.
 
         If it is the first gradient of a block, the reductions under way post their next hops.  If it is the last
-        gradient of the unit, the unit is resharded, and all reductions that are ready start.
+        gradient of the unit, the unit is resharded, and all reductions that are ready start.  In a pass that only
+        accumulates, no reduction starts.
         """
         if not self._passes.in_backward:
             self._begin_backward()

@@ -105,7 +105,8 @@ def check_value(name: str, held: Tensor, value: object) -> None:
     if codes or not (dtype.is_complex or _same(value.to(dtype).to(value.dtype), value)):
         kind, wanted = (str(kind).removeprefix("torch.") for kind in (value.dtype, dtype))
         raise ZeroError(
-            f"state {name!r} is {kind}, expected {wanted}: convert it first, since loading would change values"
+            f"state {name!r} is {kind}, expected {wanted}: convert it first, since loading would change values or take "
+            "codes for values"
         )
 
 

@@ -295,8 +295,8 @@ def _reduction(
 ) -> tuple[Hop, ...]:
     """Returns the hops that average over ``ranks`` ranks, followed by the hops that gather the means of other pieces.
 
-    ``sums`` has the axis and the codec of each hop that adds up.  With ``outer``, the hops average shards, in an outer
-    step.  Otherwise the hops average the gradients of whole units.
+    ``sums`` has (axis, codec) for each hop that averages.  With ``outer``, these hops average how far the masters of
+    one shard have moved.  Otherwise they average the gradients of a whole unit.
     """
     group = policy.group_ranks(topology)
     kind: Kind = "shift" if policy.reduce == "ring" else "all_to_all"

@@ -177,7 +177,10 @@ class OwnMethod:
 
     @property
     def readable(self) -> bool:
-        """Whether the class is known or may be imported; :func:`impl.named_object.forbidden` forbids imports."""
+        """Whether the method was given as a class, or the module of the class may be imported.
+
+        Inside :func:`impl.named_object.forbidden`, nothing may be imported.
+        """
         return self.kind is not None or allowed()
 
     @property
