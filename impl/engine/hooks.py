@@ -411,9 +411,10 @@ class Hooks:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # noqa: SLF001
 
     def _end_backward(self) -> None:
-        """End a backward pass: start the remaining reductions, wait for all of them, and reshard all units.
+        """End a backward pass: finish its reductions, and end the use of all units' weights (:meth:`Unit.end_use`).
 
-        Autograd calls this after the pass.
+        Reductions that have not started are started first, unless the pass only accumulates.  Autograd calls this
+        method after the pass.
         """
         passes, context = self._passes, self._context
         self.reductions.finish(start=not passes.accumulating)

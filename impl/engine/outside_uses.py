@@ -89,8 +89,10 @@ def weights_in(units: Sequence[Unit]) -> Special:
 def _gathered_again(unit: Unit, view: View, version: Version) -> Tensor:
     """Return the tensor that autograd has saved as ``view`` of the unit's weights; gather the weights if necessary.
 
+    ``version`` is the version that the weights had when autograd saved the tensor.
+
     Raises:
-        ZeroError: if the weights have changed since autograd saved the tensor, when they had ``version``.
+        ZeroError: if the weights have changed since then.
     """
     if version != unit.master_shard.version:
         raise ZeroError(

@@ -60,10 +60,10 @@ class Collective:
 
 
 def in_chunks(hops: Sequence[Sequence[TimedHop]]) -> tuple[TimedHop, ...]:
-    """Returns all exchanges of a reduction in chunks, in the order in which they are posted.
+    """Returns all exchanges of a chunked reduction, in the order in which they are posted.
 
-    ``hops[hop][chunk]`` is the exchange of one chunk in one hop.  The order is the one that
-    :func:`impl.plan.hops.in_turns` returns; the fields ``follows`` and ``at_once`` are set accordingly.
+    ``hops[hop][chunk]`` is the exchange of one chunk in one hop.  :func:`impl.plan.hops.in_turns` gives the order.  The
+    fields ``follows`` and ``at_once`` of the returned exchanges are set to match this order.
     """
     posted, places = list[TimedHop](), dict[tuple[int, int], int]()
     for turn in in_turns(len(hops), len(hops[0]) if hops else 0):
