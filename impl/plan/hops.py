@@ -191,9 +191,12 @@ def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plan
 
     Without hpZ, all hops count as hops after hpZ's copy.
 
-    With ``planes='phase'`` and hpZ, the copy keeps only the plane of columns.  If a gather sends ``weights``, the hops
-    before the copy bring both planes: the columns for the copy, and the rows for the forward pass.  The hops after the
-    copy then bring only the rows.
+    With ``planes='phase'`` and hpZ, the copy keeps only the plane of columns.  The planes follow from ``sends``:
+
+    - ``weights``: the hops before the copy bring both planes, columns for the copy and rows for the forward pass.  The
+      hops after the copy bring rows.
+    - ``rows``: all hops bring rows.
+    - ``columns`` and ``copy``: all hops bring columns.
     """
     if policy.planes != "phase":
         return (_BOTH[: policy.planes],) * 2
