@@ -214,13 +214,13 @@ class OwnMethod:
     def error_bound(self, unit: MethodUnit) -> float:
         """Returns the largest error that the class promises for an element, as a multiple of a magnitude M.
 
-        Returns infinity if the class promises no bound.
+        Returns 0 if the class promises the law ``exact``, and infinity if it promises no bound.
 
         If the class gathers weights, M is the largest magnitude of the weights in the element's shard.
 
-        If the class reduces gradients, a unit has one piece of P / ranks elements for each rank, and the piece with the
-        element counts.  Each rank's gradient has a largest magnitude in this piece, and M is the mean of these
-        magnitudes over ranks.  If two ranks have the largest magnitudes 1 and 3 there, M is 2.
+        If the class reduces gradients, the unit is cut into one piece of P / ranks elements for each rank.  In the
+        piece that contains the element, each rank's gradient has a largest magnitude.  M is the mean of these
+        magnitudes over ranks.  If two ranks have the largest magnitudes 1 and 3, M is 2.
         """
         laws = self.laws
         if MethodLaw.EXACT in laws:

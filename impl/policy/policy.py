@@ -717,9 +717,14 @@ class Policy:
     def for_kind(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
         """Returns the policy of frozen units (``trainable=False``) or of persistent units (``persistent=True``).
 
-        Frozen units are sent in the codec in which they are kept.  Persistent units hold small parameters, stay
-        gathered, and are sent unquantised: codecs that quantise are replaced with a cast to the compute type.  With
-        neither argument, returns this policy itself.
+        Frozen units are sent in the codec ``frozen`` in which they are kept.  If ``frozen`` is None, they are kept in
+        fp32, and sent like other weights.  Persistent units hold small parameters, stay gathered, and are sent
+        unquantised: codecs that quantise are replaced with a cast to the compute type.
+
+        A user's own gather is not used for either kind, nor a user's own reduction for persistent units.  With neither
+        argument, returns this policy itself.
+
+        Raises PolicyError: for a policy with a schedule.
         """
         if self.schedule:
             raise PolicyError(
@@ -801,7 +806,8 @@ class Policy:
         * local steps need several groups, and all ranks form one group;
         * a user's codec does not fit the policy;
         * a budget chooses the codec of gradients between nodes, and there is one node;
-        * the number of steps after which a span of the schedule ends is not known.
+        * the number of steps after which a span of the schedule ends is not known;
+        * the last span of the schedule ends before the run.
         """
         if self.schedule:
             if any(span.until is not None and span.end is None for span in self.schedule[:-1]):
