@@ -167,7 +167,7 @@ class ModuleBuffers:
     def _replace(self, buffer: Tensor, values: Tensor) -> None:
         """Put a new tensor with ``values`` in place of ``buffer`` in all modules that hold it.
 
-        This is for a buffer that cannot be written in place, because a pass has assigned its result to the buffer.
+        This is for a buffer that cannot be written in place, such as a buffer to which a pass has assigned its result.
         """
         with torch.inference_mode(mode=False), torch.no_grad():
             new = torch.empty_like(buffer, requires_grad=False).copy_(values)

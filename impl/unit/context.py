@@ -89,7 +89,7 @@ class Reserve:
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def trim(self) -> None:
-        """Lower the pool's limit to the most elements that were in use at one time since the last call of this method.
+        """Set the pool's limit to the most elements that were in use at one time since the last call of this method.
 
         To be called after each pass, since the first pass may need more elements than later passes.  The method drops
         free buffers, the largest first, until the pool is within the limit.
