@@ -80,8 +80,9 @@ def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
         optimizer: as in :func:`why_not`.
         closure: as in :func:`why_not`.
         every: whether the copies of the optimizer step a probe for every tensor of each parameter group, or only for
-            the first two tensors of each group.  If steps without ``every`` raise an error, the test is repeated with
-            ``every``, and then, if the optimizer's steps take a closure, also with ``closure``.
+            the first two tensors of each group.  If a step raises an error without ``every``, the test is repeated
+            with ``every``.  If a step raises an error again, and the optimizer's ``step()`` has an argument
+            ``closure``, the test is repeated with a closure.
     """
     wrong = "so on shards it would be another algorithm; use an elementwise optimizer, such as AdamW"
     task = _Task.draw()
@@ -257,9 +258,10 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
     Args:
         optimizer: the optimizer.
         start: the initial values of each probe, in the shape of a probe.
-        part: the elements of the task that a probe has.  A state with one value for each element of a tensor is
-            repeated or cut to the ``NUMEL`` elements of the task, and the probe gets these elements of it.
-        every: whether the copy has a probe for every tensor, or only for the first two of each group.
+        part: the elements of the task that a probe has.  A state of the shape of a tensor is repeated or cut to the
+            ``NUMEL`` elements of the task, and the probe's state is elements ``part`` of the result.
+        every: whether the copy has a probe for every tensor of each parameter group, or only for the first two tensors
+            of each group.
     """
     probes: list[nn.Parameter] = []
     copies: dict[int, Any] = {}  # by id of the original, as in the memo of copy.deepcopy()

@@ -169,12 +169,14 @@ class Zero:
     def step(
         self, *optimizers: torch.optim.Optimizer, max_norm: float | None = None, norm_type: float = 2.0
     ) -> Stepped:
-        """Undo the loss scale, clip gradients and step the optimizers; all ranks skip the step after an overflow.
+        """Undo the loss scale, clip gradients and step the optimizers.
 
-        With a loss scale, call ``backward()`` on what ``scaler.scaled(loss)`` returns.  If the optimizers hold
-        masters of several models, these models step together: their mean gradients have one joint norm, and
-        their loss scales must be equal.  A loss to which several of these models contribute may be scaled by the
-        scaler of any of them.
+        With a loss scale, call ``backward()`` on what ``scaler.scaled(loss)`` returns.  If the gradients then overflow
+        on any rank, all ranks clear the gradients and skip the step.
+
+        If the optimizers hold masters of several models, these models step together: their mean gradients have one
+        joint norm, and their loss scales must be equal.  A loss to which several of these models contribute may be
+        scaled by the scaler of any of them.
 
         Args:
             optimizers: the optimizers to step.  With a loss scale, pass all optimizers that hold masters with
@@ -188,8 +190,9 @@ class Zero:
 
         Raises:
             LossScaleError: if gradients overflow at the smallest dynamic loss scale.
-            ZeroError: if the models cannot step together.  With a loss scale, also if an optimizer is missing, or if
-                a loss was not scaled.
+            ZeroError: if the models cannot step together.  With a loss scale or ``max_norm``, also if an optimizer
+                holds tensors of no sharded model that have gradients.  With a loss scale, also if an optimizer is
+                missing, or if a loss was not scaled.
         """
         together = self._together("step()", optimizers, max_norm=max_norm)
         norm: float | None = None
@@ -304,7 +307,8 @@ class Zero:
             () fp64, the norm before scaling.
 
         Raises:
-            ZeroError: if the policy has a loss scale; :meth:`step` clips then.
+            ZeroError: if the policy has a loss scale; :meth:`step` clips then.  Also as :meth:`grad_norm`, and if the
+                gradients of the optimizers' models cannot be clipped together.
         """
         if self.policy.loss_scale is not None:
             raise ZeroError(
@@ -385,7 +389,7 @@ class Zero:
 
     @property
     def current_policy(self) -> Policy:
-        """The policy that holds in the present step: a phase of the schedule, without a schedule itself."""
+        """The policy that holds in the present step: one of ``policy.phases``.  It has no schedule."""
         return self.policy.phases[self._phase]
 
     def follow_schedule(self, step: int) -> None:
@@ -403,8 +407,9 @@ class Zero:
         """Return the state that this rank's messages depend on, in addition to weights and gradients.
 
         It has the numbers of the step and of the micro-batch, the carried errors, the copies from which differences of
-        weights are taken, and the codecs that a budget has chosen.  A run that loads it together with masters and
-        optimizer state continues bit for bit, on the same topology and with the same policy.
+        weights are taken, the state of users' methods, the anchors and momenta of outer steps, and the codecs that a
+        budget has chosen.  A run that loads it together with masters and optimizer state continues bit for bit, on the
+        same topology and with the same policy.
         """
         state = {"step": torch.tensor(self.clock.step), "micro_batch": torch.tensor(self.clock.micro_batch)}
         if self.renewal is not None:
@@ -459,7 +464,7 @@ class Zero:
 
         Args:
             rank0_only: whether only rank 0 of the mesh gets the state dict; on all other ranks the result is empty.
-            device: the device of the result; None for the mesh's.
+            device: the device of the result; None for the device of the mesh.
             dtype: the type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
             allow_overflow: whether finite values beyond the largest of ``dtype`` may become infinite.
 

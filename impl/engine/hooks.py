@@ -264,7 +264,8 @@ class Hooks:
         """End a forward pass of the model: reshard the units that are still gathered.
 
         A unit is still gathered here if it was gathered before its use and then not used, or if it was used outside of
-        its module.  After the first forward pass, the order in which units ran becomes the order for all later passes.
+        its module.  In stage 3, the order in which units ran in the first forward pass becomes the order for all later
+        passes.
 
         Args:
             outputs: the addresses of the memory of the tensors that the model has returned.
@@ -353,7 +354,8 @@ class Hooks:
         """Collect the gradient that has arrived at parameter ``number`` of unit ``index``.
 
         If it is the first gradient of a block, the reductions under way post their next hops.  If it is the last
-        gradient of the unit, the unit is resharded, and all reductions that are ready start.
+        gradient of the unit, the unit is resharded, and all reductions that are ready start.  In a pass that only
+        accumulates, no reduction starts.
         """
         if not self._passes.in_backward:
             self._begin_backward()
@@ -409,9 +411,10 @@ class Hooks:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # noqa: SLF001
 
     def _end_backward(self) -> None:
-        """End a backward pass: start the remaining reductions, wait for all of them, and reshard all units.
+        """End a backward pass: finish its reductions, and end the use of all units' weights (:meth:`Unit.end_use`).
 
-        Autograd calls this after the pass.
+        Reductions that have not started are started first, unless the pass only accumulates.  Autograd calls this
+        method after the pass.
         """
         passes, context = self._passes, self._context
         self.reductions.finish(start=not passes.accumulating)
@@ -456,7 +459,7 @@ class Hooks:
     # Other ways to run
 
     def run(self, module: nn.Module, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``entry`` with all other arguments as a forward pass of ``module``, and return the output of ``entry``.
+        """Call ``entry(*args, **kwargs)`` as a forward pass of ``module``, and return the output.
 
         Raises:
             ZeroError: if ``module`` is neither the model nor one of its blocks.

@@ -207,7 +207,8 @@ class LossScaler:
     def factor(self, norm: float, max_norm: float | None) -> float | None:
         """Return the factor by which to multiply gradients, to undo the loss scale and to clip them.
 
-        Returns None if the step must be skipped, because ``norm`` is not finite.  Then a dynamic loss scale is halved.
+        Returns None if there is a loss scale and ``norm`` is not finite.  The step must then be skipped, and a dynamic
+        loss scale is halved, but not below the smallest scale that the policy allows.
 
         Args:
             norm: the norm of the gradients without the loss scale.

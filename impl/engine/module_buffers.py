@@ -96,8 +96,8 @@ class ModuleBuffers:
         Nothing is sent if no pass can have changed buffers since the last call.
 
         Raises:
-            ZeroError: on all ranks, if the shape or type of a buffer differs between ranks, or has changed so that
-                ranks cannot take a mean (:func:`check`).
+            ZeroError: on all ranks, if the shape or type of a buffer differs between ranks, or if :func:`check` refuses
+                a buffer whose type or layout has changed.
         """
         if not self.differ:
             return
@@ -130,9 +130,12 @@ class ModuleBuffers:
                 write(buffer, values)
 
     def _gathered(self, buffers: Mapping[str, Tensor]) -> Tensor | None:
-        """Gather the bytes of ``buffers`` from all ranks, (ranks, bytes + 1) uint8; the last byte of a row is a flag.
+        """Gather the bytes of ``buffers`` from all ranks.
 
-        Returns None if on any rank the buffers' shapes or types are not those for which messages were laid out.
+        Returns (ranks, bytes + 1) uint8, one row for each rank.  The last byte of a row is 0.
+
+        Returns None if, on any rank, shapes or types of buffers have changed since :meth:`_agree_on`; such a rank sends
+        1 as its last byte.  Returns None also if there were no buffers at that time.
         """
         if not self.nbytes:  # all ranks got their first buffers after shard()
             return None
@@ -149,7 +152,7 @@ class ModuleBuffers:
     def _compare(self, buffers: Mapping[str, Tensor]) -> None:
         """Raise a ZeroError, on all ranks, if a buffer's shape or type differs between ranks.
 
-        Raises a ZeroError also for buffers of which ranks cannot take a mean (:func:`check`).
+        Raises a ZeroError also if :func:`check` refuses a buffer.
         """
         device = self._wire.mesh.device
         text = json.dumps(in_words(buffers)).encode()
@@ -164,7 +167,7 @@ class ModuleBuffers:
     def _replace(self, buffer: Tensor, values: Tensor) -> None:
         """Put a new tensor with ``values`` in place of ``buffer`` in all modules that hold it.
 
-        This is for a buffer that cannot be written in place, because a pass has assigned its result to the buffer.
+        This is for a buffer that cannot be written in place, such as a buffer to which a pass has assigned its result.
         """
         with torch.inference_mode(mode=False), torch.no_grad():
             new = torch.empty_like(buffer, requires_grad=False).copy_(values)
@@ -218,7 +221,7 @@ def check(buffers: Mapping[str, Tensor]) -> None:
     for name, words in in_words(buffers).items():
         if not memory_of(buffers[name]) or buffers[name].is_quantized:
             raise ZeroError(
-                f"buffer {name!r} is {words}, of which ranks cannot take the mean: make it a plain tensor, "
+                f"buffer {name!r} is {words}, which cannot be made equal on all ranks: make it a plain tensor, "
                 f"{_WAY_OUT}"
             )
 
@@ -226,7 +229,7 @@ def check(buffers: Mapping[str, Tensor]) -> None:
 def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
     """Return an error message for the first buffer whose shape, type or layout differs between ranks.
 
-    Returns None if all are equal.  ``ranks`` has, for each rank in rank order, what :func:`in_words` returns there.
+    Returns None if all are equal.  ``ranks`` has the result of :func:`in_words` on each rank, in rank order.
     """
     for name in {name: None for kinds in ranks for name in kinds}:
         alike: dict[str, list[int]] = {}  # kind -> ranks whose buffer is of this kind

@@ -55,7 +55,7 @@ def hidden_parameters(model: nn.Module) -> set[str]:
 
 
 def hidden_matrices(model: nn.Module) -> GroupOf:
-    """Return a ``group_of`` for :func:`impl.zero.shard` that puts a model's hidden matrices into one optimizer group.
+    """Return a ``group_of`` for :func:`impl.zero.shard` that puts a model's hidden matrices into optimizer group 1.
 
     Hidden matrices are the 2-D parameters inside the model's blocks (:func:`impl.zero.find_blocks`), except embeddings.
     All other parameters are in group 0: vectors, and everything outside of blocks, such as the output head.
@@ -67,7 +67,7 @@ def hidden_matrices(model: nn.Module) -> GroupOf:
 def check_arguments(muon: Mapping[str, Any], adamw: Mapping[str, Any]) -> dict[str, Any]:
     """Check arguments of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
 
-    Returns Muon's options: the arguments ``muon``, and the defaults of those that are not given.
+    Returns Muon's options: the arguments ``muon``, and torch's defaults for options that are not in ``muon``.
 
     Raises:
         ValueError: if torch refuses an argument.
@@ -174,8 +174,8 @@ class Muon(WithAdamW):
             ``ns_coefficients``, ``eps``, ``ns_steps`` and ``adjust_lr_fn``.
 
     Raises:
-        ZeroError: if no trained parameter is in the group, if a parameter of the group is no matrix, or if masters are
-            offloaded.
+        ZeroError: if ``zero`` is no engine, if no trained parameter is in the group, if a parameter of the group is no
+            matrix, or if masters are offloaded.
         ValueError: if torch refuses an argument.
         TypeError: for an argument that torch does not know.
     """

@@ -124,8 +124,8 @@ def _watch() -> None:
 def _release() -> None:
     """If no engine is left, remove what :func:`_watch` has installed, so that torch is as it was before.
 
-    If other code has replaced a guard by another function in the meantime, this function and the guard stay, because
-    the function may call the guard.  Without engines, a guard passes all calls on to torch.
+    Other code may have replaced a guard in the meantime, by a function that may call the guard.  Then this function and
+    the guard stay.  Without engines, a guard passes all calls on to torch.
     """
     with _lock:
         for rank in [rank for rank, each in _engines.items() if not list(each.values())]:

@@ -38,9 +38,9 @@ from impl.unit.unit import Unit
 
 
 def register(module: nn.Module, unit: Unit) -> None:
-    """Make each later forward pass of ``module`` gather ``unit`` before it, and reshard the unit afterwards.
+    """From now on, gather ``unit`` before each forward pass of ``module``, and reshard the unit after the pass.
 
-    If the unit is gathered already when the pass begins, nothing is done.
+    If the unit is in use already when the pass begins, the pass neither gathers nor reshards it.
     """
     gathered: list[bool] = []  # for each running call, the innermost last: whether it has gathered the unit
 
@@ -89,8 +89,10 @@ def weights_in(units: Sequence[Unit]) -> Special:
 def _gathered_again(unit: Unit, view: View, version: Version) -> Tensor:
     """Return the tensor that autograd has saved as ``view`` of the unit's weights; gather the weights if necessary.
 
+    ``version`` is the version that the weights had when autograd saved the tensor.
+
     Raises:
-        ZeroError: if the weights have changed since autograd saved the tensor, when they had ``version``.
+        ZeroError: if the weights have changed since then.
     """
     if version != unit.master_shard.version:
         raise ZeroError(

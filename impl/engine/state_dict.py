@@ -64,15 +64,17 @@ def check_repeated(name: str, held: Tensor, value: Tensor) -> None:
     for dim, (size, stride) in enumerate(zip(held.shape, held.stride(), strict=True)):
         if size > 1 and not stride and not torch.equal(value, value.narrow(dim, 0, 1).expand_as(value)):
             raise ZeroError(
-                f"state {name!r} has {size} different values along dimension {dim}, where the buffer was made "
-                "by expand() and holds one value: register a contiguous() copy of the buffer"
+                f"state {name!r} has unequal values along dimension {dim}, where the buffer was made by expand() and "
+                f"holds one value for all {size} elements: register a contiguous() copy of the buffer"
             )
 
 
 def check_value(name: str, held: Tensor, value: object) -> None:
     """Raise a ZeroError if the parameter or buffer ``held`` cannot take ``value``, the entry ``name`` of a state dict.
 
-    That is so if the value is no tensor, has another shape, has no data, or would change in the conversion.
+    The value must be a dense tensor with data, and must have the shape of ``held``.  If both types are floating-point
+    types, values are rounded, but no finite value may become infinite.  In every other conversion, all values must stay
+    equal.  An integer value of 8 bits is refused for a parameter, because it holds codes, whose scales are missing.
     """
     if not isinstance(value, Tensor):
         raise ZeroError(f"state {name!r} is a {type(value).__name__}, expected a tensor")
@@ -103,7 +105,8 @@ def check_value(name: str, held: Tensor, value: object) -> None:
     if codes or not (dtype.is_complex or _same(value.to(dtype).to(value.dtype), value)):
         kind, wanted = (str(kind).removeprefix("torch.") for kind in (value.dtype, dtype))
         raise ZeroError(
-            f"state {name!r} is {kind}, expected {wanted}: convert it first, since loading would change values"
+            f"state {name!r} is {kind}, expected {wanted}: convert it first, since loading would change values or take "
+            "codes for values"
         )
 
 
@@ -202,7 +205,7 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
     given = _under_all_names(held, state)
     if odd := sorted(held.keys() ^ given.keys()):
         raise ZeroError(
-            f"state does not match the model: {len(odd)} names are in only one of them, the first is {odd[0]!r}: "
+            f"the names of state and model differ: {len(odd)} names are in only one of the two, such as {odd[0]!r}; "
             "load a state dict with the names of model.state_dict()"
         )
     _load(model, units, held, given)
@@ -215,7 +218,7 @@ def take(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix:
 
     Returns:
         The names of the loaded entries, each with ``prefix`` before it.  For a tied parameter all its names are
-        returned, even if ``state`` has only one of them.
+        returned, even if ``state`` has only one of them.  An entry that is the model's own tensor counts as loaded.
 
     Raises:
         ZeroError: as :func:`load_full_state_dict`, before anything is changed.

@@ -126,7 +126,8 @@ class _Values(ABC):
 class Weights(_Values):
     """A parameter's weights, read from the masters and written to them.
 
-    Frozen weights that the policy stores in a codec (``frozen``) are decoded to read and encoded to write them.
+    The policy's field ``frozen`` may store frozen weights in a codec.  Reading then decodes the weights, and writing
+    encodes the new values.
     """
 
     def _get(self) -> Tensor:

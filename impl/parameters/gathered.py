@@ -57,14 +57,15 @@ class GatheredParameters:
     Raises:
         ZeroError: at once, if ``parameters`` is a string, a dict or a module, is not iterable, or has an element that
             is no tensor.  On entering, if a forward or backward pass is running, if another context shows one of the
-            parameters, or if ``modifier_rank`` is no rank.
+            parameters, if a parameter was taken from its module before the model was sharded, or if
+            ``modifier_rank`` is no rank.
 
             On leaving, on all ranks, in each of these cases; the old values are then restored:
 
             * values were changed, and ``modifier_rank`` is None;
             * the ranks have given different lists of parameters, or different ``modifier_rank``;
-            * on any rank, a parameter has data of another shape, type or device;
-            * on any rank, a module of a sharded model holds another object in place of the parameter.
+            * on any rank, a parameter has data of another shape, type or device, or data without memory;
+            * on any rank, a module of a sharded model holds another object, or none, in place of the parameter.
     """
 
     def __init__(
@@ -386,7 +387,9 @@ def _order_of(places: Sequence[_Place]) -> int:
 
 
 def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -> str | None:
-    """Return an error message if the ranks' changes cannot be kept, the same on all ranks; None if they can.
+    """Return an error message if the ranks' changes cannot be kept; None if they can.
+
+    All ranks get the same result.
 
     Args:
         orders: for each rank, the hash of its list of parameters (:func:`_order_of`).

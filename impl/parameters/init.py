@@ -144,6 +144,8 @@ class Init:
     def cut(self, module: nn.Module, *, recurse: bool, at_least: int = 0) -> None:
         """Cut the parameters of ``module`` that are not cut yet, except for small parameters.
 
+        Parameters on the meta device stay as they are, and so do all parameters but plain floating-point ones.
+
         Args:
             module: the module.
             recurse: whether to cut also the parameters of the modules inside ``module``.
@@ -165,9 +167,9 @@ class Init:
                 Cut(kind, parameters, self._policy, mesh=self.mesh, wire=self.wire, on_use=self._use)
 
     def gather(self, cuts: Sequence[Cut]) -> None:
-        """Gather the values of ``cuts``, after the values of other cuts were freed.
+        """Cut the gathered values of all other cuts to slices again, and then gather the values of ``cuts``.
 
-        Values of other cuts stay if somebody holds views of them, or if GatheredParameters shows them.
+        Values of other cuts stay whole if somebody holds views of them, or if GatheredParameters shows them.
         """
         self._settle(cuts)
         for cut in cuts:

@@ -136,12 +136,15 @@ class Hop:
 def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "weights") -> tuple[Hop, ...]:
     """Returns the hops of a gather of shards of ``shard`` elements.
 
-    ``policy`` is the policy for one unit (:meth:`Policy.for_unit`).  ``sends='differences'`` is taken for ``weights``
-    if the policy has no differences, and ``sends='copy'`` is taken for ``weights`` if the policy has no hpZ.
+    ``policy`` is the policy for one unit (:meth:`Policy.for_unit`).  With hpZ, the hops form two groups: the hops
+    before hpZ's copy is made, and the hops after.  A gather that sends ``copy`` has only the hops after.  Without hpZ,
+    all hops form one group.
 
-    An axis of one rank gives no hop, since a rank need not send itself a message.  There is an exception.  The hops
-    form two groups: the hops before hpZ's copy is made, and the hops after.  If all axes of a group have one rank, the
-    group still has one hop, in which the rank copies its message to itself.
+    If the policy has no differences, ``sends='differences'`` means ``weights``.  If the policy has no hpZ,
+    ``sends='copy'`` means ``weights``.
+
+    An axis of one rank gives no hop, since a rank need not send itself a message.  There is one exception: if all axes
+    of a group have one rank, the group still has one hop, in which the rank copies its message to itself.
 
     The tuple is empty if the policy has a user's own gather.
     """
@@ -188,9 +191,12 @@ def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plan
 
     Without hpZ, all hops count as hops after hpZ's copy.
 
-    With ``planes='phase'`` and hpZ, the copy keeps only the plane of columns.  If a gather sends ``weights``, the hops
-    before the copy bring both planes: the columns for the copy, and the rows for the forward pass.  The hops after the
-    copy then bring only the rows.
+    With ``planes='phase'`` and hpZ, the copy keeps only the plane of columns.  The planes follow from ``sends``:
+
+    - ``weights``: the hops before the copy bring both planes, columns for the copy and rows for the forward pass.  The
+      hops after the copy bring rows.
+    - ``rows``: all hops bring rows.
+    - ``columns`` and ``copy``: all hops bring columns.
     """
     if policy.planes != "phase":
         return (_BOTH[: policy.planes],) * 2
@@ -205,9 +211,8 @@ def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
 
     Unless the policy has ``planes='phase'``, the result is ``sends``.  With ``planes='phase'``:
 
-    - A gather in ``forward``, of a training step, sends ``weights``.  With hpZ these are both planes, so that the
-      backward pass finds its columns in hpZ's copy; without hpZ they are only the rows.  If ``sends`` is ``copy``, the
-      gather sends ``rows``.
+    - A gather in ``forward`` sends ``rows`` if ``sends`` is ``copy``, and otherwise ``weights``.  With hpZ, ``weights``
+      are both planes, so that the backward pass finds its columns in hpZ's copy.  Without hpZ, they are the rows.
     - A gather in ``backward`` sends ``copy`` if ``sends`` is ``copy``, and otherwise ``columns``.
     - A gather in ``evaluate`` sends ``rows``.
     """
@@ -221,7 +226,8 @@ def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
 def casts_alone(hops: Sequence[Hop], dtype: str) -> bool:
     """Returns whether a gather with these ``hops`` only casts the masters to ``dtype``, the type of gathered weights.
 
-    The result is True on a single rank, if the codec of the weights sends elements of this type as they are.
+    The result is True on a single rank without hpZ, if the codec of the weights sends elements of this type as they
+    are.
     """
     hop = hops[-1]
     return hop.source == "master" and hop.axis.size == 1 and hop.sends_elements(dtype)
@@ -269,9 +275,9 @@ def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -
 def outer_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
     """Returns the hops of an outer step, in which state groups average how far their masters have moved.
 
-    A shard has one piece of ``piece`` elements for each group.  The first hops add up, and each rank then has the mean
-    of one piece.  The last hops gather the other pieces of the shard from the other groups.  Without local steps, the
-    tuple is empty.
+    A shard has one piece of ``piece`` elements for each group.  The first hops add up how far the masters have moved,
+    and each rank then has the mean of one piece.  The last hops gather the other pieces of the shard from the other
+    groups.  Without local steps, the tuple is empty.
     """
     if policy.local_steps is None:
         return ()
@@ -292,8 +298,8 @@ def _reduction(
 ) -> tuple[Hop, ...]:
     """Returns the hops that average over ``ranks`` ranks, followed by the hops that gather the means of other pieces.
 
-    ``sums`` has the axis and the codec of each hop that adds up.  With ``outer``, the hops average shards, in an outer
-    step.  Otherwise the hops average the gradients of whole units.
+    ``sums`` has (axis, codec) for each hop that averages.  With ``outer``, these hops average how far the masters of
+    one shard have moved.  Otherwise they average the gradients of a whole unit.
     """
     group = policy.group_ranks(topology)
     kind: Kind = "shift" if policy.reduce == "ring" else "all_to_all"

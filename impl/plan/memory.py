@@ -88,11 +88,12 @@ def memory(
     - ``feedback``: the carried errors of gradient codecs.  A schedule keeps them also in spans without feedback
     - ``outer``, with local steps only: 4 S for the anchor, and 4 S for the outer momentum, if the policy has one
     - ``gathered``: unsharded weights in the compute type.  Below stage 3, they are the weights of all units.  In stage
-      3, they are the weights of the outer units, and in addition the larger of two sets: the largest block, with the
-      frozen units of the block after it; or the units that stay gathered for backward
-    - ``local_gradients``: unsharded gradients.  If several micro-batches are added up locally, they are the gradients
-      of all units in fp32.  Otherwise they are the gradients of the outer units and of the largest block, in the
-      compute type
+      3, they are the weights of the outer units and of one set of blocks.  With a backward pass there are two sets, of
+      which the larger counts: the blocks that stay gathered for backward; or one block, together with the frozen units
+      of the block after it, for the block with the largest sum.  Without a backward pass, the set is the largest block
+    - ``local_gradients``: unsharded gradients of trained units.  If several micro-batches are added up locally, they
+      are the gradients of all these units in fp32.  Otherwise they are the gradients of the outer units and of the
+      largest unit of a block, in the compute type
     - ``messages``: the buffers of messages (:mod:`impl.plan.messages`), only with ``streams``
 
     Outer units are the unit of the root and the unit of the persistent parameters.  The weights of units that are
@@ -196,7 +197,7 @@ def secondary_either_way(
     """Returns the bytes of hpZ's copy on one rank, for two ways of keeping the copy.
 
     The result is (bytes if the copy is kept as frames in the codec of the weights, bytes if it is kept in bf16).  With
-    a schedule, the copy is that of the first policy with hpZ.  Returns None for a policy without hpZ.
+    a schedule, the first phase with hpZ counts.  Returns None for a policy without hpZ.
     """
     copying = next((phase for phase in policy.phases if phase.secondary != 0), None)
     if copying is None:

@@ -385,8 +385,9 @@ def owners_time(machine: Machine, step: Step, owners: Owners) -> OwnersTime:
     Newton-Schulz is assumed to run at as many floating-point operations a second as the passes of the model.  The time
     of each of the two exchanges is the sum of three times:
 
-    - sending: the larger of the time of the node that sends most, and the time of the rank that sends most inside its
-      node; and the latency of a message
+    - sending: the latency of a message, plus the larger of two times.  The first is the time in which the node that
+      sends most sends its bytes to other nodes.  The second is the time in which the rank that sends most inside its
+      node sends these bytes
     - posting the messages
     - encoding and decoding all elements of matrices that one rank holds, for the rank that holds most
     """

@@ -60,10 +60,10 @@ class Collective:
 
 
 def in_chunks(hops: Sequence[Sequence[TimedHop]]) -> tuple[TimedHop, ...]:
-    """Returns all exchanges of a reduction in chunks, in the order in which they are posted.
+    """Returns all exchanges of a chunked reduction, in the order in which they are posted.
 
-    ``hops[hop][chunk]`` is the exchange of one chunk in one hop.  The order is the one that
-    :func:`impl.plan.hops.in_turns` returns; the fields ``follows`` and ``at_once`` are set accordingly.
+    ``hops[hop][chunk]`` is the exchange of one chunk in one hop.  :func:`impl.plan.hops.in_turns` gives the order.  The
+    fields ``follows`` and ``at_once`` of the returned exchanges are set to match this order.
     """
     posted, places = list[TimedHop](), dict[tuple[int, int], int]()
     for turn in in_turns(len(hops), len(hops[0]) if hops else 0):
@@ -144,9 +144,9 @@ def pass_time(
 def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
     """Returns a lower bound of the seconds of a forward and a backward pass together.
 
-    The bound is at most the time of :func:`pass_time` with the same loads, or with larger ones.  In the bound, the
+    The bound is at most the time of :func:`pass_time` with the same loads or with larger loads.  In the bound, the
     computation of outer units delays no message, and the first gradient of a unit arrives when the unit's backward pass
-    begins.  ``loads`` must have no times other than computation and the adapter's.
+    begins.  In ``loads``, all times must be 0 except those of the model's computation and of the node's adapter.
     """
     inner = [
         replace(load, forward=0.0, backward=0.0) if unit in schedule.outer else load

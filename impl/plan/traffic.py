@@ -256,7 +256,7 @@ def predict(
     - ``step``: the trained weights change.  With local steps, groups also exchange the fragment that is due.
     - ``changed`` (``Zero.weights_changed``): all weights change.
     - ``forgotten`` (``Zero.forget_gathered``): all weights are gathered anew, although they have not changed.
-    - ``dropped`` (``Zero.drop_gradients``): the next gather sends the weights themselves, not differences.
+    - ``dropped`` (``Zero.drop_gradients``): the next gather that would send differences sends the weights themselves.
 
     With offload, each reduction copies the mean gradient of an offloaded master to the host, 4 bytes for each element
     of the shard.  The encoded master is copied to the device once a step.  If encoded masters are offloaded too, the
@@ -269,7 +269,7 @@ def predict(
         units: the model's units, in model order, laid out for ``topology.world`` ranks.
         rank: the rank that sends.
         events: passes and changes, in order (:func:`passes`).
-        buffer_bytes: bytes of the model's persistent buffers.
+        buffer_bytes: bytes of a rank's message with the model's persistent buffers (``ModuleBuffers.nbytes``).
         decisions: the choices of the policy's budget.
         methods: for the name of each unit, the messages that a user's own reduction declares.  A reduction that
             declares no messages is not counted.

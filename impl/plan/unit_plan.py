@@ -20,7 +20,8 @@ class Placed(NamedTuple):
     """A parameter, the name of its block, and whether the parameter is trained."""
 
     spec: ParameterSpec
-    block: str  # name of the block; "" for a parameter outside all blocks, or shared by several blocks
+    # Name of the block; "" for a parameter outside all blocks, and for one that a block shares with other modules.
+    block: str
     trainable: bool = True
 
 
@@ -55,12 +56,13 @@ def members_of(parameters: Sequence[Placed], blocks: Sequence[str], limits: Memo
 
     The order of the units is: root, persistent, blocks.
 
-    - A parameter in one block belongs to the unit of this block.
-    - A parameter outside all blocks, or shared by several blocks, belongs to the unit of the root.
+    - A parameter with a ``block`` belongs to the unit of this block.
+    - A parameter whose ``block`` is empty belongs to the unit of the root.
     - A parameter with fewer than ``limits.persist_below`` elements belongs to the persistent unit instead, as long as
       persistent parameters have at most ``limits.persist_most`` elements in all.
     - Frozen parameters form separate units: a block with trained and frozen parameters has two units.
-    - A unit without elements is left out, and its parameters join the first unit that has elements.
+    - A unit without elements is left out.  Its trained parameters join the first trained unit that has elements, and
+      its frozen parameters the first frozen unit that has elements.  If there is no such unit, they are in no unit
     """
     entries: dict[tuple[str, bool], list[int]] = {
         (name, trainable): [] for name in (ROOT, PERSISTENT, *blocks) for trainable in (True, False)

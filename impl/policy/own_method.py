@@ -177,7 +177,10 @@ class OwnMethod:
 
     @property
     def readable(self) -> bool:
-        """Whether the class is known or may be imported; :func:`impl.named_object.forbidden` forbids imports."""
+        """Whether the method was given as a class, or the module of the class may be imported.
+
+        Inside :func:`impl.named_object.forbidden`, nothing may be imported.
+        """
         return self.kind is not None or allowed()
 
     @property
@@ -211,11 +214,13 @@ class OwnMethod:
     def error_bound(self, unit: MethodUnit) -> float:
         """Returns the largest error that the class promises for an element, as a multiple of a magnitude M.
 
-        Returns infinity if the class promises no bound.
+        Returns 0 if the class promises the law ``exact``, and infinity if it promises no bound.
 
-        If the class gathers weights, M is the largest magnitude of the weights in the element's shard.  If the class
-        reduces gradients, M belongs to the piece of P / ranks elements in which the element lies: each rank's gradient
-        has a largest magnitude in this piece, and M is the mean of these magnitudes over all ranks.
+        If the class gathers weights, M is the largest magnitude of the weights in the element's shard.
+
+        If the class reduces gradients, the unit is cut into one piece of P / ranks elements for each rank.  In the
+        piece that contains the element, each rank's gradient has a largest magnitude.  M is the mean of these
+        magnitudes over ranks.  If two ranks have the largest magnitudes 1 and 3, M is 2.
         """
         laws = self.laws
         if MethodLaw.EXACT in laws:

@@ -547,8 +547,8 @@ class Policy:
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec that has one scale for a whole shard, if ``chunks`` cuts the shard.
 
-        With ``user_codecs``, only codecs of class ``OwnCodec`` are checked, and their modules are imported for it.
-        Otherwise only codecs of all other classes are checked.
+        With ``user_codecs``, the method checks only the codecs of class ``OwnCodec``, and imports their modules for it.
+        Otherwise it checks only the codecs of other classes.
         """
         for codec in (*self.gradients, *self.candidates.get("gradients", ())) if self.chunks > 1 else ():
             if isinstance(codec, OwnCodec) == user_codecs and codec.block == "shard":
@@ -717,9 +717,14 @@ class Policy:
     def for_kind(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
         """Returns the policy of frozen units (``trainable=False``) or of persistent units (``persistent=True``).
 
-        Frozen units are sent in the codec in which they are kept.  Persistent units hold small parameters, stay
-        gathered, and are sent unquantised: codecs that quantise are replaced with a cast to the compute type.  With
-        neither argument, returns this policy itself.
+        Frozen units are sent in the codec ``frozen`` in which they are kept.  If ``frozen`` is None, they are kept in
+        fp32, and sent like other weights.  Persistent units hold small parameters, stay gathered, and are sent
+        unquantised: codecs that quantise are replaced with a cast to the compute type.
+
+        A user's own gather is not used for either kind, nor a user's own reduction for persistent units.  With neither
+        argument, returns this policy itself.
+
+        Raises PolicyError: for a policy with a schedule.
         """
         if self.schedule:
             raise PolicyError(
@@ -756,8 +761,10 @@ class Policy:
         """Returns the policy of a unit whose parameters have these ``shapes``.
 
         With ``blocks='shape'``, the result has ``blocks='codec'``, and codecs with the block sizes that DeepSpeed would
-        use for these shapes.  Gradients of a unit without a matrix are then cast, not quantised.  For such a unit, the
-        result has ``planes=1`` in any case.
+        use for these shapes.  If the unit has no matrix, its gradients are then cast, not quantised, and have neither
+        error feedback nor partial sums in another type than fp32.
+
+        With any ``blocks``, a unit without a matrix gets ``planes=1``.
 
         Args:
             shapes: empty if only the size of the unit is known.  Then the gradients' blocks and ``planes`` do not
@@ -799,7 +806,8 @@ class Policy:
         * local steps need several groups, and all ranks form one group;
         * a user's codec does not fit the policy;
         * a budget chooses the codec of gradients between nodes, and there is one node;
-        * the number of steps after which a span of the schedule ends is not known.
+        * the number of steps after which a span of the schedule ends is not known;
+        * the last span of the schedule ends before the run.
         """
         if self.schedule:
             if any(span.until is not None and span.end is None for span in self.schedule[:-1]):
@@ -924,9 +932,12 @@ _NO_COPY: Final[dict[str, Any]] = {  # the fields of a policy without hpZ
 def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, int, int, int], ...]]:
     """Returns the phases of a policy with a schedule, and one row (end, every, changed, own) for each span.
 
-    ``end`` is the number of steps after which the span ends, infinite if this is not known, as for the last span.
-    ``every`` is the span's field of this name.  ``changed`` is the index of the phase in which the span's changes hold,
-    and ``own`` is the index of the phase of the span's other steps.
+    - ``end`` is the number of steps after which the span ends.  It is infinite for the last span, and for a span whose
+      end is not known yet.
+    - ``every`` is the span's field of this name.
+    - ``changed`` is the index of the phase that holds in the steps with the span's changes.
+    - ``own`` is the index of the phase that holds in the other steps of the span.  With ``every=1`` there are no other
+      steps, and ``own`` equals ``changed``.
 
     Raises PolicyError: if the fields of a span cannot be combined; the message names the span.
     """

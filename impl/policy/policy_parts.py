@@ -278,7 +278,7 @@ class BitBudget:
 
     Training begins with the policy's own codecs.  In step 1, and then in every ``every``-th step after it, all
     candidate codecs encode the step's weights and gradients, and their errors are measured.  After the step each unit
-    gets a new codec, so that all units together keep to the limit and the sum of their errors is smallest.  Frozen and
+    gets a new codec, so that all units together keep to the limit and the sum of their errors is small.  Frozen and
     persistent units keep their codecs.
 
     Raises PolicyError: for numbers out of range, no codecs, or neither weights nor gradients.

@@ -29,7 +29,7 @@ class Setting:
     """Describes one field of a policy: how suites set it, which values it allows, and how names and tables show it.
 
     :func:`setting` makes this record without its last three attributes ``name``, ``part`` and ``kind``.
-    :func:`settings` fills them in.
+    :func:`settings` fills them in, and replaces an empty ``key`` and a missing ``label`` by the field's name.
     """
 
     # The values that a suite may give, and what the field does, in Markdown: ``kind of value: meaning``.  Empty if the
@@ -77,7 +77,7 @@ class Setting:
     def parsed(self, value: Any) -> Any:
         """Returns the field's value for the ``value`` that a suite gives.
 
-        Without a parser (``read``) the two are the same.  With a parser, a text is parsed, and a list of two texts
+        Without a parser (``read``), this is ``value`` itself.  With a parser, a text is parsed, and a list of two texts
         becomes a tuple of two parsed values.  If the field holds a tuple, a single text stands for both entries.
         """
         if self.read is None:

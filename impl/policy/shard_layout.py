@@ -48,7 +48,10 @@ class ParameterSpec:
 
 
 class Band(NamedTuple):
-    """A part of one matrix in a shard: consecutive bands, each of which has the same number of whole rows."""
+    """The bands of one matrix in one rank's shard.  A band is a fixed number of whole rows that follow one another.
+
+    With bands of 2 rows, a shard with 5 whole rows of a matrix has 2 bands of this matrix.
+    """
 
     start: int  # first element of the first band, relative to the shard
     bands: int  # number of bands, which follow one another without a gap
@@ -199,7 +202,7 @@ class UnitGeometry:
         return tuple((start, end) for start, end in clipped if start < end)
 
     def bands(self, rank: int, rows: int) -> tuple[Band, ...]:
-        """Returns the bands of ``rows`` whole rows each in ``rank``'s shard, as one :class:`Band` for each matrix.
+        """Returns one :class:`Band` for each matrix in ``rank``'s shard; each band has ``rows`` whole rows.
 
         A matrix is left out if its number of columns is not a multiple of ``rows``, or if the shard has fewer than
         ``rows`` whole rows of it.

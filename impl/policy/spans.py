@@ -137,7 +137,8 @@ def _share(until: Any) -> Fraction:
 def check_order(spans: Sequence[Span]) -> Iterator[str]:
     """Yield an error message for each span that cannot follow the span before it.
 
-    Errors that depend on the run's number of steps are not found here, but by :func:`over`.  For example,
+    Yields a message also for a span without ``until`` that is not the last, and for a last span with a share below
+    100 %.  Errors that depend on the run's number of steps are not found here, but by :func:`over`.  For example,
     ``until=100`` after ``until="50 %"`` is possible in a run of 150 steps, and impossible in a run of 300.
     """
     for number, (span, after) in enumerate(itertools.pairwise(spans), 1):

@@ -79,10 +79,10 @@ class Topology:
     def check_group(self, name: str, ranks: int) -> None:
         """Check that this topology can be cut into groups of ``ranks`` ranks; 0 means no group.
 
-        The number must divide the number of ranks per node.  Otherwise it must be a multiple of the number of ranks per
-        node that divides the number of all ranks.  ``name`` is what the error message calls the group.
+        All groups have equally many ranks, and a group is either a part of a node or some whole nodes.  With 4 nodes of
+        6 ranks, groups of 1, 2, 3, 6, 12 and 24 ranks are possible.  ``name`` is what the error message calls a group.
 
-        Raises ValueError: for any other number.
+        Raises ValueError: if groups of ``ranks`` ranks are not possible.
         """
         per_node, world = self.ranks_per_node, self.world
         if ranks < 0 or (ranks and per_node % ranks and (ranks % per_node or world % ranks)):

@@ -3,8 +3,9 @@
 This is not a process-group backend.  The ranks of a group share one *arena* with a number of *slots*, and each
 slot has one row for each rank.  For an exchange, a rank writes its row of a slot, sets a flag to the number of the
 exchange, and reads the other ranks' rows *in place* once their flags are set.  A slot is written again only after
-all ranks have marked it as read.  Each rank chooses the slot of an exchange by itself: the first slot that it has
-finished with.  Since all ranks open and finish exchanges in the same order, they choose the same slot.
+all ranks have marked it as read.  Each rank chooses the slot of an exchange by itself: the slot with the lowest index
+in which it has no exchange under way.  Since all ranks open and finish exchanges in the same order, they choose the
+same slot.
 
 A flag must not become visible before the row that it announces.  The C++ library of :mod:`impl.cpu` sets flags
 with release and reads them with acquire order.  x86 processors keep this order by themselves; therefore, if the

@@ -50,8 +50,8 @@ class SideStream:
 
         Args:
             posted: whether the body begins by waiting for messages that the current stream has just posted.  Such
-                messages are sent after all earlier work of the current stream.  So the body's wait orders the two
-                streams, and this method need not.
+                messages are sent after all earlier work of the current stream.  So the body itself waits for this
+                work, and the method adds no second wait.
         """
         arrival = Arrival()
         if not posted:

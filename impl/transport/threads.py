@@ -99,8 +99,10 @@ class ThreadRank:
         """Let other ranks run until ``event`` has happened, and return True.
 
         Returns False if no rank can go on, because the event can then never happen.  If several ranks wait at that
-        moment, only the ranks with the largest ``patience`` (seconds) get False; the other ranks wait on.  A rank with
-        less patience may be one that has got False before, and now waits for the error reports of other ranks.
+        moment, only the ranks with the largest ``patience`` (seconds) get False; the other ranks wait on.
+
+        Thus a rank that waits for a message, with a large patience, fails before a rank that waits only for other
+        ranks' error reports, with a small patience.  The second rank then still gets the report of the first.
         """
         self.world.check()
         if not event.happened:

@@ -56,9 +56,9 @@ class Meter:
 class Reserve:
     """A pool of flat buffers whose elements have one type; the meter counts their bytes as ``part``.
 
-    A buffer is reused only for a request of exactly its size.  The pool keeps free buffers only as long as all buffers
-    together, free or in use, have no more elements than were in use at one time in the last pass.  Beyond this limit,
-    the largest free buffers are dropped first.
+    A buffer is reused only for a request of exactly its size.  All buffers of the pool, free or in use, count against
+    one limit: the most elements that were in use at one time, in the last pass or in the present pass so far.  Beyond
+    this limit, the pool drops free buffers, the largest first.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
@@ -89,16 +89,19 @@ class Reserve:
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def trim(self) -> None:
-        """Let the pool hold only as many elements as were in use at one time since the last call of this method.
+        """Set the pool's limit to the most elements that were in use at one time since the last call of this method.
 
-        To be called after each pass, since the first pass may need more elements than later ones.  Free buffers are
-        dropped, the largest first, until the pool is within this limit.
+        To be called after each pass, since the first pass may need more elements than later passes.  The method drops
+        free buffers, the largest first, until the pool is within the limit.
         """
         self._most, self._lately = self._lately, self._used
         self._shrink(self._most)
 
     def _shrink(self, most: int) -> None:
-        """Drop free buffers, the largest first, until all buffers have at most ``most`` elements, or none is free."""
+        """Drop free buffers, the largest first, until all buffers together have at most ``most`` elements.
+
+        Buffers in use are never dropped, so afterwards they alone may have more elements.
+        """
         while self._held > most and any(self._free.values()):
             largest = max(size for size, free in self._free.items() if free)
             self._free[largest].pop()
@@ -206,9 +209,9 @@ class Passes:
 
 
 def recomputing() -> bool:
-    """Return whether autograd is running a backward pass.
+    """Return whether autograd is running a backward pass in this thread.
 
-    If the result is True, a forward call recomputes a block for activation checkpointing.
+    A module that is called during a backward pass is recomputed, for activation checkpointing.
     """
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001  # there is no public function for it
 

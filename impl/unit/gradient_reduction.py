@@ -94,7 +94,7 @@ class GradientReduction:
         self._take_up(self._way(policy))
 
     def prepare(self, policies: Sequence[Policy]) -> None:
-        """Compile how to reduce with each of the ``policies`` of a schedule, and begin with the first of them.
+        """Compile the reduction for each of the ``policies`` of a schedule, and use the first policy from now on.
 
         If a policy has error feedback, the memory of the carried errors is allocated here.  All policies share this
         memory, so that :meth:`take_up` allocates nothing.
@@ -143,13 +143,13 @@ class GradientReduction:
     def begin(self) -> bool:
         """Begin to collect this pass's gradients, unless the unit has begun to collect them already.
 
-        To be called when a gradient arrives, before :meth:`collect`.  Returns True if no gradient of the unit was
-        collected before in this pass, and the unit belongs to a block.  At this event all ranks post the next hops of
-        the reductions that are under way.
+        To be called when a gradient arrives, before :meth:`collect`.  Returns whether the arrival is an event at which
+        all ranks post the next hops of the reductions that are under way.  The first gradient of a block's unit in a
+        pass is such an event.
 
-        Returns False for a unit outside of all blocks: the root's parameters, or the persistent ones.  Their gradients
-        may arrive just after another reduction has started, and posting the next hop of this reduction would make this
-        rank wait at once for its first hop.
+        The gradients of the root's unit and of the persistent unit are no such events.  They may arrive just after the
+        reduction of a block has started.  To post the second hop of the block's reduction then, this rank would have to
+        wait at once for the first hop.
 
         Raises:
             ZeroError: if the unit's reduction has started in this pass.
@@ -224,11 +224,12 @@ class GradientReduction:
     def _open(self, *, is_next: bool) -> Tensor:
         """Return the memory (P,) in which gradients are collected, and make it ``local``.
 
-        The memory is the first of the following that is possible:
+        A pass that only accumulates takes a buffer of the reserve, with elements in fp32.  A pass that reduces takes
+        the first of these memories that is possible:
 
         - the memory of the masters' gradients, on a single rank, where the local gradient is the mean;
         - the message of hop 1, if this reduction ``is_next`` and the codec sends the elements as they are;
-        - a buffer of the reserve.  Passes that only accumulate always take such a buffer, with elements in fp32.
+        - a buffer of the reserve, with elements in the compute type.
         """
         reduces = not self._passes.accumulating
         if reduces and self.own is None and not self.collective.hops and self._in_place:
@@ -301,7 +302,8 @@ class GradientReduction:
     def start(self) -> None:
         """Start the reduction with the gradients that have arrived, and post the first hop.
 
-        On a GPU, all later hops are enqueued here too, on a side stream.
+        On a GPU, all later hops are enqueued here too, on a side stream.  There are two exceptions: a user's own class
+        reduces the gradients, or the wire has an observer.
         """
         self.missing.clear()
         self.progress = Progress.FAILED  # stays so if this method is interrupted
@@ -328,10 +330,14 @@ class GradientReduction:
         """Post the message of the next hop.
 
         With ``finish``, post the messages of all hops that are left, wait for the mean, and give the mean to the master
-        shard.  Without ``finish``, a call after the last hop was posted waits for the mean only if the last hop stays
-        inside a node: see [Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`.
+        shard.
 
-        The method does nothing if no reduction is under way.
+        Without ``finish``, a call after the last hop was posted depends on the last hop.  If the last hop stays inside
+        a node, the call waits for the mean, and gives it to the master shard.  If the last hop crosses between nodes,
+        the call does nothing: see [Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`.
+
+        If :meth:`start` has enqueued all hops, as on a GPU, only a call with ``finish`` does anything.  The method does
+        nothing if no reduction is under way.
 
         Raises:
             ZeroError: if the reduction was interrupted.
@@ -417,8 +423,8 @@ class GradientReduction:
     def kept_errors(self) -> Errors | None:
         """Return the carried errors that are kept for this step or for later steps.
 
-        In a span of a schedule without feedback, these are the errors of the last span with feedback.  Returns None if
-        no errors are carried.
+        With a schedule, the present span may have no error feedback.  The result is then the errors that the last span
+        with error feedback has left.  Returns None if no errors are carried.
         """
         return self.feedback() if self._errors is None or self._feedback is not None else self._errors
 

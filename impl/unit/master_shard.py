@@ -8,7 +8,8 @@ The masters that an optimizer holds are views of the shard, and users treat them
 
 * ``p.data = values`` gives a master other memory.  :meth:`MasterShard.adopt` copies these values to the shard
   before a forward pass, and whenever the shard is read outside of passes.  It makes the master a view of the
-  shard again, unless somebody else holds the assigned memory.
+  shard again, unless somebody else holds the assigned memory.  In this case the master keeps the assigned memory,
+  and the next call of :meth:`MasterShard.adopt` copies the values again.
 * ``old = p.data; p.data = values`` keeps the master's old memory, which the user may assign again later.  From then on
   the old memory belongs to the user, so the shard moves to other memory before it takes the new values.
 * ``p.data.copy_(values)`` writes to the shard, but torch does not count the write.  The next gather that
@@ -242,7 +243,7 @@ class MasterShard:
     def check_usable(self) -> None:
         """Raise a ZeroError if a user has frozen a master or has registered a gradient hook on a master.
 
-        Autograd does not reach masters, so that the hook would never run.
+        Autograd does not reach masters, so the hook would never run.
         """
         for master, _, _ in self._spans:
             if not master.requires_grad:

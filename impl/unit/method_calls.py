@@ -48,8 +48,8 @@ def watch(seconds: float, report: Callable[[ZeroError], object]) -> None:
     If a call runs for ``seconds`` and neither posts a message nor waits for a message, the thread calls ``report`` with
     an error that names the call.  The thread then ends.
 
-    This function is for ranks that are processes.  The ranks of :func:`impl.simulate.simulate` are threads of one
-    process, which finds a rank that does not return without this function.
+    This function is for ranks that are processes.  Ranks that are threads (:func:`impl.simulate.simulate`) do not need
+    it: :mod:`impl.transport.threads` itself ends a rank that keeps its turn for too long.
     """
     threading.Thread(target=_watch, args=(seconds, report), name="method calls", daemon=True).start()
 

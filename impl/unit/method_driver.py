@@ -133,7 +133,7 @@ class MethodDriver:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Give the method the tensors of ``state`` whose names begin with ``prefix``; other tensors are ignored.
 
-        Before, wait for the messages that the method has posted.
+        Before that, the driver waits for the messages that the method has posted.
         """
         self.wire.drain()
         own = {

@@ -157,7 +157,7 @@ class OwnWeightGather:
     def _present(self) -> Change:
         """Return how the weights have changed since the last gather.
 
-        The result is ``stepped`` also if torch has counted a write to the master that nobody has reported.
+        A write to the master counts as ``stepped`` if torch has counted the write and nobody has reported it.
         """
         written = self._change == "unchanged" and self._seen != self._master_shard.version[1]
         return "stepped" if written else self._change
@@ -183,8 +183,9 @@ class OwnWeightGather:
     def state(self) -> dict[str, Tensor]:
         """Return copies of the tensors in the method's state, by name, for a resumed run.
 
-        One further tensor has two numbers: the optimizer step at the last gather whose change was ``loaded``, and how
-        the weights have changed since the last gather.
+        The dict has one tensor more, with two integers.  The first is the optimizer step at the last gather that told
+        the method that the weights were ``loaded``.  The second says how the weights have changed since the last
+        gather: 0 for ``unchanged``, 1 for ``stepped``, 2 for ``loaded``.
         """
         return {_RECORD: torch.tensor([self._begun, _CHANGES.index(self._present())]), **self.own.state()}
 

@@ -24,7 +24,7 @@ class Keeper(Protocol):
     name: str  # of the parameter
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """Return the tensor with which an operation computes in place of ``parameter``, or raise an error.
+        """Return the tensor that an operation is to use in place of ``parameter``, or raise an error.
 
         ``together`` are all placeholders among the arguments of this operation, ``parameter`` included.
         """
@@ -132,9 +132,9 @@ class _Detached:
 
 
 def _detached(parameter: Placeholder, refusal: ZeroError) -> nn.Parameter:
-    """Return a new placeholder with the shape, type and device of ``parameter``, which takes no part in autograd.
+    """Return a new placeholder with the shape, type and device of ``parameter``.
 
-    Every use of the new placeholder raises a ZeroError with the text of ``refusal``.
+    The new placeholder takes no part in autograd.  Every use of it raises a ZeroError with the text of ``refusal``.
     """
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         leaf = nn.Parameter(parameter.data, requires_grad=False)

@@ -37,8 +37,9 @@ from impl.unit.master_shard import Version
 class SecondaryShard:
     """One unit's secondary shard on one rank.
 
-    While the secondary shard is current, gathers leave out ``hops``, the hops between nodes.  The methods below call F
-    the bytes of a frame that arrives, and K the bytes of a frame that is kept, which is encoded in ``codec``.
+    While the secondary shard is current, gathers leave out ``hops``, the hops between nodes.  Shapes below have three
+    numbers.  F is the bytes of a frame that arrives.  K is the bytes of a frame that is kept, in ``codec``.
+    ``copies`` is the number of frames that are kept, such as 2 with two nodes.
 
     Args:
         geometry: the unit's layout.
@@ -71,7 +72,7 @@ class SecondaryShard:
 
         - ``copy``, if the secondary shard has this version of the weights;
         - ``weights``, if the policy has no differences;
-        - ``weights``, in the first gather, and in the first gather after a load;
+        - ``weights``, in the first gather, and in the first gather after a load or after :meth:`distrust`;
         - ``weights``, if ``refresh`` optimizer steps have passed since a gather last sent the weights;
         - ``differences``.
 

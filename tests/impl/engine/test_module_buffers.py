@@ -385,9 +385,9 @@ CHANGES: list[tuple[str, Change]] = [
      lambda net, rank: net.register_buffer("more", torch.zeros(1) if rank else None)),
     (r"'table' is \(4, 6\) float32 on rank 0, \(3, 3\) float32 sparse_coo on rank 1",
      lambda net, rank: net.register_buffer("table", torch.eye(3).to_sparse() if rank else net.table)),
-    (r"'table' is \(3, 3\) float32 sparse_coo, of which ranks cannot take the mean",
+    (r"'table' is \(3, 3\) float32 sparse_coo, which cannot be made equal on all ranks",
      lambda net, _: net.register_buffer("table", torch.eye(3).to_sparse())),
-    (r"'table' is \(3,\) float32 on meta, of which ranks cannot take the mean",
+    (r"'table' is \(3,\) float32 on meta, which cannot be made equal on all ranks",
      lambda net, _: net.register_buffer("table", torch.empty(3, device="meta"))),
 ]  # fmt: skip
 
