@@ -42,7 +42,10 @@ class Joined:
         self._host, self.wire, self.policy = host, wire, policy
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
-        """Raise HostError unless the wire's global ranks are ``ranks``, the host's, in the same order."""
+        """Raise HostError unless the wire has the same global ranks as the host, in the same order.
+
+        ``ranks`` are the global ranks of FSDP2's device mesh or of DDP's process group.
+        """
         theirs, ours = (", ".join(map(str, each)) for each in (ranks, self.wire.mesh.global_ranks))
         if theirs != ours:
             raise HostError(
@@ -87,9 +90,11 @@ class Joined:
 def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topology) -> list[GroupGeometry]:
     """Returns FSDP2's parameter groups: first the root's, then one for each of ``blocks``.
 
-    The root's group holds the parameters of ``model`` outside all blocks.  ``blocks`` are the modules on which
-    ``fully_shard`` is called in addition to ``model``; a block may contain other blocks.  ``model`` may be sharded
-    already or not yet.
+    ``blocks`` are the modules on which ``fully_shard`` is called in addition to ``model``.  A block may contain other
+    blocks: then the parameters of the inner block belong to the inner block's group.  The root's group holds the
+    parameters outside all blocks.  A module without parameters for its group has no group.
+
+    ``model`` may be sharded already or not yet.
 
     Raises HostError: for a parameter without dimensions, which FSDP2 cannot shard.
     """
