@@ -109,8 +109,9 @@ def sync(path: Path) -> None:
 def thin(folder: Path, keep: int) -> None:
     """Remove all complete checkpoints in ``folder`` except the ``keep`` newest.
 
-    Each checkpoint is renamed before it is removed, so that an interrupted removal leaves no incomplete checkpoint.  A
-    checkpoint that cannot be removed is logged and stays.
+    Each checkpoint first gets a temporary name, so that an interrupted removal leaves no incomplete checkpoint.  If the
+    name cannot be changed, a warning is logged, and the checkpoint stays.  If the renamed folder cannot be removed, a
+    warning is logged, and the next :func:`begin` tries again.
     """
     for path in checkpoints(folder)[:-keep]:
         try:

@@ -103,12 +103,12 @@ class SavedMasters:
 
         ``saved`` are the manifest's entries of the optimizers.  The number of optimizers, their classes and their
         parameters must be the same as in ``saved``.  Parameters that share an optimizer group here must have been saved
-        with the same options.
+        with the same options, and parameters that share a master with the same numbers, such as Adam's ``step``.
         """
         if len(saved) != (count := len(self._optimizers)):
             raise CheckpointError(
-                f"has the state of {len(saved)} optimizers, but {count} are to be loaded: pass as many as were "
-                "saved, or none"
+                f"has the state of {len(saved)} optimizers, but load() was given {count}: pass as many optimizers as "
+                "were saved, or none"
             )
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             kind, parameters = type(optimizer).__name__, entry["parameters"]

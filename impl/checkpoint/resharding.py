@@ -103,9 +103,9 @@ class Parts:
                     self.ranges[name].setdefault(kind, []).append((int(start), number))
 
     def read(self, kind: str, name: str, start: int, end: int) -> Tensor:
-        """Returns a copy of elements [start, end) of one kind of a parameter's values, (end - start,).
+        """Returns saved values of elements [start, end) of the parameter ``name``, as a copy (end - start,).
 
-        ``name`` is the name of the parameter.  ``kind`` is, for example, ``weight`` or ``optimizer0.exp_avg``.
+        ``kind`` says which values: for example ``weight`` or ``optimizer0.exp_avg``.
 
         Raises CheckpointError: if one of these elements is in no file.
         """
@@ -115,8 +115,8 @@ class Parts:
             parts.append(values[max(start - low, 0) : max(end - low, 0)])
         if (count := sum(map(len, parts))) != end - start:
             raise CheckpointError(
-                f"{self.path}: has only {count} of the elements {start} to {end} of {kind} of {name!r}: load another "
-                "checkpoint"
+                f"{self.path}: has {count} values of {kind} for the {end - start} elements from {start} on of "
+                f"parameter {name!r}: load another checkpoint"
             )
         return torch.cat(parts) if parts else torch.empty(0)
 

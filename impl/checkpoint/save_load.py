@@ -179,10 +179,10 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 
 
 def _identity(zero: Zero) -> dict[str, str]:
-    """Returns, as text by name, the settings that must be equal to load the communication state of a checkpoint.
+    """Returns the settings on which the communication state depends, each by its name and as text.
 
-    The communication state is, for example, the carried errors of error feedback.  If a setting of the run differs from
-    the checkpoint's, :func:`load` drops this state.
+    The communication state is, for example, the carried errors of error feedback.  :func:`load` compares these settings
+    of the run with those in the checkpoint, and drops the checkpoint's communication state if one setting differs.
     """
     policy, topology = zero.policy, zero.wire.mesh.topology
     return {
@@ -220,10 +220,9 @@ def _local_steps(policy: Policy) -> str:
 def _group(zero: Zero) -> str | None:
     """Returns the prefix of the names under which this rank's state group saves its values, such as ``group1:``.
 
-    The prefix of the first group is empty, as in a run without local steps.  A run of another topology or policy
-    therefore loads the weights and optimizers of the first group.
-
-    Returns None without local steps.
+    Returns the empty prefix for the first group, and None in a run without local steps.  Both save under names without
+    a prefix.  A run with another topology or policy looks for these names, and so loads the first group's weights and
+    optimizer states.
     """
     if zero.policy.local_steps is None:
         return None
@@ -380,9 +379,10 @@ def _take_weights(zero: Zero, parts: Parts, group: str) -> None:
 
 
 def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
-    """Load the loss scale, the step, the communication state and the random states.
+    """Load everything except weights, buffers and optimizers.
 
-    Yields a line for each part that is dropped, with the reason.
+    This is the loss scale, the numbers of the step and the micro-batch, the communication state, the codes of frozen
+    weights, and the random states.  Yields a line for each part that is dropped, with the reason.
     """
     mesh, manifest = zero.wire.mesh, parts.manifest
     if manifest.loss_scale is not None:
