@@ -36,8 +36,9 @@ class FrameGather:
         write: writes the message of each hop after the first.  It is called with the hop, the message (bytes,) uint8,
             and what the previous hop has received, (ranks along the previous hop's axis, bytes) uint8.  It is not
             called for the second hop if the first hop's frames are received directly into the second hop's message.
-        keep: is called with a hop and what the hop has received, if the hop keeps something.  This happens before the
-            next hop is posted, and never for the last hop.
+        keep: stores what a hop has received, for example as hpZ's copy.  It is called with the hop and the received
+            bytes, for each hop whose ``keeps`` is not ``nothing``, before the next hop is posted.  It is not called for
+            the last hop.
     """
 
     def __init__(
