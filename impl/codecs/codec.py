@@ -68,7 +68,7 @@ class _Framed:
     stochastic: bool = False
 
     def blocks(self, numel: int) -> int:
-        """Returns 0, the number of blocks and of scales for ``numel`` elements, since this codec has no scales."""
+        """Returns the number of blocks with a scale for ``numel`` elements: 0, since this codec has no scales."""
         return 0
 
     def scale_bytes(self, numel: int) -> int:

@@ -248,8 +248,8 @@ class _Spikes(_Format):
     def _bound(self, low: float, high: float, top: float) -> float:
         """Returns an upper bound of |decoded - x| in fp32.
 
-        The bound is half of a step of the range from ``low`` to ``high``, plus the errors of rounding the step, the
-        smallest element and the spikes to bf16.
+        The range from ``low`` to ``high`` is divided into equal steps.  The bound is half a step, plus the errors of
+        rounding the step, the smallest element and the spikes to bf16.
         """
         # Below the smallest normal number bf16 has coarse steps.
         ends = (top + 2 * (high / 2 - low / 2)) * 2.0**-8 + 2 * SMALLEST_NORMAL

@@ -139,9 +139,10 @@ class Operations:
     ) -> None:
         """Decode ``frames`` (sources, ..., F) uint8, and write their sum to ``out`` (..., S) fp32.
 
-        The sources are added in ascending order, and the sum is divided by ``divisor``.  With ``sums="fp16"``, as in
-        DeepSpeed, each term and each partial sum is rounded to fp16, and becomes infinite beyond 65504.  The first term
-        is then added to 0.
+        The sources are added in ascending order, and the sum is divided by ``divisor``.
+
+        With ``sums="fp16"``, as in DeepSpeed, each term and each partial sum is rounded to fp16, and becomes infinite
+        beyond 65504.  The partial sums then begin with 0, so that the sum of a single -0 is +0.
 
         Raises ValueError: for the same reasons as :meth:`encode`, or if ``out`` is not fp32.
         """
@@ -420,8 +421,9 @@ def merged_rows(
     All tensors have the same leading dimensions.
 
     Returns:
-        (size, steps) for each merged dimension.  ``steps`` has the distance from one row to the next in each tensor,
-        in bytes, and then the distance in ``noise``, in elements, unless ``noise`` is None.
+        (size, steps) for each merged dimension.  ``steps`` has one number for each tensor: the distance in bytes from
+        one row to the next.  If ``noise`` is not None, a last number follows: the distance in elements from the noise
+        of one row to the noise of the next.
 
     Raises ValueError: if more than ``most`` dimensions are left, which is the limit of the kernels of ``backend``.
     """
