@@ -201,7 +201,8 @@ def _checked(codecs: Sequence[CodecOrText], key: Key | None) -> list[Codec]:
     """Return a list of the given codecs; a codec that is given as text is parsed.
 
     Raises:
-        ValueError: if a codec is stochastic and ``key`` is None, since the random bits come from the key.
+        ValueError: if a text names no codec.  Also if a codec is stochastic and ``key`` is None, since the random bits
+            come from the key.
     """
     parsed = [codec if isinstance(codec, Codec) else parse(codec) for codec in codecs]
     for codec in parsed:

@@ -25,10 +25,10 @@ reduce-scatter                  FSDP2's reduce-scatter     FSDP2 records an even
 
 In the first and the last row, encoding, all hops and decoding are enqueued on the current stream, and the call returns
 None.  If the call returned a ``Work``, FSDP2 would free the gathered buffer at another time.  In the second row, the
-first hop is posted on the computation's stream, on which FSDP2 also copies to the buffer.  The later hops and decoding
-follow on the wire's side stream, so that they overlap with the computation.  The encoded messages are in the wire's
-buffers.  The next user of a buffer waits for the end of the buffer's last use, on any stream.  The gathered buffer and
-the mean belong to FSDP2, which keeps them until the events of the table have passed.
+first hop is posted on the computation's stream, where FSDP2 also copies this rank's shard to the gathered buffer.  The
+later hops and decoding follow on the wire's side stream, so that they overlap with the computation.  The encoded
+messages are in the wire's buffers.  The next user of a buffer waits for the end of the buffer's last use, on any
+stream.  The gathered buffer and the mean belong to FSDP2, which keeps them until the events of the table have passed.
 
 Where the host waits for messages (gloo, and GPUs with transport ``staged``), an all-gather returns a ``Work`` in both
 cases, so that messages are under way until FSDP2 needs the weights.

@@ -24,7 +24,7 @@ _LEFT: Final = re.compile(r"\.checkpoint-[0-9]{6,}\.[0-9a-f]+\.partial")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; one line names the file and the reason."""
+    """A checkpoint cannot be saved, read or loaded; one line gives the reason, and the file if there is one."""
 
 
 def checkpoints(folder: Path) -> list[Path]:

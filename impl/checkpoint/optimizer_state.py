@@ -23,7 +23,7 @@ from impl.unit.unit import Unit
 
 
 class MasterRanges(NamedTuple):
-    """The parameters of one master, and the parts of these parameters that this rank holds and saves."""
+    """The parameters of one master, the parts of them that this rank holds, and the parts that this rank saves."""
 
     names: list[str]  # the parameters with elements in this master on any rank
     ranges: list[Range]  # the parts of the parameters in this rank's master
@@ -124,9 +124,10 @@ class SavedMasters:
                     self._shared(parameters, [master], "numbers")
 
     def _shared(self, parameters: dict[str, Any], masters: Sequence[Tensor], key: str) -> Any:
-        """Returns the ``options`` or the ``numbers`` (``key``) with which all parameters of ``masters`` were saved.
+        """Returns the saved value that all parameters of ``masters`` have in common.
 
-        ``parameters`` is from the manifest: options and numbers by name of the parameter.
+        ``key`` is ``options`` or ``numbers``, and says which value.  ``parameters`` is from the manifest: the options
+        and numbers of each parameter, by its name.
 
         Returns None if the masters hold no parameters.
 

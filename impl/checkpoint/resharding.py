@@ -41,11 +41,13 @@ class Range(NamedTuple):
 def ranges(
     geometry: UnitGeometry, rank: int, span: Sequence[int] = (), *, saved: bool = False
 ) -> Iterator[Range]:
-    """Yield the ranges of parameters in elements ``span`` (start, end) of ``rank``'s shard, by default in all of it.
+    """Yield the ranges of parameters that are in a part of the shard of ``rank``.
 
-    A range's ``place`` counts from the start of ``span``.  Padding belongs to no range.  If ``saved`` is True, only the
-    elements that ``rank`` saves are yielded: several state groups may hold copies of a shard, and one rank saves each
-    element.
+    ``span`` is the part, as elements (start, end) of the shard; by default the whole shard.  A range's ``place`` counts
+    from the start of the part.  Padding belongs to no range.
+
+    If ``saved`` is True, only the elements that ``rank`` saves are yielded: several state groups may hold copies of a
+    shard, and only one rank saves each element.
     """
     first, _ = geometry.bounds(rank)
     start, end = span or (0, geometry.shard)
@@ -130,7 +132,10 @@ class Parts:
         return whole
 
     def tensors(self, number: int, kind: str) -> dict[str, Tensor]:
-        """Returns copies of the tensors that file ``number`` has under ``kind/NAME``, by NAME, such as all buffers."""
+        """Returns copies of the tensors whose names in file ``number`` are ``kind/NAME``, as a dict by NAME.
+
+        For example, ``kind = "buffer"`` in file 0 gives all buffers.
+        """
         file, prefix = self._files[number], f"{kind}/"
         keys = [key for key in file.offset_keys() if key.startswith(prefix)]
         return {key.removeprefix(prefix): file.get_tensor(key).clone() for key in keys}

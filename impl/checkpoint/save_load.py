@@ -220,9 +220,10 @@ def _local_steps(policy: Policy) -> str:
 def _group(zero: Zero) -> str | None:
     """Returns the prefix of the names under which this rank's state group saves its values, such as ``group1:``.
 
-    Returns the empty prefix for the first group, and None in a run without local steps.  Both save under names without
-    a prefix.  A run with another topology or policy looks for these names, and so loads the first group's weights and
-    optimizer states.
+    Returns the empty prefix for the first group.  A run with another topology or policy looks for names without a
+    prefix, and so loads the first group's weights and optimizer states.
+
+    Returns None in a run without local steps, whose names have no prefix either.
     """
     if zero.policy.local_steps is None:
         return None

@@ -239,8 +239,8 @@ class _Spikes(_Format):
     """Spike reserving (2508.03760): the smallest and the largest element of a block are kept in bf16.
 
     The other elements become integers: the number of equal steps above the smallest of the other elements.  A block has
-    10 extra bytes: the index of each of the two spikes in the block, in one byte, and four numbers in bf16.  The
-    numbers are the two spikes, the smallest of the other elements, and the step.
+    10 extra bytes.  Two bytes are the places of the two spikes in the block.  The other eight bytes are four numbers in
+    bf16: the two spikes, the smallest of the other elements, and the step.
     """
 
     size, beside = 128, 10

@@ -171,8 +171,9 @@ class Reduction:
     def post_next_hop(self) -> None:
         """Wait for the messages under way, and post the next hop's messages.
 
-        If all hops are posted and the last hop stays inside a node, set ``mean``.  If the last hop crosses between
-        nodes, do nothing; see [Note: deferred last hop].
+        If all hops have been posted already, there is nothing to post.  If the last hop then stays inside a node, this
+        method finishes the reduction and sets ``mean``.  If the last hop crosses between nodes, it does nothing; see
+        [Note: deferred last hop].
         """
         if self.mean is not None:
             return

@@ -371,8 +371,8 @@ class Kernels(Operations):
     ) -> Repeat | None:
         """Sum frames of elements that are not quantised, and write the sum to the frames ``out``.
 
-        This takes one launch if the kernel takes the tensors, and otherwise torch's launches.  Returns a function that
-        repeats the launch, or None in the second case.
+        If the kernel takes the tensors, this is one launch, and a function that repeats the launch is returned.
+        Otherwise torch sums and casts, and None is returned.
         """
         first, second = hops
         assert isinstance(first, Raw) and isinstance(second, Raw)  # noqa: S101, PT018  # _fuses() accepted them

@@ -75,7 +75,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamOptions:
-    """The optimizer of a configuration; ``type`` is the name of its class in torch."""
+    """The optimizer that a configuration asks for; ``type`` is the class in ``torch.optim``."""
 
     type: Literal["Adam", "AdamW"]
     lr: float
@@ -485,7 +485,7 @@ class _Reading:
         )
 
     def _findings(self) -> Iterator[Finding]:
-        """Yield a finding for every key of the configuration, in the configuration's order."""
+        """Yield a finding for every key and every empty table of the configuration, in the configuration's order."""
         for path, value in self.entries.items():
             kind: Kind = "without effect"
             if value is None:
