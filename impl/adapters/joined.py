@@ -122,9 +122,10 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 def hosted_units(
     host: Host, model: nn.Module, topology: Topology, policy: Policy
 ) -> list[GroupGeometry] | list[UnitGeometry]:
-    """Returns FSDP2's parameter groups of ``model``, or the units in which DDP's gradients of ``model`` are sent.
+    """Returns the parts of ``model`` whose weights or gradients are sent together inside ``host``.
 
-    ``host`` says which of the two.  The host must not have wrapped the model yet.  The model may be on the meta device.
+    With ``fsdp2``, these parts are FSDP2's parameter groups.  With ``ddp``, they are units.  The host must not have
+    wrapped the model yet.  The model may be on the meta device.
 
     Raises PolicyError, HostError, GeometryError: for the same reasons as the host's adapter.
     """

@@ -41,7 +41,7 @@ def export(
     written.
 
     Args:
-        folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
+        folder: a checkpoint, or a folder of checkpoints.  From a folder of checkpoints the newest is taken.
         path: the file to write, which must not exist yet.
         dtype: type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
         allow_overflow: whether finite values beyond the type's range are written as infinity.  If False, these

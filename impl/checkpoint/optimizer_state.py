@@ -143,10 +143,11 @@ class SavedMasters:
         return from_json(parameters[names[0]][key]) if names else None
 
     def load(self, saved: Sequence[dict[str, Any]], parts: Parts, copy: str) -> None:
-        """Load the optimizers' state ``saved``, which passed :meth:`check`, with values from the files ``parts``.
+        """Load the states of the optimizers.
 
-        ``copy`` is the prefix of the state group whose values are loaded; empty for the first group, and without local
-        steps.
+        Options and numbers come from ``saved``, the manifest's entries, which must have passed :meth:`check`.  States
+        with a value for each element, such as Adam's ``exp_avg``, come from the files ``parts``.  ``copy`` is the
+        prefix of the state group whose values are loaded.  It is empty for the first group, and without local steps.
         """
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}

@@ -181,8 +181,8 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 def _identity(zero: Zero) -> dict[str, str]:
     """Returns the settings on which the communication state depends, each by its name and as text.
 
-    The communication state is, for example, the carried errors of error feedback.  :func:`load` compares these settings
-    of the run with those in the checkpoint, and drops the checkpoint's communication state if one setting differs.
+    The communication state is, for example, the carried errors of error feedback.  If one of these
+    settings differs between the run and the checkpoint, :func:`load` drops the checkpoint's communication state.
     """
     policy, topology = zero.policy, zero.wire.mesh.topology
     return {
@@ -291,7 +291,7 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
     Otherwise some state is dropped, and ``Loaded.dropped`` lists the dropped parts.
 
     Args:
-        folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
+        folder: a checkpoint, or a folder of checkpoints.  From a folder of checkpoints the newest is taken.
         zero: the engine.
         optimizers: the same optimizers as were saved, or none, which drops their state.
 

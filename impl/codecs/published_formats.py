@@ -164,8 +164,8 @@ class _Table(_Format):
 def _float_table(bits: int, mantissa: int, least: int) -> tuple[float, ...]:
     """Returns all values of a small float type without infinities, in ascending order, with one zero.
 
-    The type has ``bits`` bits, of which ``mantissa`` are the mantissa; ``least`` is the exponent of the smallest normal
-    value.
+    A value has ``bits`` bits: the sign, the exponent, and ``mantissa`` bits of mantissa.  ``least`` is the exponent of
+    the smallest normal value.
     """
     zero, *positive = float_levels(bits, mantissa, least)
     return (*(-v for v in reversed(positive)), zero, *positive)

@@ -319,8 +319,10 @@ def _sum_and_divide(repeat: Repeat, divisor: int, frames: Tensor, out: Tensor) -
 def key_of(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
     """Returns the key under which an operation without noise and carried errors is remembered.
 
-    Tensors of the same layout have the same key, wherever they lie in memory.  Returns None if a tensor has no memory,
-    or is negated lazily: the operation must then check the tensors, although others of the same layout passed.
+    Tensors of the same layout have the same key, wherever they lie in memory.
+
+    Returns None if a tensor has no memory, or is negated lazily.  The operation must refuse such a tensor, even if it
+    has accepted other tensors of the same layout.
     """
     addresses = _address(first), _address(second)
     if 0 in addresses or first.is_neg() or second.is_neg():
@@ -647,8 +649,9 @@ def _levels(codec: FloatCodec, device: torch.device) -> Tensor:
 def float_levels(bits: int, mantissa: int, least: int) -> list[float]:
     """Returns the non-negative values of a small float type, in ascending order of their codes.
 
-    The type has ``bits`` bits, of which ``mantissa`` are the mantissa; ``least`` is the exponent of the smallest normal
-    value.  Codes that stand for NaN or infinity in a format, such as e4m3's last code, also get a finite value here.
+    A value has ``bits`` bits: the sign, the exponent, and ``mantissa`` bits of mantissa.  ``least`` is the exponent of
+    the smallest normal value.  Codes that stand for NaN or infinity in a format, such as e4m3's last code, also get a
+    finite value here.
     """
     size = 1 << mantissa
     return [

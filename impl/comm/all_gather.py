@@ -63,8 +63,8 @@ class FrameGather:
         Args:
             tag: the purpose under which the ledger books the messages of all hops.
             first: writes the message (bytes,) uint8.
-            into: (ranks * bytes,) uint8, in which all messages may arrive if the gather has a single hop; not used
-                otherwise.
+            into: (ranks * bytes,) uint8.  If the gather has a single hop, all messages may arrive in this memory.  With
+                several hops it is not used.
         """
         self._tag, self.left, hop = tag, len(self.hops) - 1, self.hops[0]
         to = None if self.left else into

@@ -59,8 +59,8 @@ class Exchange(Protocol):
     def parts(self) -> Sequence[Tensor]:
         """Wait for all messages, and return a tensor (bytes,) uint8 for each rank that sent a message.
 
-        The result is valid until :meth:`close`.  Call this in place of :meth:`wait` in an uneven all-to-all, in which
-        messages differ in length.
+        The result is valid until :meth:`close`.  Call this in place of :meth:`wait` if the messages differ in length,
+        as in an uneven all-to-all.
         """
 
     def close(self) -> None:
@@ -162,8 +162,8 @@ def collective(
     """Post an exchange as one collective of the backend, and return the ``Work`` to wait for.
 
     If ``in_line`` is True, NCCL runs the collective on the current stream, and the returned list is empty.  Otherwise
-    NCCL runs the collective on the group's own stream, and an event before and after the collective orders the two
-    streams.
+    NCCL runs the collective on the group's own stream.  Two events order the two streams: one before the collective,
+    and one after it.
     """
     handle, apart = group.process_group, not in_line
     if splits is not None:

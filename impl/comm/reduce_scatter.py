@@ -84,7 +84,7 @@ class Reduction:
             self._events += [[(number, 0)] for number in range(len(self._summing), len(self.hops))]
 
     def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
-        """Return the random bits with which this rank encodes for hop number ``hop``.
+        """Return the random bits that this rank needs to encode its message for hop number ``hop``.
 
         The bits begin at element ``start`` of each piece.
 
