@@ -88,7 +88,7 @@ class SavedMasters:
         return entries
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values (n,)) for each range of parameters that this rank saves, and for each optimizer state.
+        """Yield (name, values (n,)) for each optimizer state of each range of parameters that this rank saves.
 
         Only states with one value for each element of a master, such as Adam's ``exp_avg``, are yielded.
         """

@@ -146,10 +146,10 @@ def gather_whole(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Te
 
 
 def scatter(wire: Wire, source: int, parts: Sequence[Tensor] | None, numel: int, tag: Tag) -> Tensor:
-    """Send one tensor from rank ``source`` to each rank; returns the tensor for this rank, (numel,) fp32.
+    """Send a different tensor from rank ``source`` to each rank; returns the tensor for this rank, (numel,) fp32.
 
     On ``source``, ``parts`` has one tensor of at most ``numel`` elements for each rank; shorter tensors are padded with
-    zeros.  On the other ranks ``parts`` is None.  This is an all-to-all in which the other ranks send zeros.
+    zeros.  On the other ranks ``parts`` is None.  The messages are an all-to-all, and the other ranks send zeros.
     """
     world = wire.mesh.topology.world_axis
     exchange = wire.all_to_all(world, numel * torch.float32.itemsize, tag)
