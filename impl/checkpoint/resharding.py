@@ -117,8 +117,8 @@ class Parts:
             parts.append(values[max(start - low, 0) : max(end - low, 0)])
         if (count := sum(map(len, parts))) != end - start:
             raise CheckpointError(
-                f"{self.path}: has {count} values of {kind} for the {end - start} elements from {start} on of "
-                f"parameter {name!r}: load another checkpoint"
+                f"{self.path}: parameter {name!r} has {count} saved values of {kind} from element {start} on, expected "
+                f"{end - start}: load another checkpoint"
             )
         return torch.cat(parts) if parts else torch.empty(0)
 

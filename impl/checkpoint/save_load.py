@@ -129,8 +129,8 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
         zero.hooks.check_parameters()
         if unused := zero.masters.unused_gradients:
             raise CheckpointError(
-                f"save() was called with gradients of {unused} masters that no optimizer has used: gradients are not "
-                "saved; save after the step of every optimizer, or drop the gradients with model.zero_grad()"
+                f"save() was called while {unused} masters have gradients that no optimizer has used: gradients are "
+                "not saved; save after the step of every optimizer, or drop the gradients with model.zero_grad()"
             )
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep = {keep}: expected 1 or more, or None to keep all checkpoints")

@@ -59,7 +59,7 @@ def padded_bytes(n: int) -> int:
 
 
 class _Framed:
-    """The common part of all codecs: the sizes of a frame without scales, to which :class:`_Scaled` adds scales."""
+    """The common part of all codecs: the sizes of a frame without scales.  :class:`_Scaled` adds scales."""
 
     __slots__ = ()
 

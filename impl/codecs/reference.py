@@ -396,7 +396,7 @@ def _check_written(codec: Codec, target: Tensor) -> None:
 
 
 def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
-    """Raise ValueError if ``codec`` is stochastic and the noise is missing or does not fit elements of ``shape``."""
+    """Raise ValueError if ``codec`` is stochastic, unless there is a ``noise`` that fits elements of ``shape``."""
     if codec.stochastic and (noise is None or len(noise.strides) != len(shape) - 1):
         got = "none" if noise is None else f"noise with strides {noise.strides}"
         raise ValueError(

@@ -352,8 +352,8 @@ def _read(device_mesh: DeviceMesh, topology: Topology | None) -> tuple[tuple[int
     have any number and names, as long as all are data parallel.
 
     Raises:
-        MeshError: if a dimension is not data parallel, such as ``tp``, or if this rank is not in the device mesh.  Also
-            if ``topology`` is None and there are more than two dimensions, or two dimensions with unknown names.
+        MeshError: if a dimension is not data parallel, such as ``tp``, or if this rank is not in the device mesh.
+            Without a ``topology``, also if there are more than two dimensions, or two dimensions with unknown names.
     """
     ranks, names = device_mesh.mesh, device_mesh.mesh_dim_names or ()
     for name in names:

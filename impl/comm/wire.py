@@ -311,8 +311,8 @@ class Wire:
             tag: the purpose under which the ledger books the messages.
             ring: whether the backend's own all-gather is used.  The ledger then books the bytes of a ring.
             into: (ranks * nbytes,) uint8 to receive the messages.  Transports that cannot do this ignore it.
-            in_line: whether the caller waits for the messages as soon as they are posted.  If both happen on a side
-                stream of a GPU, the exchange runs on this stream, so that the host records fewer events.
+            in_line: whether the caller waits for the messages as soon as they are posted.  If the caller posts and
+                waits on a side stream of a GPU, the exchange runs on this stream, and the host records fewer events.
         """
         return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into, in_line=in_line)
 

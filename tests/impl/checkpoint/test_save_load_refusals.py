@@ -133,7 +133,7 @@ def _nothing(_: Run) -> None:
         (_nothing, lambda rank: {"extra": rank // 2},
          "rank 2 has another extra, or other options of optimizers, than rank 0"),
         (_another_rate, None, "rank 1 has another extra, or other options of optimizers"),
-        (_passed, None, "save\\(\\) was called with gradients of \\d+ masters that no optimizer has used"),
+        (_passed, None, "save\\(\\) was called while \\d+ masters have gradients that no optimizer has used"),
         (_of_others, None, "optimizer 0 holds a tensor that is not a master of this engine"),
         (_factored, None, "state 'factor' has 3 elements for a master of"),
         (_attached, None, "rank 1: parameter 'adapter.weight' was added to the model after it was sharded"),
