@@ -294,8 +294,8 @@ class Kernels(Operations):
         - The second codec's block must have at most 4,096 elements, and fit into registers (:func:`_holds`).
         - If errors are carried, the second codec must not rotate.
         - If the first codec rotates groups of more than 8 elements, several threads hold a group.  These threads must
-          be neighbours also in the teams that encode the second codec's blocks.  They are if the second codec's block
-          consists of whole groups, is a power of two, or is the whole row.
+          be neighbours also in the teams that encode the second codec's blocks.  They are neighbours if the
+          second codec's block consists of whole groups, is a power of two, or is the whole row.
         """
         if isinstance(first, Raw) or isinstance(second, Raw):
             return isinstance(first, Raw) and isinstance(second, Raw) and carried is None
