@@ -73,8 +73,8 @@ def import_object(text: str, *, ours: bool = False) -> Any:
 
     Raises:
         NamedObjectError: inside :func:`forbidden`, unless ``ours`` is True.  Also if the import of the module
-            raises, if the module does not have the object, or if Python finds another module of the same name
-            before the module in a folder that :func:`see` added.
+            raises, or if the module does not have the object.  Also if a folder that :func:`see` added has the module,
+            but Python finds another module of the same name first.
     """
     if not (ours or _allowed):
         raise NamedObjectError(f"{text}: this command imports no module that a suite names; use zeropp run")

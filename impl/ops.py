@@ -26,11 +26,13 @@ from impl.cuda.launch import loaded_sha256, on_device
 
 
 def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
-    """Build the C++ kernels for a CPU, or try every codec of ``codecs`` once on a GPU.
+    """Build the C++ kernels for a CPU, or compile and try the kernels of ``codecs`` on a GPU.
 
-    A missing compiler therefore shows here and not in the first training step.  On a GPU each codec encodes and decodes
-    eight elements, and only the kernels for this are compiled.  A kernel for another type, block size or operation is
-    compiled when it is first called.
+    Later steps therefore do not wait for this compilation.  If the C++ compiler or CuPy is missing, no error is raised:
+    the reference takes the place of the kernels, and :func:`warning_of` says why.
+
+    On a GPU, :func:`try_codec` is called for each of ``codecs``.  This compiles the kernels for eight elements.  A
+    kernel for another type, block size or operation is compiled when it is first called.
 
     Raises:
         ValueError: if no backend serves the device, or if a user's codec does not support the device.
@@ -152,8 +154,8 @@ def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
 
     ``x`` (..., S) holds the elements to encode, or receives the decoded elements.
 
-    Returns None if one cast by torch does not suffice: if ``x`` has the codec's type already, or if the frames have
-    padding or are not aligned to their elements.
+    Returns None if the backend must encode or decode instead of torch.  This is so if ``x`` has the codec's type
+    already, if frames have padding, if frames are not aligned to their elements, or if the tensors do not match.
     """
     kind = DTYPES[codec.dtype]
     size, shape = kind.itemsize, x.shape

@@ -51,8 +51,8 @@ def quantized_all_gather(
         x: (...) fp32, bf16 or fp16 on the mesh's device, in any layout.  No gradient flows back to it.
         codec: the codec of the values, e.g. ``int8:2048``.
         mesh: the ranks that take part, as :meth:`Mesh.of` reads them.
-        gather: ``hierarchical`` sends a value across each link between nodes once; ``flat`` is the backend's
-            own all-gather over all ranks, usually a ring.
+        gather: ``hierarchical`` sends every rank's values to each other node once, and then passes them on inside the
+            node.  ``flat`` is the backend's own all-gather over all ranks, usually a ring.
         wire: the wire that sends the messages; by default a new wire.
         key: the seed of a stochastic codec's random bits.  Pass a key with another ``step`` in each call.
         out: (world, ...) contiguous, the tensor to write to; by default a new tensor.  It may share memory
@@ -63,8 +63,10 @@ def quantized_all_gather(
 
     Raises:
         ValueError: if ``x`` is sparse, a tensor subclass, of another type, or on another device than the mesh; if
-            ``codec`` names no codec, or is stochastic and there is no ``key``; if ``out`` has another shape, type
-            or device than the result, is not contiguous, or requires gradients.
+            ``codec`` names no codec, or is stochastic and there is no ``key``; if ``gather`` names a method of your
+            own; if ``out`` has another shape, type or device than the result, is not contiguous, or requires
+            gradients.
+        WireError: if ``wire`` is over another mesh.
     """
     mesh = Mesh.of(mesh)
     flat, numel, world = _flat(x, mesh), x.numel(), mesh.topology.world
@@ -169,6 +171,7 @@ def quantized_reduce_scatter(
         ValueError: if ``x`` or a codec is refused as in :func:`quantized_all_gather`; if the number of ranks does
             not divide the first dimension of ``x``; if ``codecs`` is a sequence of another length than 2.
         PolicyError: if codecs, ``reduce`` and ``chunks`` do not go together.
+        WireError: if ``wire`` is over another mesh.
     """
     mesh = Mesh.of(mesh)
     pair = [codecs] * 2 if isinstance(codecs, str) or not isinstance(codecs, Sequence) else codecs
@@ -198,7 +201,8 @@ def _checked(codecs: Sequence[CodecOrText], key: Key | None) -> list[Codec]:
     """Return a list of the given codecs; a codec that is given as text is parsed.
 
     Raises:
-        ValueError: if a codec is stochastic and ``key`` is None, since the random bits come from the key.
+        ValueError: if a text names no codec.  Also if a codec is stochastic and ``key`` is None, since the random bits
+            come from the key.
     """
     parsed = [codec if isinstance(codec, Codec) else parse(codec) for codec in codecs]
     for codec in parsed:

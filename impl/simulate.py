@@ -48,8 +48,8 @@ def simulate(
         device: the device of all ranks: ``cpu``, or one GPU such as ``cuda`` or ``cuda:1``.
         threads: threads that torch may use for one operation.  With 1 thread, each rank gets the same results as a
             process with 1 thread.  With more threads, sums may be added in another order.
-        timeout: seconds after which a rank that computes, and has not waited for a message, counts as stuck.  Waits
-            themselves have no limit.
+        timeout: seconds for which a rank may compute between two waits for messages.  After that the rank counts as
+            stuck.  A wait itself has no limit.
 
     Raises:
         ThreadRankError: if the device is neither the CPU nor a GPU.  The returned function raises the same error if it

@@ -144,7 +144,8 @@ def engine_of(model: nn.Module) -> Zero:
     """Return the engine of a model that :func:`shard` has sharded.
 
     Raises:
-        ZeroError: if the model is not sharded, or is a part of a sharded model.
+        ZeroError: if the model is not sharded.  Also if :func:`shard` was called with another module: with a part of
+            ``model``, or with a module that contains ``model``.
     """
     owner = next(filter(None, map(find, model.parameters())), None)
     kind = type(model).__name__

@@ -41,10 +41,10 @@ class InDDP(Joined):
 
     Every rank must create an InDDP before the first backward pass, and keep a reference to it.
 
-    Gradients are sent in units, one for each block of the model, so the bytes do not depend on DDP's buckets.
-    DDP's buckets fill the units in the same order on all ranks.  When a unit has all its gradients, the reductions of
-    earlier units post their next hop, and the reduction of this unit starts.  After DDP's last bucket, DDP's
-    communication hook waits for all reductions.
+    Gradients are sent in units, so the bytes do not depend on DDP's buckets.  Each block of the model is a unit, and
+    the parameters outside all blocks are one more unit.  DDP's buckets fill the units in the same order on all ranks.
+    When a unit has all its gradients, the reductions of earlier units post their next hop, and the reduction of this
+    unit starts.  After DDP's last bucket, DDP's communication hook waits for all reductions.
 
     Args:
         model: a model in DDP over all ranks of ``wire.mesh``.

@@ -25,10 +25,10 @@ reduce-scatter                  FSDP2's reduce-scatter     FSDP2 records an even
 
 In the first and the last row, encoding, all hops and decoding are enqueued on the current stream, and the call returns
 None.  If the call returned a ``Work``, FSDP2 would free the gathered buffer at another time.  In the second row, the
-first hop is posted on the computation's stream, on which FSDP2 also copies to the buffer.  The later hops and decoding
-follow on the wire's side stream, so that they overlap with the computation.  The encoded messages are in the wire's
-buffers.  The next user of a buffer waits for the end of the buffer's last use, on any stream.  The gathered buffer and
-the mean belong to FSDP2, which keeps them until the events of the table have passed.
+first hop is posted on the computation's stream, where FSDP2 also copies this rank's shard to the gathered buffer.  The
+later hops and decoding follow on the wire's side stream, so that they overlap with the computation.  The encoded
+messages are in the wire's buffers.  The next user of a buffer waits for the end of the buffer's last use, on any
+stream.  The gathered buffer and the mean belong to FSDP2, which keeps them until the events of the table have passed.
 
 Where the host waits for messages (gloo, and GPUs with transport ``staged``), an all-gather returns a ``Work`` in both
 cases, so that messages are under way until FSDP2 needs the weights.
@@ -78,8 +78,8 @@ def fsdp2(
 
     Args:
         model: the root.  ``fully_shard`` must have sharded the root and its blocks over one dimension of a device mesh.
-        policy: a policy, or the name of a preset, that sets ``weights``, ``gradients``, ``gather``, ``reduce`` or
-            ``chunks``.
+        policy: a policy, or the name of a preset.  It may set ``weights``, ``gradients``, ``gather``, ``reduce`` and
+            ``chunks``; :class:`InFSDP2` says which values the other fields must have.
         mesh: a topology, or a mesh over the same ranks, that says which ranks share a node.  By default, torchrun's
             ``LOCAL_WORLD_SIZE`` is the number of ranks on a node.
 
@@ -88,9 +88,12 @@ def fsdp2(
         ``predict()`` computes the same bytes from the policy, and ``clip_grad_norm_()`` clips gradients.
 
     Raises:
-        HostError: if the model is not sharded as a whole over all ranks in one dimension.
+        HostError: if the model is not sharded as a whole over all ranks in one dimension, or if ``mesh`` is a
+            :class:`Mesh` of other ranks than the model's device mesh.  Also if this function was called with the model
+            before, unless ``mesh`` is a :class:`Mesh`.
         PolicyError: if FSDP2 cannot carry out the policy; the message names the field or the codec.
-        MeshError: if ``mesh`` has other ranks than the model's device mesh.
+        MeshError: if ``mesh`` is a topology with another number of ranks than the model's device mesh, or if
+            :meth:`Mesh.of` cannot read the nodes.
     """
     policy = preset(policy) if isinstance(policy, str) else policy
     check_host("fsdp2", policy)
@@ -212,10 +215,10 @@ class InFSDP2(Joined):
         self.phase = "backward"
 
     def check(self, group: GroupGeometry, verb: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
-        """Raise HostError if FSDP2 calls a collective of ``group`` with unexpected ranks, type or size.
+        """Raise HostError if FSDP2 calls a collective of ``group`` in a way that the adapter does not support.
 
-        ``verb`` is ``gathers`` or ``reduces``.  ``numel`` is the number of elements of one rank, and ``ranks`` the
-        number of ranks in the call.  The number of elements is checked for gathers only.
+        ``verb`` is ``gathers`` or ``reduces``.  The number of ranks ``ranks`` and the type ``dtype`` are checked for
+        both.  The number of elements of one rank, ``numel``, is checked for gathers only.
         """
         world, prefix = self.wire.mesh.topology.world, f"FSDP2 {verb} {group.name!r}"
         if ranks != world:

@@ -42,12 +42,15 @@ class Joined:
         self._host, self.wire, self.policy = host, wire, policy
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
-        """Raise HostError unless the wire's global ranks are ``ranks``, the host's, in the same order."""
+        """Raise HostError unless the wire has the same global ranks as the host, in the same order.
+
+        ``ranks`` are the global ranks of FSDP2's device mesh or of DDP's process group.
+        """
         theirs, ours = (", ".join(map(str, each)) for each in (ranks, self.wire.mesh.global_ranks))
         if theirs != ours:
             raise HostError(
-                f"{self._host} runs on global ranks {theirs}, the wire on {ours}: give both the same ranks in "
-                "the same order, for example with Mesh.create(topology, group=group)"
+                f"{self._host} runs on global ranks {theirs}, but the wire runs on global ranks {ours}: give both the "
+                "same ranks in the same order, for example with Mesh.create(topology, group=group)"
             )
 
     def predict(self, events: Iterable[Event]) -> dict[LedgerKey, Sent]:
@@ -87,9 +90,11 @@ class Joined:
 def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topology) -> list[GroupGeometry]:
     """Returns FSDP2's parameter groups: first the root's, then one for each of ``blocks``.
 
-    The root's group holds the parameters of ``model`` outside all blocks.  ``blocks`` are the modules on which
-    ``fully_shard`` is called in addition to ``model``; a block may contain other blocks.  ``model`` may be sharded
-    already or not yet.
+    ``blocks`` are the modules on which ``fully_shard`` is called in addition to ``model``.  A block may contain other
+    blocks: then the parameters of the inner block belong to the inner block's group.  The root's group holds the
+    parameters outside all blocks.  A module without parameters for its group has no group.
+
+    ``model`` may be sharded already or not yet.
 
     Raises HostError: for a parameter without dimensions, which FSDP2 cannot shard.
     """
@@ -117,9 +122,10 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 def hosted_units(
     host: Host, model: nn.Module, topology: Topology, policy: Policy
 ) -> list[GroupGeometry] | list[UnitGeometry]:
-    """Returns FSDP2's parameter groups of ``model``, or the units in which DDP's gradients of ``model`` are sent.
+    """Returns the parts of ``model`` whose weights or gradients are sent together inside ``host``.
 
-    ``host`` says which of the two.  The host must not have wrapped the model yet.  The model may be on the meta device.
+    With ``fsdp2``, these parts are FSDP2's parameter groups.  With ``ddp``, they are units.  The host must not have
+    wrapped the model yet.  The model may be on the meta device.
 
     Raises PolicyError, HostError, GeometryError: for the same reasons as the host's adapter.
     """

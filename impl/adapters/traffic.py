@@ -88,7 +88,7 @@ def check_host(host: Host, policy: Policy) -> None:
 
 
 class HostError(RuntimeError):
-    """FSDP2 or DDP asks for something that this project's collectives cannot do; the message names a way out."""
+    """An adapter cannot be made, or cannot do what FSDP2 or DDP asks for; the message names a way out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +144,13 @@ def predict_hosted(
 ) -> dict[LedgerKey, Sent]:
     """Predicts the bytes and messages that ``rank`` sends inside ``host``, by key of the ledger.
 
-    FSDP2 gathers every group in each pass.  But the groups named in ``kept``, once gathered in a forward or evaluation
-    pass, stay gathered until a backward pass ends or the weights change.  With FSDP2's default settings only the root's
-    group stays gathered.  FSDP2 reduces every group in each backward pass.  DDP reduces only in the last micro-batch of
-    a step, and sends nothing for a norm.
+    Inside FSDP2, a backward pass reduces every group, and each pass gathers every group.  The groups named in ``kept``
+    are an exception: after a forward or evaluation pass they stay gathered, until a backward pass ends or the weights
+    change.  With FSDP2's default settings, the root's group is the only one in ``kept``.  A norm sends one small
+    message to each other rank.
+
+    Inside DDP, every unit is reduced once a step, in the last micro-batch.  No weights are gathered, and a norm sends
+    nothing.
 
     Args:
         host: ``fsdp2`` or ``ddp``.
@@ -156,7 +159,7 @@ def predict_hosted(
         units: FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
         rank: the rank whose messages are predicted.
         events: the passes and steps in their order, such as ``["forward", "backward", "norm", "step"]``.
-        kept: names of the groups that FSDP2 keeps gathered from forward to backward.
+        kept: names of the groups that FSDP2 keeps gathered from forward to backward; not used inside DDP.
     """
     if host == "ddp":
         ddp_units = [unit for unit in units if isinstance(unit, UnitGeometry)]

@@ -24,7 +24,7 @@ _LEFT: Final = re.compile(r"\.checkpoint-[0-9]{6,}\.[0-9a-f]+\.partial")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; one line names the file and the reason."""
+    """A checkpoint cannot be saved, read or loaded; one line gives the reason, and the file if there is one."""
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -114,8 +114,9 @@ def sync(path: Path) -> None:
 def thin(folder: Path, keep: int) -> None:
     """Remove all complete checkpoints in ``folder`` except the ``keep`` newest.
 
-    Each checkpoint is renamed before it is removed, so that an interrupted removal leaves no incomplete checkpoint.  A
-    checkpoint that cannot be removed is logged and stays.
+    Each checkpoint first gets a temporary name, so that an interrupted removal leaves no incomplete checkpoint.  If the
+    name cannot be changed, a warning is logged, and the checkpoint stays.  If the renamed folder cannot be removed, a
+    warning is logged, and the next :func:`begin` tries again.
     """
     for path in checkpoints(folder)[:-keep]:
         try:

@@ -41,22 +41,24 @@ def export(
     written.
 
     Args:
-        folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
+        folder: a checkpoint, or a folder of checkpoints.  From a folder of checkpoints the newest is taken.
         path: the file to write, which must not exist yet.
         dtype: type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
         allow_overflow: whether finite values beyond the type's range are written as infinity.  If False, these
             values are an error.
 
     Returns:
-        Up to three lines: for finite values that became infinite, for values that became 0, and for values that were
-        infinite or NaN before the cast.  A line counts the values in each parameter; it is left out if there are none.
+        Up to three lines: on finite values that became infinite, on values that became 0, and on values that were
+        infinite or NaN before the cast.  Each line counts the affected values of each parameter.  A line is left out if
+        no value is affected.
 
     Raises:
-        CheckpointError: if a file cannot be read or written, or values overflow; then nothing is written.
+        CheckpointError: if ``path`` exists, if ``dtype`` is not a floating-point type, if a file cannot be read or
+            written, or if values overflow and ``allow_overflow`` is False.  No file is then written to ``path``.
     """
     path = Path(path)
     if path.exists():
-        raise CheckpointError(f"{path}: exists already: remove it, or choose another file")
+        raise CheckpointError(f"{path}: exists already; remove it, or choose another file")
     try:
         narrowing = Narrowing(dtype_of(dtype))
     except ZeroError as error:

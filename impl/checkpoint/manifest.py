@@ -171,7 +171,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _is_file(value: Any) -> bool:
-    """Return whether ``value`` is the size of a file in bytes and its SHA-256 in hex."""
+    """Return whether ``value`` has the form ``[size in bytes, SHA-256 in hexadecimal digits]``; no file is read."""
     return isinstance(value, list) and len(value) == 2 and _is_count(value[0]) and isinstance(value[1], str)
 
 
@@ -184,6 +184,6 @@ def check_names(model_names: Collection[str], saved_names: Collection[str], kind
     if different := sorted(set(model_names) ^ set(saved_names)):
         side = "only in the model" if different[0] in model_names else "only in the checkpoint"
         raise CheckpointError(
-            f"{len(different)} {kind} differ, the first is {different[0]!r}, {side}: load the checkpoint with the "
-            "model that was saved"
+            f"the model and the checkpoint differ in {len(different)} {kind}, such as {different[0]!r}, which is "
+            f"{side}: load the checkpoint with the model that was saved"
         )

@@ -23,7 +23,7 @@ from impl.unit.unit import Unit
 
 
 class MasterRanges(NamedTuple):
-    """The parameters of one master, and the parts of these parameters that this rank holds and saves."""
+    """The parameters of one master, the parts of them that this rank holds, and the parts that this rank saves."""
 
     names: list[str]  # the parameters with elements in this master on any rank
     ranges: list[Range]  # the parts of the parameters in this rank's master
@@ -88,7 +88,7 @@ class SavedMasters:
         return entries
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values (n,)) for each range of parameters that this rank saves, and for each optimizer state.
+        """Yield (name, values (n,)) for each optimizer state of each range of parameters that this rank saves.
 
         Only states with one value for each element of a master, such as Adam's ``exp_avg``, are yielded.
         """
@@ -103,12 +103,12 @@ class SavedMasters:
 
         ``saved`` are the manifest's entries of the optimizers.  The number of optimizers, their classes and their
         parameters must be the same as in ``saved``.  Parameters that share an optimizer group here must have been saved
-        with the same options.
+        with the same options, and parameters that share a master with the same numbers, such as Adam's ``step``.
         """
         if len(saved) != (count := len(self._optimizers)):
             raise CheckpointError(
-                f"has the state of {len(saved)} optimizers, but {count} are to be loaded: pass as many as were "
-                "saved, or none"
+                f"has the state of {len(saved)} optimizers, but load() was given {count}: pass as many optimizers as "
+                "were saved, or none"
             )
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             kind, parameters = type(optimizer).__name__, entry["parameters"]
@@ -124,9 +124,10 @@ class SavedMasters:
                     self._shared(parameters, [master], "numbers")
 
     def _shared(self, parameters: dict[str, Any], masters: Sequence[Tensor], key: str) -> Any:
-        """Returns the ``options`` or the ``numbers`` (``key``) with which all parameters of ``masters`` were saved.
+        """Returns the saved value that all parameters of ``masters`` have in common.
 
-        ``parameters`` is from the manifest: options and numbers by name of the parameter.
+        ``key`` is ``options`` or ``numbers``, and says which value.  ``parameters`` is from the manifest: the options
+        and numbers of each parameter, by its name.
 
         Returns None if the masters hold no parameters.
 
@@ -142,10 +143,11 @@ class SavedMasters:
         return from_json(parameters[names[0]][key]) if names else None
 
     def load(self, saved: Sequence[dict[str, Any]], parts: Parts, copy: str) -> None:
-        """Load the optimizers' state ``saved``, which passed :meth:`check`, with values from the files ``parts``.
+        """Load the states of the optimizers.
 
-        ``copy`` is the prefix of the state group whose values are loaded; empty for the first group, and without local
-        steps.
+        Options and numbers come from ``saved``, the manifest's entries, which must have passed :meth:`check`.  States
+        with a value for each element, such as Adam's ``exp_avg``, come from the files ``parts``.  ``copy`` is the
+        prefix of the state group whose values are loaded.  It is empty for the first group, and without local steps.
         """
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}

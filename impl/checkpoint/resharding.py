@@ -41,11 +41,13 @@ class Range(NamedTuple):
 def ranges(
     geometry: UnitGeometry, rank: int, span: Sequence[int] = (), *, saved: bool = False
 ) -> Iterator[Range]:
-    """Yield the ranges of parameters in elements ``span`` (start, end) of ``rank``'s shard, by default in all of it.
+    """Yield the ranges of parameters that are in a part of the shard of ``rank``.
 
-    A range's ``place`` counts from the start of ``span``.  Padding belongs to no range.  If ``saved`` is True, only the
-    elements that ``rank`` saves are yielded: several state groups may hold copies of a shard, and one rank saves each
-    element.
+    ``span`` is the part, as elements (start, end) of the shard; by default the whole shard.  A range's ``place`` counts
+    from the start of the part.  Padding belongs to no range.
+
+    If ``saved`` is True, only the elements that ``rank`` saves are yielded: several state groups may hold copies of a
+    shard, and only one rank saves each element.
     """
     first, _ = geometry.bounds(rank)
     start, end = span or (0, geometry.shard)
@@ -106,9 +108,9 @@ class Parts:
                     self.ranges[name].setdefault(kind, []).append((int(start), number))
 
     def read(self, kind: str, name: str, start: int, end: int) -> Tensor:
-        """Returns a copy of elements [start, end) of one kind of a parameter's values, (end - start,).
+        """Returns saved values of elements [start, end) of the parameter ``name``, as a copy (end - start,).
 
-        ``name`` is the name of the parameter.  ``kind`` is, for example, ``weight`` or ``optimizer0.exp_avg``.
+        ``kind`` says which values: for example ``weight`` or ``optimizer0.exp_avg``.
 
         Raises CheckpointError: if one of these elements is in no file.
         """
@@ -118,8 +120,8 @@ class Parts:
             parts.append(values[max(start - low, 0) : max(end - low, 0)])
         if (count := sum(map(len, parts))) != end - start:
             raise CheckpointError(
-                f"{self.path}: has only {count} of the elements {start} to {end} of {kind} of {name!r}: load another "
-                "checkpoint"
+                f"{self.path}: parameter {name!r} has {count} saved values of {kind} from element {start} on, expected "
+                f"{end - start}: load another checkpoint"
             )
         return torch.cat(parts) if parts else torch.empty(0)
 
@@ -133,7 +135,10 @@ class Parts:
         return whole
 
     def tensors(self, number: int, kind: str) -> dict[str, Tensor]:
-        """Returns copies of the tensors that file ``number`` has under ``kind/NAME``, by NAME, such as all buffers."""
+        """Returns copies of the tensors whose names in file ``number`` are ``kind/NAME``, as a dict by NAME.
+
+        For example, ``kind = "buffer"`` in file 0 gives all buffers.
+        """
         file, prefix = self._files[number], f"{kind}/"
         keys = [key for key in file.offset_keys() if key.startswith(prefix)]
         return {key.removeprefix(prefix): file.get_tensor(key).clone() for key in keys}

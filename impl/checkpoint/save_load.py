@@ -129,8 +129,8 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
         zero.hooks.check_parameters()
         if unused := zero.masters.unused_gradients:
             raise CheckpointError(
-                f"save() was called with gradients of {unused} masters that no optimizer has used: gradients are not "
-                "saved; save after the step of every optimizer, or drop the gradients with model.zero_grad()"
+                f"save() was called while {unused} masters have gradients that no optimizer has used: gradients are "
+                "not saved; save after the step of every optimizer, or drop the gradients with model.zero_grad()"
             )
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep = {keep}: expected 1 or more, or None to keep all checkpoints")
@@ -179,10 +179,10 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 
 
 def _identity(zero: Zero) -> dict[str, str]:
-    """Returns, as text by name, the settings that must be equal to load the communication state of a checkpoint.
+    """Returns the settings on which the communication state depends, each by its name and as text.
 
-    The communication state is, for example, the carried errors of error feedback.  If a setting of the run differs from
-    the checkpoint's, :func:`load` drops this state.
+    The communication state is, for example, the carried errors of error feedback.  If one of these
+    settings differs between the run and the checkpoint, :func:`load` drops the checkpoint's communication state.
     """
     policy, topology = zero.policy, zero.wire.mesh.topology
     return {
@@ -220,10 +220,10 @@ def _local_steps(policy: Policy) -> str:
 def _group(zero: Zero) -> str | None:
     """Returns the prefix of the names under which this rank's state group saves its values, such as ``group1:``.
 
-    The prefix of the first group is empty, as in a run without local steps.  A run of another topology or policy
-    therefore loads the weights and optimizers of the first group.
+    Returns the empty prefix for the first group.  A run with another topology or policy looks for names without a
+    prefix, and so loads the first group's weights and optimizer states.
 
-    Returns None without local steps.
+    Returns None in a run without local steps, whose names have no prefix either.
     """
     if zero.policy.local_steps is None:
         return None
@@ -291,7 +291,7 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
     Otherwise some state is dropped, and ``Loaded.dropped`` lists the dropped parts.
 
     Args:
-        folder: a checkpoint, or a folder of checkpoints, of which the newest is taken.
+        folder: a checkpoint, or a folder of checkpoints.  From a folder of checkpoints the newest is taken.
         zero: the engine.
         optimizers: the same optimizers as were saved, or none, which drops their state.
 
@@ -380,9 +380,10 @@ def _take_weights(zero: Zero, parts: Parts, group: str) -> None:
 
 
 def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
-    """Load the loss scale, the step, the communication state and the random states.
+    """Load everything except weights, buffers and optimizers.
 
-    Yields a line for each part that is dropped, with the reason.
+    This is the loss scale, the numbers of the step and the micro-batch, the communication state, the codes of frozen
+    weights, and the random states.  Yields a line for each part that is dropped, with the reason.
     """
     mesh, manifest = zero.wire.mesh, parts.manifest
     if manifest.loss_scale is not None:

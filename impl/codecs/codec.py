@@ -59,7 +59,7 @@ def padded_bytes(n: int) -> int:
 
 
 class _Framed:
-    """The common part of all codecs: the sizes of a frame without scales, to which :class:`_Scaled` adds scales."""
+    """The common part of all codecs: the sizes of a frame without scales.  :class:`_Scaled` adds scales."""
 
     __slots__ = ()
 
@@ -68,7 +68,7 @@ class _Framed:
     stochastic: bool = False
 
     def blocks(self, numel: int) -> int:
-        """Returns 0, the number of blocks and of scales for ``numel`` elements, since this codec has no scales."""
+        """Returns the number of blocks with a scale for ``numel`` elements: 0, since this codec has no scales."""
         return 0
 
     def scale_bytes(self, numel: int) -> int:

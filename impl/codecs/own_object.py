@@ -44,7 +44,8 @@ class OwnObject:
 
     A codec has ``encode`` and ``decode``.  It also has either ``codec``, the text form of a built-in codec that
     it equals bit for bit, or its own ``laws``, ``block`` and ``frame_bytes``.  ``laws`` are lower-case names,
-    which become members of :class:`Law`.  All other attributes may be left out.
+    which become members of :class:`Law`.  The laws ``bound`` and ``unbiased`` need ``error_bound``.  All other
+    attributes may be left out.
     """
 
     encode: Any = None

@@ -67,7 +67,8 @@ def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
 def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
     """Decode ``frames`` (sources, ..., F) uint8 with a user's codec, and write their sum to ``out`` (..., S) fp32.
 
-    The sources are added in ascending order.  A codec with a method ``decode_sum`` adds them up by this method.
+    If the codec's object has a method ``decode_sum``, this method decodes and adds up the sources of each row.
+    Otherwise the sources are added in ascending order.
     """
     if (function := codec.definition.decode_sum) is not None:
         sums = torch.empty(out.shape, dtype=out.dtype, device=out.device)

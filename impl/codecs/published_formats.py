@@ -164,8 +164,8 @@ class _Table(_Format):
 def _float_table(bits: int, mantissa: int, least: int) -> tuple[float, ...]:
     """Returns all values of a small float type without infinities, in ascending order, with one zero.
 
-    The type has ``bits`` bits, of which ``mantissa`` are the mantissa; ``least`` is the exponent of the smallest normal
-    value.
+    A value has ``bits`` bits: the sign, the exponent, and ``mantissa`` bits of mantissa.  ``least`` is the exponent of
+    the smallest normal value.
     """
     zero, *positive = float_levels(bits, mantissa, least)
     return (*(-v for v in reversed(positive)), zero, *positive)
@@ -239,8 +239,8 @@ class _Spikes(_Format):
     """Spike reserving (2508.03760): the smallest and the largest element of a block are kept in bf16.
 
     The other elements become integers: the number of equal steps above the smallest of the other elements.  A block has
-    10 extra bytes: the index of each of the two spikes in the block, in one byte, and four numbers in bf16.  The
-    numbers are the two spikes, the smallest of the other elements, and the step.
+    10 extra bytes.  Two bytes are the places of the two spikes in the block.  The other eight bytes are four numbers in
+    bf16: the two spikes, the smallest of the other elements, and the step.
     """
 
     size, beside = 128, 10
@@ -248,8 +248,8 @@ class _Spikes(_Format):
     def _bound(self, low: float, high: float, top: float) -> float:
         """Returns an upper bound of |decoded - x| in fp32.
 
-        The bound is half of a step of the range from ``low`` to ``high``, plus the errors of rounding the step, the
-        smallest element and the spikes to bf16.
+        The range from ``low`` to ``high`` is divided into equal steps.  The bound is half a step, plus the errors of
+        rounding the step, the smallest element and the spikes to bf16.
         """
         # Below the smallest normal number bf16 has coarse steps.
         ends = (top + 2 * (high / 2 - low / 2)) * 2.0**-8 + 2 * SMALLEST_NORMAL

@@ -139,9 +139,10 @@ class Operations:
     ) -> None:
         """Decode ``frames`` (sources, ..., F) uint8, and write their sum to ``out`` (..., S) fp32.
 
-        The sources are added in ascending order, and the sum is divided by ``divisor``.  With ``sums="fp16"``, as in
-        DeepSpeed, each term and each partial sum is rounded to fp16, and becomes infinite beyond 65504.  The first term
-        is then added to 0.
+        The sources are added in ascending order, and the sum is divided by ``divisor``.
+
+        With ``sums="fp16"``, as in DeepSpeed, each term and each partial sum is rounded to fp16, and becomes infinite
+        beyond 65504.  The partial sums then begin with 0, so that the sum of a single -0 is +0.
 
         Raises ValueError: for the same reasons as :meth:`encode`, or if ``out`` is not fp32.
         """
@@ -318,8 +319,10 @@ def _sum_and_divide(repeat: Repeat, divisor: int, frames: Tensor, out: Tensor) -
 def key_of(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
     """Returns the key under which an operation without noise and carried errors is remembered.
 
-    Tensors of the same layout have the same key, wherever they lie in memory.  Returns None if a tensor has no memory,
-    or is negated lazily: the operation must then check the tensors, although others of the same layout passed.
+    Tensors of the same layout have the same key, wherever they lie in memory.
+
+    Returns None if a tensor has no memory, or is negated lazily.  The operation must refuse such a tensor, even if it
+    has accepted other tensors of the same layout.
     """
     addresses = _address(first), _address(second)
     if 0 in addresses or first.is_neg() or second.is_neg():
@@ -393,7 +396,7 @@ def _check_written(codec: Codec, target: Tensor) -> None:
 
 
 def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
-    """Raise ValueError if ``codec`` is stochastic and the noise is missing or does not fit elements of ``shape``."""
+    """Raise ValueError if ``codec`` is stochastic, unless there is a ``noise`` that fits elements of ``shape``."""
     if codec.stochastic and (noise is None or len(noise.strides) != len(shape) - 1):
         got = "none" if noise is None else f"noise with strides {noise.strides}"
         raise ValueError(
@@ -420,8 +423,9 @@ def merged_rows(
     All tensors have the same leading dimensions.
 
     Returns:
-        (size, steps) for each merged dimension.  ``steps`` has the distance from one row to the next in each tensor,
-        in bytes, and then the distance in ``noise``, in elements, unless ``noise`` is None.
+        (size, steps) for each merged dimension.  ``steps`` has one number for each tensor: the distance in bytes from
+        one row to the next.  If ``noise`` is not None, a last number follows: the distance in elements from the noise
+        of one row to the noise of the next.
 
     Raises ValueError: if more than ``most`` dimensions are left, which is the limit of the kernels of ``backend``.
     """
@@ -645,8 +649,9 @@ def _levels(codec: FloatCodec, device: torch.device) -> Tensor:
 def float_levels(bits: int, mantissa: int, least: int) -> list[float]:
     """Returns the non-negative values of a small float type, in ascending order of their codes.
 
-    The type has ``bits`` bits, of which ``mantissa`` are the mantissa; ``least`` is the exponent of the smallest normal
-    value.  Codes that stand for NaN or infinity in a format, such as e4m3's last code, also get a finite value here.
+    A value has ``bits`` bits: the sign, the exponent, and ``mantissa`` bits of mantissa.  ``least`` is the exponent of
+    the smallest normal value.  Codes that stand for NaN or infinity in a format, such as e4m3's last code, also get a
+    finite value here.
     """
     size = 1 << mantissa
     return [

@@ -32,8 +32,8 @@ Words = tuple[int, int, int, int]
 def shard_stride(numel: int) -> int:
     """Returns ``numel`` rounded up to a multiple of 8.
 
-    Random bits depend on an element's number.  The numbers of shard ``i``, of ``numel`` elements, start at ``i`` times
-    the result.
+    Random bits depend on an element's number.  If shards have ``numel`` elements, the numbers of shard ``i`` start at
+    ``i`` times the result.  With ``numel = 100``, the first element of shard 2 has number 208.
     """
     return -(-numel // OCTET) * OCTET
 

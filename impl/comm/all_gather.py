@@ -36,8 +36,9 @@ class FrameGather:
         write: writes the message of each hop after the first.  It is called with the hop, the message (bytes,) uint8,
             and what the previous hop has received, (ranks along the previous hop's axis, bytes) uint8.  It is not
             called for the second hop if the first hop's frames are received directly into the second hop's message.
-        keep: is called with a hop and what the hop has received, if the hop keeps something.  This happens before the
-            next hop is posted, and never for the last hop.
+        keep: stores what a hop has received, for example as hpZ's copy.  It is called with the hop and the received
+            bytes, for each hop whose ``keeps`` is not ``nothing``, before the next hop is posted.  It is not called for
+            the last hop.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class FrameGather:
         Args:
             tag: the purpose under which the ledger books the messages of all hops.
             first: writes the message (bytes,) uint8.
-            into: (ranks * bytes,) uint8, in which all messages may arrive if the gather has a single hop; not used
-                otherwise.
+            into: (ranks * bytes,) uint8.  If the gather has a single hop, all messages may arrive in this memory.  With
+                several hops it is not used.
         """
         self._tag, self.left, hop = tag, len(self.hops) - 1, self.hops[0]
         to = None if self.left else into
@@ -145,10 +146,10 @@ def gather_whole(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Te
 
 
 def scatter(wire: Wire, source: int, parts: Sequence[Tensor] | None, numel: int, tag: Tag) -> Tensor:
-    """Send one tensor from rank ``source`` to each rank; returns the tensor for this rank, (numel,) fp32.
+    """Send a different tensor from rank ``source`` to each rank; returns the tensor for this rank, (numel,) fp32.
 
     On ``source``, ``parts`` has one tensor of at most ``numel`` elements for each rank; shorter tensors are padded with
-    zeros.  On the other ranks ``parts`` is None.  This is an all-to-all in which the other ranks send zeros.
+    zeros.  On the other ranks ``parts`` is None.  The messages are an all-to-all, and the other ranks send zeros.
     """
     world = wire.mesh.topology.world_axis
     exchange = wire.all_to_all(world, numel * torch.float32.itemsize, tag)

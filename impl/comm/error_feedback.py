@@ -52,9 +52,10 @@ class Errors:
             error.zero_()
 
     def begin(self, step: int) -> None:
-        """Clear the errors if at least ``feedback.reset`` steps have passed since the last reset; 0 means never.
+        """Clear the errors if at least ``feedback.reset`` steps have passed since the last reset.
 
-        To be called before the reductions of optimizer step number ``step``.
+        With ``feedback.reset = 0`` this never happens.  Call this method before the reductions of optimizer step number
+        ``step``.
         """
         if self.feedback.reset and step - self._since >= self.feedback.reset:
             self.clear()

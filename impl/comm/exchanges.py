@@ -59,8 +59,8 @@ class Exchange(Protocol):
     def parts(self) -> Sequence[Tensor]:
         """Wait for all messages, and return a tensor (bytes,) uint8 for each rank that sent a message.
 
-        The result is valid until :meth:`close`.  Call this in place of :meth:`wait` in an uneven all-to-all, in which
-        messages differ in length.
+        The result is valid until :meth:`close`.  Call this in place of :meth:`wait` if the messages differ in length,
+        as in an uneven all-to-all.
         """
 
     def close(self) -> None:
@@ -117,9 +117,10 @@ class Splits(NamedTuple):
 def point_to_point(
     group: Group, kind: Kind, received: Tensor, sent: Tensor, tag: int, *, splits: Splits | None = None
 ) -> list[dist.Work]:
-    """Post an exchange over gloo: one send to each rank of the group, and one receive from each.
+    """Post an exchange over gloo: one send to each other rank of the group, and one receive from each.
 
-    Returns the ``Work`` of each receive and each send.
+    A shift has one send to the next rank and one receive from the previous rank.  Messages of 0 bytes in ``splits`` are
+    left out.  Returns the ``Work`` of each receive and each send.
 
     gloo's own all-to-all announces a receive only when the receive's turn comes.  On a slow link the announcement then
     queues after the data that the rank sends, and the link idles: a link of 50 Mbit/s carries 24 to 30 Mbit/s.  Here
@@ -161,8 +162,8 @@ def collective(
     """Post an exchange as one collective of the backend, and return the ``Work`` to wait for.
 
     If ``in_line`` is True, NCCL runs the collective on the current stream, and the returned list is empty.  Otherwise
-    NCCL runs the collective on the group's own stream, and an event before and after the collective orders the two
-    streams.
+    NCCL runs the collective on the group's own stream.  Two events order the two streams: one before the collective,
+    and one after it.
     """
     handle, apart = group.process_group, not in_line
     if splits is not None:
@@ -315,7 +316,10 @@ class InMemory:
         return [row[start : start + size] for row, start, size in rows]
 
     def messages(self) -> Tensor:
-        """Wait for all messages, and return them, (ranks, bytes) uint8, with the parts that are for other ranks."""
+        """Wait for all messages, and return them unabridged, (ranks, bytes) uint8.
+
+        In an all-to-all, a row has also the parts of a rank's message that are for other ranks.
+        """
         if self._rows is None:
             rows = self._watchdog.wait(self._step, partial(self._arena.wait, self._number))
             if not self._arena.agree(self._number, self._step[2]):
@@ -331,8 +335,10 @@ class InMemory:
 class Distributed:
     """An exchange that torch.distributed carries; a ``pacer`` delays its messages as a modelled link would.
 
-    The memory of messages comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.  If
-    ``in_line`` is True and the exchange is posted while work is enqueued on a side stream, NCCL runs it on this stream.
+    The memory of messages comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.
+
+    ``in_line`` matters only if the exchange is posted inside :meth:`Wire.beside` or :meth:`Wire.on_current_stream`.  If
+    it is True, NCCL then runs the exchange on the stream of that context, and otherwise on the group's own stream.
     """
 
     def __init__(
@@ -439,7 +445,10 @@ class Staged:
 
 
 def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:
-    """Add an exchange to the timeline, if there is one: it was posted at ``begin``, and ends now."""
+    """Add an exchange, which was posted at ``begin`` and ends now, to the watchdog's timeline.
+
+    Does nothing if the watchdog has no timeline.
+    """
     if watchdog.timeline is not None:
         purpose, unit = route.operation[6:8]
         lane = BETWEEN if route.inter_bytes else INSIDE

@@ -2,8 +2,8 @@
 
 All ranks run the same program, so all must open the same exchanges in the same order.  If a rank does not, the
 others wait for its messages for ever.  To detect this, ranks compare the count of their exchanges and a 64-bit
-fingerprint of their order (:data:`impl.plan.traffic.ORDER_BYTES`).  Only if these differ are the logs compared
-exchange by exchange.
+fingerprint of their order (:data:`impl.plan.traffic.ORDER_BYTES`).  If these differ, or if a wait fails, the logs are
+compared exchange by exchange.
 """
 
 from __future__ import annotations

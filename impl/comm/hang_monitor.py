@@ -47,8 +47,8 @@ class HangMonitor:
 
     Args:
         watchdog: builds the error from the reports of all ranks.
-        timeout: seconds without a completed exchange, while exchanges are under way, after which ranks count as
-            hanging.
+        timeout: a time in seconds.  Ranks count as hanging if exchanges are under way, and none of them has completed
+            for this time.
         on_hang: is called with the error, once, in the monitor's thread.
     """
 

@@ -106,10 +106,10 @@ class Mesh:
         ``LOCAL_WORLD_SIZE`` is the number of ranks on a node.  Without this variable, all ranks share one node.
 
         Raises:
-            MeshError: if the group's size is not ``topology.world``; if this rank is not in the group; if the device
-                mesh has dimensions that cannot be read as nodes and ranks; if an argument has another type; if the
-                ranks are threads.  Also if the mesh has only some of the ranks, and NCCL was started with
-                ``init_process_group(device_id=...)``.
+            MeshError: if there is no default process group, or if the ranks are threads; if an argument has another
+                type, or if both arguments name a group; if the group's size is not ``topology.world``; if this rank is
+                not in the group; if the nodes cannot be read from the device mesh or from torchrun.  Also if the group
+                has only some of the ranks, and NCCL was started with ``init_process_group(device_id=...)``.
         """
         if current() is not None and not dist.is_initialized():
             raise MeshError("ranks that are threads have a mesh already: use the one that simulate() passes")
@@ -257,12 +257,12 @@ class Mesh:
     def _among(
         self, ranks: Sequence[int], members: Sequence[int], timeout: timedelta | None
     ) -> dist.ProcessGroup:
-        """Make the process group of ``ranks`` of the mesh, in which only these ranks take part.
+        """Make the process group of ``ranks`` of the mesh; only these ranks call this.
 
-        ``dist.new_group(use_local_synchronization=True)`` does the same, but it names the group by the number of
-        groups that a rank is in: ranks that are in different numbers of groups would wait for one another for
-        ever.  Therefore torch's own helper is called with a name made of the mesh and the number of the group in
-        this mesh.
+        ``dist.new_group(use_local_synchronization=True)`` does the same, but its name for the group contains the number
+        of groups that the calling rank is in.  Two ranks that are in different numbers of groups would use different
+        names, and wait for one another for ever.  Therefore torch's own helper is called, with a name made of the mesh
+        and of the number of groups that the rank has made in this mesh.
         """
         store = c10d._get_default_store()  # noqa: SLF001
         number = PrefixStore(self._prefix, store).add(f"zeropp/groups/{self.rank}", 1)
@@ -352,8 +352,8 @@ def _read(device_mesh: DeviceMesh, topology: Topology | None) -> tuple[tuple[int
     have any number and names, as long as all are data parallel.
 
     Raises:
-        MeshError: if a dimension is not data parallel, such as ``tp``, or if this rank is not in the device mesh.  Also
-            if ``topology`` is None and there are more than two dimensions, or two dimensions with unknown names.
+        MeshError: if a dimension is not data parallel, such as ``tp``, or if this rank is not in the device mesh.
+            Without a ``topology``, also if there are more than two dimensions, or two dimensions with unknown names.
     """
     ranks, names = device_mesh.mesh, device_mesh.mesh_dim_names or ()
     for name in names:
@@ -386,8 +386,8 @@ def _read(device_mesh: DeviceMesh, topology: Topology | None) -> tuple[tuple[int
             return members, Topology(nodes, ranks_per_node)
         case shape:
             raise MeshError(
-                f"the device mesh has {len(shape)} dimensions, {shape}, expected one, or two (nodes, ranks of a "
-                "node): pass some of its dimensions, such as device_mesh['dp'], or pass "
+                f"the device mesh of shape {shape} has {len(shape)} dimensions, expected one, or two (nodes, ranks of "
+                "a node): pass some of its dimensions, such as device_mesh['dp'], or pass "
                 "zeropp.mesh(nodes=..., ranks_per_node=..., group=device_mesh)"
             )
 

@@ -39,10 +39,10 @@ from impl.policy.policy import Policy
 
 
 def reduction_of(policy: Policy, wire: Wire, tag: Tag, piece: int, grain: int) -> Reduction:
-    """Return the reduction of gradients of ``n * piece`` elements over n ranks, as the ``policy`` says.
+    """Return the reduction that ``policy`` asks for, of gradients of ``n * piece`` elements over n ranks.
 
-    The policy chooses the hops, the codecs and a ring or not.  Each rank reduces one piece of ``piece`` elements.  A
-    piece is cut into chunks that start on multiples of ``grain`` elements.
+    The policy decides on the hops and their codecs, and whether the reduction is a :class:`Ring`.  Each rank reduces
+    one piece of ``piece`` elements.  A piece is cut into chunks that start on multiples of ``grain`` elements.
     """
     kind = Ring if policy.reduce == "ring" else Reduction
     hops = reduction_hops(policy, wire.mesh.topology, piece, grain)
@@ -54,8 +54,11 @@ class Reduction:
     """Reduces gradients of one size, hop by hop; used for one reduction at a time.
 
     Each piece of the gradient may be cut into chunks, which are posted in the order of
-    :func:`impl.plan.hops.in_turns`.  If several state groups hold copies of a shard, their ranks gather the means of
-    their pieces in one chunk.  Every rank decodes its own piece too, so that the copies stay bit-equal.
+    :func:`impl.plan.hops.in_turns`.
+
+    If several state groups hold copies of a shard, a piece is a part of a shard.  The ranks that hold the copies then
+    gather the means of all pieces of the shard, without chunks.  Every rank decodes also the piece that it has encoded
+    itself, so that the copies stay bit-equal.
 
     ``mean`` is None until the mean has arrived, and again after :meth:`finish` has returned the mean.
     """
@@ -81,7 +84,7 @@ class Reduction:
             self._events += [[(number, 0)] for number in range(len(self._summing), len(self.hops))]
 
     def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
-        """Return the random bits with which this rank encodes for hop number ``hop``.
+        """Return the random bits that this rank needs to encode its message for hop number ``hop``.
 
         The bits begin at element ``start`` of each piece.
 
@@ -99,11 +102,12 @@ class Reduction:
 
         The message then has the elements in the unit's order, without encoding.  This requires that
 
+        - the reduction has a hop, and is not a ring,
         - a frame consists of elements of ``dtype`` only,
         - pieces are in rank order, and are not cut into chunks,
         - no hop keeps errors of error feedback,
-        - there is a single hop, or the ranks read each other's messages of the first hop in shared memory.  Only there
-          can a rank pick its parts out of messages in the unit's order.
+        - there is a single hop, or the ranks read each other's messages of the first hop in shared memory.  With
+          several hops, a rank must pick its parts out of messages in the unit's order, which only shared memory allows.
         """
         plain = [
             hop.kind == "all_to_all" and hop.keeps == "nothing" and hop.stride == hop.axis.stride
@@ -167,8 +171,9 @@ class Reduction:
     def post_next_hop(self) -> None:
         """Wait for the messages under way, and post the next hop's messages.
 
-        If all hops are posted and the last hop stays inside a node, set ``mean``.  If the last hop crosses between
-        nodes, do nothing; see [Note: deferred last hop].
+        If all hops have been posted already, there is nothing to post.  If the last hop then stays inside a node, this
+        method finishes the reduction and sets ``mean``.  If the last hop crosses between nodes, it does nothing; see
+        [Note: deferred last hop].
         """
         if self.mean is not None:
             return
@@ -195,9 +200,9 @@ class Reduction:
         self._opened = None
 
     def _turns(self) -> list[list[tuple[int, int]]]:
-        """Return a list with the messages to post in each call of :meth:`_post_next`, as (hop, chunk).
+        """Return, for each call of :meth:`_post_next`, the list of messages to post, each as (hop, chunk).
 
-        The list has the hops that sum, but not the hops that gather means.
+        Hops that sum are in these lists, and hops that gather means are not.
         """
         return in_turns(len(self._summing), len(self._chunks))
 

@@ -128,7 +128,8 @@ class Watchdog:
     def stalling(self) -> Iterator[None]:
         """Context that times the waits which its body enqueues on the device's current stream.
 
-        Nothing is timed on a side stream, before :attr:`exposed_seconds` was first read, or if the body raises.
+        Nothing is timed on a side stream, or if the body raises.  Nothing is timed either before
+        :attr:`exposed_seconds` is first read or :meth:`mark_exposed` is first called.
         """
         if self.paused or not self._timed:
             yield

@@ -75,8 +75,9 @@ class Observer:
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
         """Called before a hop's message is sent.
 
-        ``values`` (..., n) are the gradient or a sum, plus the carried errors.  ``frames`` (..., F) uint8 are the
-        encoded values.  ``frames`` is None if the values are sent without encoding.
+        ``values`` (..., n) are what is encoded: the gradient, a sum of gradients, or the mean of a piece.  Carried
+        errors have been added.  ``frames`` (..., F) uint8 are the encoded values.  ``frames`` is None if the values are
+        sent without encoding.
         """
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
@@ -310,8 +311,8 @@ class Wire:
             tag: the purpose under which the ledger books the messages.
             ring: whether the backend's own all-gather is used.  The ledger then books the bytes of a ring.
             into: (ranks * nbytes,) uint8 to receive the messages.  Transports that cannot do this ignore it.
-            in_line: whether the caller waits for the messages as soon as they are posted.  If both happen on a side
-                stream of a GPU, the exchange runs on this stream, so that the host records fewer events.
+            in_line: whether the caller waits for the messages as soon as they are posted.  If the caller posts and
+                waits on a side stream of a GPU, the exchange runs on this stream, and the host records fewer events.
         """
         return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into, in_line=in_line)
 
@@ -350,7 +351,8 @@ class Wire:
 
         Rows are gathered along each of ``axes`` in turn, by default along the axis of all ranks.
 
-        Returns (ranks, n) of the row's type, equal on all ranks.  Along a single axis, the rows are in rank order.
+        Returns (ranks, n) of the row's type, equal on all ranks that are gathered.  Along a single axis, the rows are
+        in rank order.  Along several axes, the rank along the first axis varies fastest.
         """
         rows = row.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8).view(1, -1)
         for axis in (self.mesh.topology.world_axis,) if axes is None else axes:

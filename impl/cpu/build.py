@@ -160,6 +160,8 @@ def _run(command: list[str]) -> str:
         raise BuildError(f"{command[0]} does not run: {problem}") from problem
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        first = next((line for line in lines if "error" in line), lines[0] if lines else "without a message")
+        first = next(
+            (line for line in lines if "error" in line), lines[0] if lines else "it printed no message"
+        )
         raise BuildError(f"{command[0]} failed with status {done.returncode}: {first.strip()}")
     return done.stdout

@@ -198,7 +198,10 @@ def _has_whole_rows(x: Tensor) -> bool:
 
 
 def _is_copy(codec: Codec, x: Tensor) -> bool:
-    """Returns whether encoding ``x`` only copies bytes: if ``codec`` is a cast to the type that ``x`` has already."""
+    """Returns whether encoding ``x`` only copies whole rows of bytes.
+
+    This is so if ``codec`` is a cast to the type that ``x`` has already, and the elements of each row are contiguous.
+    """
     return isinstance(codec, Raw) and x.dtype == DTYPES[codec.dtype] and _has_whole_rows(x)
 
 

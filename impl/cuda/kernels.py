@@ -293,9 +293,9 @@ class Kernels(Operations):
 
         - The second codec's block must have at most 4,096 elements, and fit into registers (:func:`_holds`).
         - If errors are carried, the second codec must not rotate.
-        - The threads that hold a group of the first codec's rotation must be neighbours also in the teams that encode
-          the second codec's blocks.  They are neighbours if the second codec's block consists of whole groups, is a
-          power of two, or is the whole row.
+        - If the first codec rotates groups of more than 8 elements, several threads hold a group.  These threads must
+          be neighbours also in the teams that encode the second codec's blocks.  They are neighbours if the
+          second codec's block consists of whole groups, is a power of two, or is the whole row.
         """
         if isinstance(first, Raw) or isinstance(second, Raw):
             return isinstance(first, Raw) and isinstance(second, Raw) and carried is None
@@ -371,8 +371,8 @@ class Kernels(Operations):
     ) -> Repeat | None:
         """Sum frames of elements that are not quantised, and write the sum to the frames ``out``.
 
-        This takes one launch if the kernel takes the tensors, and otherwise torch's launches.  Returns a function that
-        repeats the launch, or None in the second case.
+        If the kernel takes the tensors, this is one launch, and a function that repeats the launch is returned.
+        Otherwise torch sums and casts, and None is returned.
         """
         first, second = hops
         assert isinstance(first, Raw) and isinstance(second, Raw)  # noqa: S101, PT018  # _fuses() accepted them

@@ -75,7 +75,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamOptions:
-    """The optimizer of a configuration; ``type`` is the name of its class in torch."""
+    """The optimizer that a configuration asks for; ``type`` is the class in ``torch.optim``."""
 
     type: Literal["Adam", "AdamW"]
     lr: float
@@ -106,8 +106,8 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps:
     Args:
         config: a mapping, JSON text (which begins with ``{``), or the path of a JSON file.
         topology: the nodes and ranks, which limit the size of hpZ's groups and determine the batch.
-        steps: optimizer steps of the run.  A learning-rate schedule without ``total_num_steps`` decays over so many
-            steps.
+        steps: optimizer steps of the run.  If the configuration's learning-rate schedule has no ``total_num_steps``, it
+            decays over this number of steps.
 
     Raises:
         DeepSpeedError: if the configuration cannot be read as JSON or HJSON, or if a key or value is unknown,
@@ -119,9 +119,11 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps:
 def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
     """Returns ``base`` with the findings that depend on the model, whose units are ``units``.
 
-    If a unit has more elements than ``stage3_max_live_parameters``, the finding of this key becomes ``changed``, since
-    the unit cannot be cut into smaller units.  Otherwise, if all parameters persist in stage 3, the findings of the
-    keys that concern shards become ``without effect``.
+    If a unit has more elements than ``stage3_max_live_parameters``, the finding of this key becomes ``changed``: the
+    unit cannot be cut, so more elements are gathered at once than the key allows.  Units that persist do not count.
+
+    In stage 3, if all parameters persist, the findings of keys that concern shards become ``without effect``.  An
+    example is ``zero_quantized_weights``: persistent parameters are sent unquantised.
     """
     sizes = {unit.name: unit.numel for unit in units if not unit.persistent}
     largest = max(sizes, key=sizes.__getitem__, default="")
@@ -382,8 +384,10 @@ class _Reading:
     def _batches(self) -> tuple[int | None, int]:
         """Returns (sequences of one rank in a micro-batch, micro-batches in a step).
 
-        The configuration may give any two of DeepSpeed's three sizes, which determine the third.  The first number is
-        None if the configuration gives neither ``train_batch_size`` nor ``train_micro_batch_size_per_gpu``.
+        If the configuration gives two of DeepSpeed's three sizes, these determine the third.  Without
+        ``gradient_accumulation_steps``, and if the two other sizes are not both given, a step has one micro-batch.  The
+        first number is None if the configuration gives neither ``train_batch_size`` nor
+        ``train_micro_batch_size_per_gpu``.
         """
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         whole, micro, steps = sizes = [self.values.get(name) for name in names]
@@ -481,7 +485,7 @@ class _Reading:
         )
 
     def _findings(self) -> Iterator[Finding]:
-        """Yield a finding for every key of the configuration, in the configuration's order."""
+        """Yield a finding for every key and every empty table of the configuration, in the configuration's order."""
         for path, value in self.entries.items():
             kind: Kind = "without effect"
             if value is None:

@@ -218,7 +218,10 @@ def test_hosts_over_some_of_the_ranks(mesh: Mesh) -> None:
         model = wrapped(host, net(), (), halves["tp"])
         kind: Any = InFSDP2 if host == "fsdp2" else InDDP
         ranks = ", ".join(map(str, part.global_ranks))
-        with pytest.raises(HostError, match=f"{host} runs on global ranks ., ., the wire on {ranks}: give"):
+        with pytest.raises(
+            HostError,
+            match=f"{host} runs on global ranks ., ., but the wire runs on global ranks {ranks}: give",
+        ):
             kind(model, Wire(part), EXACT[host])
 
 

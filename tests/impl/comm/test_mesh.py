@@ -307,7 +307,7 @@ REFUSED = {
     "numbers": "topology 3x1 needs 3 ranks, but the process group has 4",
     "no nodes": "nodes=0: expected a number of 1 or more",
     "tensor parallel": "the device mesh has a dimension 'tp', along which ranks hold different parts of a model",
-    "three dimensions": "the device mesh has 3 dimensions, (1, 2, 2), expected one, or two (nodes, ranks of a ",
+    "three dimensions": "the device mesh of shape (1, 2, 2) has 3 dimensions, expected one, or two (nodes, ranks of a ",
     "twice": "topology is a DeviceMesh, which determines the ranks: leave group= out",
     "wire": "wire= is over the mesh 1x2 of global ranks 0, 2 on cpu, but mesh= is 2x2 of global ranks 0, 1, 2, 3",
     "uneven": "global ranks 0, 1, 2 are on nodes 0, 0, 1 (LOCAL_WORLD_SIZE=2), but each node must have",
