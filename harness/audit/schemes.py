@@ -47,7 +47,7 @@ _NARROW: Final = ("int8", "uint8")
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """The messages of one operation, phase, type and group size, with their bytes as measured and by the closed form.
+    """The messages of one operation, phase, type and group size: the measured bytes and those of the closed form.
 
     Bytes are those of the whole messages of one rank in one step.
     """
@@ -77,12 +77,12 @@ class Scheme:
 
     @property
     def measured(self) -> int:
-        """Measured bytes of all terms together."""
+        """The sum of the bytes that were measured for each term."""
         return sum(term.measured for term in self.terms)
 
     @property
     def expected(self) -> float:
-        """Bytes of all terms together by the closed form."""
+        """The sum of the bytes that the closed form gives for each term."""
         return sum(term.expected or 0 for term in self.terms)
 
 

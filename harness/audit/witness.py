@@ -750,7 +750,7 @@ class Witness:
             yield entries[first:place]
 
     def row_of(self, entry: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Return a recorder's entry as a row: the :data:`FIELDS` without ``calls``.
+        """Return a recorder's entry as a row that has the :data:`FIELDS` except the field named ``calls``.
 
         Returns None if the call sends no elements and is no barrier.
         """
@@ -923,10 +923,10 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _rows(calls: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
-    """Return sorted rows in the order of :data:`FIELDS`, made from calls that lack the field ``calls``.
+    """Make one row of all calls that agree in every field but elements and bytes, and return the rows sorted.
 
-    Calls that agree in all fields but elements and bytes become one row.  The row has their number, and the sums of
-    their elements and bytes.
+    A call has the :data:`FIELDS` except the field named ``calls``.  A row has all of them, in the same order: ``calls``
+    is the number of calls that the row counts, and ``elements`` and ``bytes`` are the sums over these calls.
     """
     sums: dict[tuple[Any, ...], list[int]] = {}
     for call in calls:

@@ -34,7 +34,10 @@ class Range(NamedTuple):
     place: slice  # where the shard or master has these elements
 
     def key(self, kind: str) -> str:
-        """Returns the name of the range in a file; ``kind`` is, for example, ``weight`` or ``optimizer0.exp_avg``."""
+        """Returns the name, ``KIND/NAME@START``, under which a file of the checkpoint holds this range.
+
+        ``kind`` says which values: for example ``weight`` or ``optimizer0.exp_avg``.
+        """
         return f"{kind}/{self.name}@{self.start}"
 
 

@@ -57,7 +57,7 @@ class GatheredParameters:
     Raises:
         ZeroError: at once, if ``parameters`` is a string, a dict or a module, is not iterable, or has an element that
             is no tensor.  On entering, if a forward or backward pass is running, if another context shows one of the
-            parameters, if a parameter was taken from its module before the model was sharded, or if
+            parameters, if a parameter is an old object that was replaced when the model was sharded, or if
             ``modifier_rank`` is no rank.
 
             On leaving, on all ranks, in each of these cases; the old values are then restored:
@@ -349,8 +349,8 @@ def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
             places.append(_BeforeSharding(parameter, cut.wire(), cut))
         elif (keeper := keeper_of(parameter)) is not None:
             raise ZeroError(
-                f"GatheredParameters got parameter {keeper.name!r}, which was taken from its module before the model "
-                "was sharded: take it from the module again"
+                f"GatheredParameters got the old object of parameter {keeper.name!r}, which was replaced when the "
+                "model was sharded: get the parameter from its module again"
             )
         elif init is not None:
             places.append(_BeforeSharding(parameter, init.wire(), None))

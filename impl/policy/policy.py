@@ -258,7 +258,7 @@ class Policy:
             raise PolicyError(reason)
 
     def _read_method(self, name: Role, known: Sequence[str]) -> None:
-        """If the field ``name`` has the name of a user's class as text, replace the text with ``method(text)``.
+        """Replace the value of the field ``name`` with ``method(value)`` if that value is the name of a user's class.
 
         Raises PolicyError: if the field's value is neither a method, nor the name of a class, nor a ``known`` word; or
         if the class does not suit the field.
@@ -305,7 +305,7 @@ class Policy:
             yield f"gather='{own}' does not allow offload, {keeps}: remove offload, {way_out}"
         if self.budget is not None and self.budget.weights is not None:
             chooses = "which chooses codecs of weights, and a method has none"
-            yield f"gather='{own}' does not allow budget '{self.budget}', {chooses}: remove weights from it"
+            yield f"gather='{own}' does not allow budget '{self.budget}', {chooses}: remove weights from the budget"
 
     def _method_errors(self) -> Iterator[str]:
         """Yield an error for each field whose value is not allowed if a user's class reduces gradients."""
@@ -329,7 +329,8 @@ class Policy:
                 yield f"reduce='{own}' does not allow {name}{shown}, which {why}: {way_out}"
         if self.budget is not None and self.budget.gradients is not None:
             chooses = "chooses codecs of gradients, and a method has none"
-            yield f"reduce='{own}' does not allow budget '{self.budget}', which {chooses}: remove gradients from it"
+            way_out = "remove gradients from the budget"
+            yield f"reduce='{own}' does not allow budget '{self.budget}', which {chooses}: {way_out}"
 
     def _contradictions(self) -> Iterator[str]:
         """Yield an error for each combination of fields that cannot be carried out."""
@@ -514,8 +515,8 @@ class Policy:
         if self.group == 0 or self.stage == 0:
             here = f"here group={self.group!r}, stage {self.stage}"
             yield (
-                f"local_steps={steps} needs groups of ranks with a copy of all states each; {here}: set group='node' "
-                "and stage 1 to 3, or remove local_steps"
+                f"local_steps={steps} needs groups of ranks with a copy of all states in each group; {here}: set "
+                "group='node' and stage 1 to 3, or remove local_steps"
             )
         if not 1 <= fragments <= max(steps, 1):
             yield (
@@ -547,8 +548,8 @@ class Policy:
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec that has one scale for a whole shard, if ``chunks`` cuts the shard.
 
-        With ``user_codecs``, the method checks only the codecs of class ``OwnCodec``, and imports their modules for it.
-        Otherwise it checks only the codecs of other classes.
+        With ``user_codecs``, the method checks only the codecs of class ``OwnCodec``, and imports the modules that
+        define these codecs.  Otherwise it checks only the codecs of other classes.
         """
         for codec in (*self.gradients, *self.candidates.get("gradients", ())) if self.chunks > 1 else ():
             if isinstance(codec, OwnCodec) == user_codecs and codec.block == "shard":
@@ -562,16 +563,16 @@ class Policy:
 
     @property
     def grain_in_words(self) -> str:
-        """Says in error messages which codecs and which ``align`` make up :attr:`grain`, as their common multiple."""
+        """Text for error messages that names the codecs, and any ``align``, whose common multiple is :attr:`grain`."""
         aligned = [f"align = {self.align}"] if self.align > 1 else []
         parts = list(dict.fromkeys([str(codec) for codec in self.codecs] + aligned))
         return parts[0] if len(parts) == 1 else f"the common multiple of {', '.join(parts)}"
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """All codecs of the policy: of weights, of the first and the second gradient hop, then of the optional fields.
+        """The policy's codecs: of weights, of the first and the second gradient hop, then of the optional fields.
 
-        With a schedule, the codecs of all steps are included, each once.
+        The codecs in ``owned`` are not included.  With a schedule, the codecs of all steps are included, each once.
         """
         if not self.schedule:
             return self._fields_codecs()
@@ -728,8 +729,8 @@ class Policy:
         """
         if self.schedule:
             raise PolicyError(
-                "a policy with a schedule gives its units other policies from step to step: call for_kind() on one of "
-                "the policies in its phases"
+                "a policy with a schedule gives its units different policies in different steps: call for_kind() on "
+                "one of the policies in its phases"
             )
         changes: dict[str, Any] = {}
         if persistent:
@@ -807,19 +808,19 @@ class Policy:
         * a user's codec does not fit the policy;
         * a budget chooses the codec of gradients between nodes, and there is one node;
         * the number of steps after which a span of the schedule ends is not known;
-        * the last span of the schedule ends before the run.
+        * the last span of the schedule ends before the run ends.
         """
         if self.schedule:
             if any(span.until is not None and span.end is None for span in self.schedule[:-1]):
                 way_out = "use policy.for_steps(steps), with the number of steps"
                 raise PolicyError(
-                    f"schedule ({self.schedule_in_words}) ends spans at shares of the run, and the run's length is not "
-                    f"known: {way_out}"
+                    f"schedule ({self.schedule_in_words}) has a span that ends at a share of the run, and the run's "
+                    f"length is not known: {way_out}"
                 )
             if (end := self.schedule[-1].end) is not None:
                 raise PolicyError(
                     f"the last span of schedule ends at step {end}, and the steps after it have no span: remove "
-                    "until from the last span"
+                    "'until' from the last span"
                 )
             for phase in self.phases:
                 phase.check(topology)
@@ -858,7 +859,8 @@ class Policy:
                 yield f"{codec}: its kinds are {kinds}; add fp32, the type of master shards and of sums"
             if self.loss_scale is not None and Law.NONFINITE not in codec.laws:
                 needs = "needs codecs that keep NaN and infinity"
-                yield f"loss_scale={self.loss_scale} {needs}; {codec} does not promise the law 'nonfinite': use another"
+                lacks = f"{codec} does not promise the law 'nonfinite'"
+                yield f"loss_scale={self.loss_scale} {needs}; {lacks}: use another codec"
 
     def group_ranks(self, topology: Topology) -> int:
         """Returns the number of ranks that share one copy of all sharded states.

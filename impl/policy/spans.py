@@ -143,14 +143,14 @@ def check_order(spans: Sequence[Span]) -> Iterator[str]:
     """
     for number, (span, after) in enumerate(itertools.pairwise(spans), 1):
         if span.until is None:
-            yield f"span {number} of schedule has no until, so that span {number + 1} never begins: set its until"
+            yield f"span {number} of schedule has no 'until', so that span {number + 1} never begins: set its 'until'"
         elif type(span.until) is type(after.until) and _place(after) <= _place(span):
             yield _overlap(number + 1, f"until {after.until}", f"until {span.until}")
     last = spans[-1].until if spans else None
     if isinstance(last, str) and _share(last) < 1:
         yield (
             f"the last span of schedule ends at {last} of the run, and the steps after it have no span: remove "
-            "until from the last span"
+            "'until' from the last span"
         )
 
 
@@ -183,7 +183,7 @@ def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
         end = int(span.until or 0) if share is None else math.floor(share * steps + Fraction(1, 2))
         if end > steps:
             raise SpanError(
-                f"span {number} of schedule (until {end}) ends beyond the run of {steps} steps: lower its until"
+                f"span {number} of schedule (until {end}) ends beyond the run of {steps} steps: lower its 'until'"
             )
         if end <= before:
             raise SpanError(_overlap(number, f"until step {end} of {steps}", f"until step {before}"))
@@ -192,7 +192,7 @@ def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
     if before != steps:
         raise SpanError(
             f"the last span of schedule ends at step {before} of {steps}, and the steps after it have no span: remove "
-            "until from the last span"
+            "'until' from the last span"
         )
     return tuple(span.ending(end if end < steps else None) for span, end in zip(spans, ends, strict=True))
 

@@ -71,7 +71,9 @@ class FlagFunctions(ctypes.PyDLL):
 
 @functools.cache
 def flag_functions() -> FlagFunctions | None:
-    """Return the C++ functions that set and read flags, in order with the messages that the flags announce.
+    """Return the C++ functions that set and read flags.
+
+    They make sure that a rank which sees a flag also sees the message that the flag announces.
 
     Returns None on x86 if the C++ library cannot be built or loaded, since x86 needs no such functions.
 
@@ -277,7 +279,7 @@ class Flags:
     def _least(self, slot: int) -> int:
         """Return the smallest of all ranks' flags for ``slot``.
 
-        If the result is the number of an exchange or more, the rows of this exchange can be read.
+        The rows of an exchange can be read once the result is at least the number of this exchange.
         """
         if self._functions is not None:
             return self._functions.least_flag(self._addresses[slot][0], self._size, LINE)  # type: ignore[no-any-return]

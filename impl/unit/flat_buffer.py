@@ -137,7 +137,7 @@ class FlatBuffer:
     def lay(self) -> None:
         """Make each parameter a view of the flat buffer again, after a user has assigned another tensor to ``p.data``.
 
-        The method leaves parameters alone that GatheredParameters shows.  Without a flat buffer it does nothing.
+        The method does not change parameters that GatheredParameters shows.  Without a flat buffer it does nothing.
         """
         if (flat := self._flat) is None:
             return
@@ -160,8 +160,8 @@ class FlatBuffer:
         """Put the placeholders into the modules.
 
         With ``sharded``, the parameters will lose their values.  Therefore they are turned into placeholders too.  If a
-        user has taken a parameter from a module during the pass, a later use of this parameter gathers the unit again,
-        or raises an error.
+        user keeps a reference to a parameter after the pass, a later use of this parameter gathers the unit again, or
+        raises an error.
         """
         self._marks = []
         for member in self.members:
@@ -218,10 +218,10 @@ class Taken:
         self.name = name
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """Raise a ZeroError, which says that ``parameter`` is no longer in the model."""
+        """Raise a ZeroError, which says that sharding has replaced ``parameter`` in the model."""
         raise ZeroError(
-            f"parameter {self.name!r} was taken from its module before the model was sharded: take it "
-            "from the module again"
+            f"parameter {self.name!r} was replaced when the model was sharded, and the old object was used: get the "
+            "parameter from its module again"
         )
 
 

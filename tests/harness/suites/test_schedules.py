@@ -84,7 +84,7 @@ def test_labels_say_when_what_is_sent() -> None:
             "ends at 50 % of the run, and the steps after it have no span",
         ),
         ('[{ until = 5, gradients = "bf16" }]', "ends at step 5 of 10, and the steps after it have no span"),
-        ('[{ gradients = "bf16" }, {}]', "span 1 of schedule has no until, so that span 2 never begins"),
+        ('[{ gradients = "bf16" }, {}]', "span 1 of schedule has no 'until', so that span 2 never begins"),
         (
             '[{ until = "half" }, {}]',
             "until = 'half': expected a step of 1 or more, or a share such as '50 %'",

@@ -188,7 +188,7 @@ def test_a_parameter_taken_before_sharding_is_refused(mesh: Mesh) -> None:
     taken = weight(net)
     shard(net, mesh=mesh, policy=EXACT)
     for use in (lambda: GatheredParameters(taken).__enter__(), taken.sum):
-        with pytest.raises(ZeroError, match=f"'{NAME}'.*was taken from its module before"):
+        with pytest.raises(ZeroError, match=f"'{NAME}'.*was replaced when the model was sharded"):
             use()
 
 

@@ -109,7 +109,7 @@ WRONG = [
         "span 2 of schedule (until 40 %) is empty or overlaps",
     ),
     ((Span(until=5), Span(until=5), Span()), {}, "span 2 of schedule (until 5) is empty or overlaps"),
-    ((Span(), Span()), {}, "span 1 of schedule has no until, so that span 2 never begins"),
+    ((Span(), Span()), {}, "span 1 of schedule has no 'until', so that span 2 never begins"),
     ((Span(until="50 %"),), {}, "the last span of schedule ends at 50 % of the run"),
     ((Span(until=2, secondary="node"), Span(secondary=2)), {}, "whose copies lie on different ranks"),
     (

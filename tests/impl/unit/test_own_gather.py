@@ -420,7 +420,7 @@ def test_what_a_gather_does_not_allow_is_refused(changes: dict[str, Any], messag
     """Fields that have no meaning with a gather of one's own are refused in one line that says what to do."""
     with pytest.raises(PolicyError, match=message) as caught:
         Policy(gather=method(Whole), **changes)
-    assert "or set gather='hierarchical'" in str(caught.value) or "remove weights from it" in str(
+    assert "or set gather='hierarchical'" in str(caught.value) or "remove weights from the budget" in str(
         caught.value
     )
 

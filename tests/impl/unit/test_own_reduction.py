@@ -254,7 +254,9 @@ def test_what_a_method_does_not_allow_is_refused(changes: dict[str, Any], messag
     """Fields that have no meaning with a method are refused in one line that says what to do."""
     with pytest.raises(PolicyError, match=message) as caught:
         Policy(reduce=method(Mean), **changes)
-    assert "set reduce='two_hop'" in str(caught.value) or "remove gradients from it" in str(caught.value)
+    assert "set reduce='two_hop'" in str(caught.value) or "remove gradients from the budget" in str(
+        caught.value
+    )
 
 
 def test_a_name_is_read_and_not_imported() -> None:
