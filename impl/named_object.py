@@ -85,8 +85,9 @@ def import_object(text: str, *, ours: bool = False) -> Any:
     first, file = name.partition(".")[0], getattr(module, "__file__", None)
     holders = [f for f in _seen if (f / f"{first}.py").exists() or (f / first / "__init__.py").exists()]
     if holders and not (file and any(Path(file).resolve().is_relative_to(f) for f in _seen)):
+        found = file or "a module without a file"  # such as a built-in module
         raise NamedObjectError(
-            f"{text}: import {name} finds {file}, which hides the module of that name in {holders[0]}: "
+            f"{text}: import {name} finds {found}, which hides the module of that name in {holders[0]}: "
             "rename your module"
         )
     with raising(NamedObjectError, f"{text}: {name} has no {path!r}:"):

@@ -1,8 +1,9 @@
 """Compares the calls of a step with closed forms, to find which scheme of data parallelism sends such messages.
 
 The closed form of a scheme says how many elements the whole messages of each operation have in a micro-batch.  The
-table gives these numbers as multiples of the model's parameters.  How many bytes a rank sends for a whole message is
-computed in :mod:`harness.audit.wire`.
+whole message of a collective is the complete tensor, such as the gathered tensor of an all-gather, and not only the
+part that a rank sends; :mod:`harness.audit.wire` computes how many bytes a rank sends for a whole message.  The table
+gives the numbers of elements as multiples of the model's parameters.
 
 | scheme | all-gather | reduce-scatter | all-reduce |
 | --- | --- | --- | --- |
@@ -49,7 +50,8 @@ _NARROW: Final = ("int8", "uint8")
 class Term:
     """The messages of one operation, phase, type and group size: the measured bytes and those of the closed form.
 
-    Bytes are those of the whole messages of one rank in one step.
+    The bytes are sums over the calls of one rank in one step.  A collective counts with its whole message, such as the
+    gathered tensor of an all-gather (:class:`harness.audit.calls.Count`).
     """
 
     operation: str
@@ -171,8 +173,8 @@ def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Pla
         """Return, for each place, the bytes of ``share`` of the parameters times the number of micro-batches.
 
         A place is (operation, phase, type, size of the group).  The number of micro-batches is found from the elements
-        that were measured at this place.  With 1000 parameters, a share of 0.5 and 1490 elements, there are
-        1490 / (0.5 * 1000), rounded 3, micro-batches.  The least number is 1.
+        that were measured at this place.  With 1000 parameters, a share of 0.5 and 1490 elements, the quotient
+        1490 / (0.5 * 1000) = 2.98 is rounded to 3 micro-batches.  The least number is 1.
         """
         return {
             place: share
@@ -250,7 +252,7 @@ def _of_hops(calls: Calls, rank: Rank, step: int, model: Model, hops: Sequence[d
     sums: dict[_Spot, Count] = defaultdict(lambda: Count(0, 0, 0))
     types: dict[_Spot, str] = {}
     for key, count in rank.rows.get(step, {}).items():
-        if key.done_as != "recv":  # what other ranks send
+        if key.done_as != "recv":  # the bytes of a recv are sent by another rank
             place = key.operation, key.phase, calls.group(rank, key.group).ranks
             sums[place], types[place] = sums[place].plus(count), key.dtype
     seen = [hop for hop in hops if not hop["unseen"]]

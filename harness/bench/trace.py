@@ -176,7 +176,7 @@ def _profiled(run: TrialRun, first: int, path: Path) -> float:
 
 
 class _NamedExchange:
-    """An exchange whose post and whose wait have names in torch.profiler's trace."""
+    """An exchange with two named ranges in torch.profiler's trace: one for its post, and one for its wait."""
 
     def __init__(self, exchange: Exchange, name: str) -> None:
         self._exchange, self._name = exchange, name
@@ -195,7 +195,10 @@ class _NamedExchange:
 
 @contextlib.contextmanager
 def _named(wire: Wire) -> Iterator[None]:
-    """Give messages, waits and codecs' operations names in torch.profiler's trace, while the body of ``with`` runs."""
+    """Add a named range to torch.profiler's trace for each message, wait and codec operation.
+
+    The ranges are added while the body of ``with`` runs.
+    """
     operations = {name: getattr(ops, name) for name in _OPERATIONS}
     opened = {name: getattr(wire, name) for name in _EXCHANGES}
 

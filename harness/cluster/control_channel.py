@@ -62,8 +62,8 @@ class Place:
     def for_ranks(self, work: int) -> Place:
         """Return the place at which the ranks of all nodes meet for the command with number ``work``.
 
-        This is the supervisors' place with another name of the run, so that the keys of these ranks differ from all
-        other keys in the store.
+        The ranks meet at the same store as the supervisors.  Only ``job``, the name of the run, is different: the name
+        is a part of each key, so the keys of these ranks differ from all other keys in the store.
         """
         return replace(self, job=f"{self.job}/ranks/{work}")
 

@@ -190,18 +190,22 @@ def run_ranks(
 ) -> list[Result]:
     """Run ``target(rank, argument)`` in one fresh process per rank, and return the results in rank order.
 
-    If ``launch.threads_on`` is set, all ranks are threads of one fresh process.
+    If ``launch.threads_on`` is set, all ranks are threads of one fresh process.  If ``launch.node`` is set, only the
+    ranks of this node are run.
 
     Args:
-        target: A module-level function.  The default process group is initialised when it is called.
+        target: A module-level function.  When it is called, torch's default process group is initialised.  If ranks are
+            threads, there is no process group, and ``rank.mesh`` is set instead.
         argument: The function's argument, the same on all ranks.
         launch: How ranks are started.
         on_progress: Called in this process with the progress of rank 0.
         stop_reason: Called several times a second.  Once it returns a reason, the ranks are ended.
 
     Raises:
-        LaunchError: If a rank fails, the time is over, or ``stop_reason`` returns a reason; the message describes the
-            failure that most likely came first.  All ranks have then ended, and their log is kept.
+        LaunchError: If a rank cannot be started or fails, if ``launch.timeout_seconds`` have passed, or if
+            ``stop_reason`` returns a reason.  The message describes the failure that most likely came first.  All ranks
+            have then ended.  If every rank was started, the output of the ranks is kept in ``launch.log``, unless this
+            file cannot be written.
     """
     with tempfile.TemporaryDirectory(prefix="zeropp-", ignore_cleanup_errors=True) as name:
         scratch = Path(name).absolute()
@@ -269,9 +273,9 @@ def start_server() -> None:
     """Start the fork server, from which rank processes are forked; do nothing if it is running."""
     socket_folder.give_to_multiprocessing()
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    # SIGINT is blocked while the server is started, and the server inherits that.  Otherwise it would print a traceback
-    # at a Ctrl-C, which is for the sweep, while it imports torch.  The resource tracker has to be started before that,
-    # because starting it unblocks SIGINT.
+    # SIGINT is blocked while the server is started, and the server inherits the blocked signal.  Otherwise a Ctrl-C,
+    # which is for the sweep, would make the server print a traceback while it imports torch.  The resource tracker has
+    # to be started before SIGINT is blocked, because starting the tracker unblocks SIGINT.
     resource_tracker.ensure_running()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -308,10 +312,12 @@ def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, sc
 def _watch(
     ranks: list[_Watched], timeout_seconds: float, on_progress: Report, stop_reason: StopReason | None
 ) -> LaunchError | None:
-    """Receive the messages of all ranks until they have ended, one has failed, or the time is over.
+    """Receive the messages of all ranks until all ranks have ended, or until the first failure.
 
-    Returns None if all ranks have sent a result.  Otherwise returns the failure that most likely came first; for this,
-    it waits a short time for the errors of other ranks.
+    A failure is an error of a rank, a reason that ``stop_reason`` returns, or the end of ``timeout_seconds``.
+
+    Returns None if all ranks have sent a result.  Otherwise returns the failure that most likely came first.  To find
+    this failure, the function waits a short time for the errors of other ranks.
     """
     deadline = time.monotonic() + timeout_seconds
     while all(watched.error is None for watched in ranks):

@@ -1,4 +1,4 @@
-"""Selects parts of a rank's memory: parts needed without training, parts on the device, and parts on the host.
+"""Selects parts of a rank's memory: parts needed for inference, parts on the device, and parts on the host.
 
 Memory is given as bytes by the name of the part.
 """
@@ -9,7 +9,7 @@ from typing import Final
 
 HOST: Final = "host_"  # prefix of the names of parts in host memory
 _STEPPED: Final = ("gradients", "optimizer")
-TRAINING: Final = (
+TRAINING: Final = (  # parts that only training needs
     *_STEPPED,
     *(HOST + part for part in _STEPPED),
     "local_gradients",
@@ -20,7 +20,10 @@ TRAINING: Final = (
 
 
 def without_training(memory: dict[str, int]) -> dict[str, int]:
-    """Return the parts of memory that are needed without training, with their bytes."""
+    """Return the parts of memory that inference needs, with their bytes.
+
+    Gradients, optimizer states and the other parts of :data:`TRAINING` are left out.
+    """
     return {part: size for part, size in memory.items() if part not in TRAINING}
 
 

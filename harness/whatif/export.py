@@ -130,8 +130,8 @@ def _groups_and_lengths(
 
     Returns:
         A dict with the name of each process group by the group's ranks.  The group of all ranks is called ``0``, as in
-        torch.  Then a list with the seconds of each step, from its beginning on the first rank to its end on the last
-        rank.
+        torch.  Then a list with the seconds of each step, from the moment at which the earliest rank begins the step to
+        the moment at which the latest rank ends it.
     """
     found, lengths = set[tuple[int, ...]](), [0.0] * len(steps)
     for rank in ranks:
@@ -154,7 +154,7 @@ def _lines(
 
     Args:
         rank: The rank.
-        steps: For each step, the rank's schedule, and the seconds at which the step begins on the first rank.
+        steps: For each step, the rank's schedule, and the seconds at which the earliest rank begins the step.
         groups: Names of the process groups, by their ranks.
         prediction: The prediction, which is stored in the file.
     """
@@ -211,7 +211,7 @@ class _Events:
     sent: Counter[str] = field(default_factory=Counter)
 
     def add_step(self, number: int, step: RankSchedule, begin: float) -> None:
-        """Add the events of a step.  ``begin`` is the time in seconds at which the step begins on the first rank."""
+        """Add the events of a step.  ``begin`` is the time in seconds at which the earliest rank begins the step."""
         start = begin + step.begin
         end = begin + max(activity.end for activity in step.activities)
         self._add("user_annotation", f"{STEP}{number}", start, end, _HOST_THREAD)
@@ -246,7 +246,7 @@ class _Events:
             place: Number of the activity in its step.
             start: When the step begins on this rank.
             activity: The activity.
-            begin: When the step begins on the first rank.
+            begin: When the earliest rank begins the step.
         """
         if activity.launched is None:
             return min(start + place * _APART, begin + activity.begin)

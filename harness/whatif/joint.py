@@ -37,7 +37,8 @@ _APART: Final = 0.1
 class Joined:
     """One collective, as the traces of all its ranks together show it; times are in seconds."""
 
-    # The collective as its first rank saw it, but with the pure time of all ranks as the time in which it ran.
+    # The collective as its rank with the lowest number saw it, but with the pure time of all ranks as the time in which
+    # it ran.
     seen: Collective
     between: bool  # whether the collective has ranks on several nodes
     link: float  # seconds on the link at the traced rate
@@ -53,7 +54,7 @@ class JointStep:
     """One traced step of all ranks, with the collectives that join them."""
 
     ranks: Mapping[int, RankStep]
-    # By rank, seconds from the first rank's beginning of the step to this rank's beginning.
+    # By rank, seconds from when the earliest rank begins the step to when this rank begins the step.
     skew: Mapping[int, float]
     collectives: Sequence[Joined]
     seconds: float  # traced seconds from the last rank's beginning to the last rank's end

@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """What one rank does from ``begin`` to ``end``; times are in seconds since the step began on the first rank."""
+    """What one rank does from ``begin`` to ``end``; times are in seconds since the earliest rank began the step."""
 
     track: str  # a constant of this module, or ``stream N`` of a traced GPU
     name: str
@@ -58,7 +58,7 @@ class Activity(NamedTuple):
 class RankSchedule:
     """One predicted step of one rank."""
 
-    begin: float  # seconds from the beginning of the step on the first rank to its beginning on this rank
+    begin: float  # seconds from when the earliest rank begins the step to when this rank begins the step
     activities: Sequence[Activity]  # in the order in which the rank issues them
 
 

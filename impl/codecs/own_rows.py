@@ -46,7 +46,7 @@ def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Calla
 
 def encode(codec: OwnCodec, x: Tensor, frames: Tensor, noise: Noise | None) -> None:
     """Encode ``x`` (..., S) with a user's codec to ``frames`` (..., F) uint8; padding bytes are set to 0."""
-    frame = frames[..., : codec.own_bytes(x.shape[-1])]  # the object does not see the padding
+    frame = frames[..., : codec.own_bytes(x.shape[-1])]  # the user's codec does not see the padding
     frames[..., frame.shape[-1] :] = 0
     source = _cast(codec, x).clone(memory_format=torch.contiguous_format)
     by_rows(codec.definition.encode, stochastic=codec.stochastic)(source, frame, noise)
@@ -86,9 +86,10 @@ def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
 
 
 def used_bytes(codec: Codec, frames: Tensor) -> int:
-    """Returns how many bytes of ``frames`` (..., F) uint8 are used.
+    """Returns how many bytes of ``frames`` (..., F) uint8 hold data, as the sum over all frames.
 
-    All bytes are used, except in the frames of codecs whose number of bytes depends on the values.
+    If a user's codec has a method ``used_bytes()``, this method counts the bytes of each frame.  A lossless codec, for
+    example, leaves the end of a frame empty.  The frames of all other codecs count in full.
     """
     function = codec.definition.used_bytes if isinstance(codec, OwnCodec) else None
     if function is None:

@@ -43,7 +43,7 @@ class GatherInfo(NamedTuple):
 
     phase: Literal["forward", "backward", "evaluate"]  # the pass that needs the weights
     # How the weights have changed since the unit's last gather.  It is ``loaded`` also in the first gather, and in the
-    # first gather after a failed pass was dropped: ranks may then not rely on what earlier gathers have sent.
+    # first gather after a failed pass was dropped: ranks must then not rely on what earlier gathers have sent.
     change: Change
     steps: int  # optimizer steps since the last gather whose change was ``loaded``
 
@@ -65,7 +65,7 @@ class MethodLaw(enum.Enum):
         "with the arguments of full_rank(), a new method returns the mean, up to rounding in fp32"
     )
     BOUND = "the error of each element of a new method's result is within error_bound"
-    UNBIASED = "the mean of repeated results for the same gradients is their mean"
+    UNBIASED = "the mean of repeated results for the same gradients is the mean of these gradients"
     SETTLES = "after settles_after() gathers of weights that do not change, the result is these weights, up to rounding"
 
 
@@ -204,7 +204,7 @@ class OwnMethod:
             does = {"reduce": "reduces gradients", "gather": "gathers weights"}
             raise MethodError(
                 f"{self}: has {expected[other]}, so it {does[other]}, but {role} needs a class with {expected[role]}: "
-                f"name it in {other}"
+                f"name {self.name.rpartition(':')[2]} in {other} instead of {role}"
             )
 
     def make(self, unit: MethodUnit, wire: Any) -> Any:

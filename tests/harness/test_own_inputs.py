@@ -286,6 +286,7 @@ OPTIMIZERS = {
     "mine:Eighths": "expected a class derived from torch.optim.Optimizer",
     "mine:Absent": "mine has no 'Absent'",
     "json:Plain": "the module of that name in ",
+    "time:Plain": "import time finds a module without a file, which hides the module of that name in ",
     "mine:Normed": "optimizer.name = 'mine:Normed' is not elementwise: its steps on two pieces of a tensor",
     "mine:Sparse": "optimizer.arguments of mine:Sparse: ",
     "torch.optim:Muon": "the engine holds shards: set optimizer.name = 'Muon', which gathers each matrix on one rank",
@@ -323,7 +324,8 @@ def test_what_does_not_fit_is_refused_before_the_first_trial(
     folder: Path, change: tuple[str, str], message: str, zeropp: Callable[..., Process]
 ) -> None:
     """Inputs that do not fit are refused in one line with status 2, before anything is written."""
-    (folder / "json.py").write_text(MINE, encoding="utf-8")  # which the standard library's hides
+    for hidden in ("json.py", "time.py"):  # the standard library's modules hide these files
+        (folder / hidden).write_text(MINE, encoding="utf-8")
     for place, names in (("half", ["train.npy"]), ("hollow", ["train.npy", "validation.npy"])):
         (folder / place).mkdir()
         for name in names:

@@ -199,4 +199,4 @@ def test_plans_do_not_import_the_class() -> None:
     assert differences.inter
     missing, reduces = forecast([_trial("nowhere:Class"), _trial("examples.top_k:TopK")], any_host())
     assert "nowhere:Class: cannot import 'nowhere'" in missing.problems[0]
-    assert "name it in reduce" in reduces.problems[0]
+    assert "name TopK in reduce instead of gather" in reduces.problems[0]

@@ -383,21 +383,25 @@ def test_a_rank_that_sends_more_than_others_is_reported() -> None:
 def test_a_class_in_the_wrong_field_is_refused() -> None:
     """A class that reduces cannot gather, nor one that gathers reduce; the error names the field to use."""
     with pytest.raises(
-        PolicyError, match=r"Mean: has start\(gradient\), so it reduces .*: name it in reduce"
+        PolicyError,
+        match=r"Mean: has start\(gradient\), so it reduces .*: name Mean in reduce instead of gather",
     ):
         Policy(gather=method(Mean))
-    with pytest.raises(PolicyError, match=r"Whole: has start\(weights, gather\), .*: name it in gather"):
+    with pytest.raises(
+        PolicyError, match=r"Whole: has start\(weights, gather\), .*: name Whole in gather instead of reduce"
+    ):
         Policy(reduce=method(Whole))
 
     def body(mesh: Mesh) -> None:  # a name is imported here only
         Training(mesh, model(), Policy(gather="tests.support.methods:Mean"))  # type: ignore[arg-type]
 
     with pytest.raises(
-        ZeroError, match=r"method tests.support.methods:Mean: .* name it in reduce \(on rank \d, unit '"
+        ZeroError,
+        match=r"method tests.support.methods:Mean: .* name Mean in reduce instead of gather \(on rank \d, unit '",
     ):
         simulate(1, 2)(body)
     geometry = lay_out("u", [ParameterSpec("w", (8,))], grain=1, world=4, max_padding=1.0)
-    with pytest.raises(MethodError, match="name it in reduce"):
+    with pytest.raises(MethodError, match="name Mean in reduce instead of gather"):
         planned_gathers(method("tests.support.methods:Mean"), Topology(2, 2), [geometry])
     with pytest.raises(MethodError, match="only a class that gathers weights can promise the law 'settles'"):
         method(type("Settled", (Mean,), {"laws": ["settles"], "settles_after": len}))
