@@ -183,9 +183,10 @@ frames_of = Frames
 def occasions(records: Sequence[Record]) -> dict[int, int]:
     """Return, for each sweep, the number of the occasion at which it ran; occasions are numbered 0, 1, 2 and so on.
 
-    An occasion is one start of one machine (``machine.boot``).  A sweep belongs to the same occasion as the sweep
-    before it on the same start, if it began at most :data:`OCCASION_APART` after the end of that sweep.  Sweeps of one
-    occasion share the state of the machine and the load from its host, so they are not independent samples.
+    An occasion consists of sweeps on one start of one machine (``machine.boot``).  A sweep belongs to the same occasion
+    as the sweep before it on the same start, if it began at most :data:`OCCASION_APART` after the end of that sweep.
+    Sweeps of one occasion share the state of the machine and the load from its host, so they are not independent
+    samples.
     Older records lack ``machine.boot``; for them, machines with equal hardware and kernel count as one machine.
     """
     of_sweep = defaultdict[int, list[Record]](list)

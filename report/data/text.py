@@ -29,8 +29,8 @@ def occasions_in_words(count: int) -> str:
             "occasion, so the intervals say nothing about a run at another start."
         )
     return (
-        f"Intervals of seconds and speed-ups are computed from the means of {count} occasions (starts of a machine), "
-        "so they include the differences between occasions."
+        f"Intervals of seconds and speed-ups are computed from the means of {count} occasions (starts of a machine, "
+        "or runs more than an hour apart), so they include the differences between occasions."
     )
 
 

@@ -429,7 +429,10 @@ def test_occasions_are_counted_in_the_sentence_and_predict_a_further_run() -> No
     assert list(csv_of(together)["speedup_over"].dropna()) == ["within this start"]
     assert "Expected in a new run" in [column.title for column in apart.table.columns]
     assert "Expected in a new run" not in [column.title for column in together.table.columns]
-    assert "from the means of 3 occasions (starts of a machine)" in apart.table.footnotes
+    assert (
+        "from the means of 3 occasions (starts of a machine, or runs more than an hour apart)"
+        in apart.table.footnotes
+    )
     assert "hold within this start of the machine" in together.table.footnotes
 
 
