@@ -77,7 +77,9 @@ def test_a_disk_that_fails_when_a_file_is_synced_is_an_error_that_names_it(
     """Delayed errors of a disk come from ``fsync``, without a name; the error that users get has the file's name."""
     monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(5, "Input/output error")))
     path = tmp_path / "tensors.safetensors"
-    with pytest.raises(CheckpointError, match=r"tensors\.safetensors: cannot be written: Input/output error$"):
+    with pytest.raises(
+        CheckpointError, match=r"tensors\.safetensors: cannot be written: Input/output error$"
+    ):
         write_tensors(path, [("a", torch.zeros(2))])
     with pytest.raises(OSError, match=r"Input/output error: '.*tensors\.safetensors'"):
         sync(path)
