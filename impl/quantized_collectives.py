@@ -64,8 +64,8 @@ def quantized_all_gather(
     Raises:
         ValueError: if ``x`` is sparse, a tensor subclass, of another type, or on another device than the mesh; if
             ``codec`` names no codec, or is stochastic and there is no ``key``; if ``gather`` names a method of your
-            own; if ``out`` has another shape, type or device than the result, is not contiguous, or requires
-            gradients.
+            own; if ``out`` has another shape, type or device than the result, is not contiguous, is negated lazily
+            (``is_neg()``), or requires gradients.
         WireError: if ``wire`` is over another mesh.
     """
     mesh = Mesh.of(mesh)
@@ -82,7 +82,7 @@ def quantized_all_gather(
     else:
         _check_plain("out", out, mesh)
         if out.shape != (world, *x.shape) or out.dtype != x.dtype or not out.is_contiguous() or out.is_neg():
-            minus = ", negated (resolve_neg() makes it plain)" if out.is_neg() else ""
+            minus = ", and torch negates it lazily (is_neg()): pass another tensor" if out.is_neg() else ""
             raise ValueError(
                 f"out must be a contiguous tensor of shape {(world, *x.shape)} and {x.dtype}, got "
                 f"{tuple(out.shape)} {out.dtype} with strides {out.stride()}{minus}"

@@ -106,11 +106,13 @@ def sentence(
 def on_largest(
     kind: str, differences: Sequence[Difference], *, controls: Sequence[Verdict] = (), among: str = ""
 ) -> str:
-    """Return the sentence on the largest significant difference, or on the largest difference if none is significant.
+    """Return the sentence on the difference that :func:`foremost` chooses.
 
-    ``differences`` has at least one entry.  ``controls`` holds the verdicts of controls (deliberate faults) that are
-    compared but are not in ``differences``; the sentence ends with them.  ``among`` is the beginning of the sentence,
-    if only some configurations are compared: ``where only policy.schedule differs, ``.
+    This is the largest significant difference among the configurations that :func:`foremost` prefers, or the largest
+    difference if none is significant.  ``differences`` has at least one entry.  ``controls`` holds the verdicts of
+    controls (deliberate faults) that are compared but are not in ``differences``; the sentence ends with them.
+    ``among`` is the clause before the claim, if only some configurations are compared:
+    ``where only policy.schedule differs, ``.
     """
     count = len(differences)
     of_all = f", the largest of {count} differences" if count > 1 else ""

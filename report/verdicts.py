@@ -245,6 +245,11 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
             "The net speed-up compares the times in which a configuration and the baseline reach the baseline's final "
             f"loss; the seconds of a step in these times are from {sources(derived)}."
         )
+        if any("not reached" in cell for cell in cells):
+            notes.append(
+                'A cell with "not reached" has the final losses of the configuration and of the baseline and, where it '
+                "is known, the net speed-up to the higher loss."
+            )
     if one_value:
         notes.append(
             "Errors without a mark were measured in one trial only, so they have no interval and no verdict."
@@ -257,9 +262,10 @@ def _places(
 ) -> Iterator[tuple[dict[str, Any], str, list[str], Sequence[str]]]:
     """Yield the groups of rows of the table of verdicts, as (cells, key, configurations, baselines).
 
-    A group is a setting in which configurations are compared with a baseline.  If the largest models are compared
-    (``sizes`` is not empty), a group is a memory limit.  ``cells`` are the cells that all rows of the group share, by
-    column.  ``key`` is the setting's hash, or the limit as text.  ``configurations`` are the names of the rows,
+    A group holds the configurations that are compared with a baseline in one setting.  If the suite compares the
+    largest models that fit into memory (``sizes`` is not empty), a group holds the configurations that are compared
+    under one memory limit.  ``cells`` are the cells that all rows of the group share, by column.  ``key`` is the
+    setting's hash, or the memory limit as text.  ``configurations`` are the names of the rows,
     ``baselines`` the names of the baselines.
     """
     contrast, overall = derived.compared.contrast, effects.all_baselines(derived)

@@ -81,7 +81,8 @@ def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
 def _sent(wire: Wire, run: Callable[[], object]) -> dict[str, int]:
     """Return the bytes that this rank sends in one call: ``inter`` to other nodes, and ``intra`` inside its node.
 
-    Two calls are made, and the second call is counted, since the first call also allocates shared memory.
+    Two calls are made.  The first call sets up buffers and shared memory, so that no timed call has to; the bytes of
+    the second call are returned.
     """
     run()
     wire.ledger.booked.clear()

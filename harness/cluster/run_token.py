@@ -55,7 +55,7 @@ class Seal:
         content = bytes.fromhex(text.decode("ascii"))
         hidden, tag = content[:-_TAG_BYTES], content[-_TAG_BYTES:]
         if not hmac.compare_digest(tag, self._tag(key, hidden)):
-            raise ValueError("the text is not sealed with this run's token")
+            raise ValueError("the text was not sealed with this secret for this key")
         return json.loads(self._masked(hidden[:_NONCE_BYTES], hidden[_NONCE_BYTES:]))
 
     def _masked(self, nonce: bytes, content: bytes) -> bytes:
@@ -71,7 +71,7 @@ class Seal:
 def of_session(token: str, nonces: list[str]) -> Seal:
     """Return the seal of one session, made from the run's token and from the nonces of the session's supervisors.
 
-    It cannot open messages of sessions with other nonces.
+    The seal cannot open messages of sessions with other nonces, even if they have the same token.
     """
     return Seal(hmac.digest(token.encode(), json.dumps(nonces).encode(), "sha256"))
 

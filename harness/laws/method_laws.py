@@ -305,7 +305,8 @@ def _zero(own: OwnMethod, case: Case) -> None:
     for rank, (mean,) in enumerate(_means(own, replace(case, gradients="zero"), 1)):
         if bool(mean.any()):
             raise Violation(
-                f"on rank {rank}, the mean of gradients of 0 has an element {mean[mean.nonzero()[0]].item():.9g}"
+                f"the gradients of all ranks are zeros, but on rank {rank} the mean has an element "
+                f"{mean[mean.nonzero()[0]].item():.9g}: expected a mean of zeros"
             )
 
 

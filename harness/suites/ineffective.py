@@ -94,7 +94,7 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
         or (
             None
             if trial.own_method is None
-            else f"policy.reduce = {trial.policy.reduce!r}, which sends no codecs"
+            else f"policy.reduce = {trial.policy.reduce!r}, which uses no codecs"
         )
     ),
     "policy.weights": lambda trial: (
@@ -102,7 +102,7 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
         or (
             None
             if trial.own_gather is None
-            else f"policy.gather = {trial.policy.gather!r}, which sends no codecs"
+            else f"policy.gather = {trial.policy.gather!r}, which uses no codecs"
         )
     ),
     "gather_method": lambda trial: (

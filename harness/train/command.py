@@ -285,7 +285,7 @@ def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]
     """Return the DeepSpeed configuration with the values of the flags.
 
     Raises:
-        Refusal: If the configuration has another value than a flag.
+        Refusal: If the configuration has another value than a flag, or has no table where the flag's key belongs.
     """
     table, lr = copy.deepcopy(dict(config)), settings.lr
     flags: list[tuple[str, tuple[str, ...], Any]] = [
@@ -308,7 +308,8 @@ def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]
             place = place[section]
             if not isinstance(place, dict):
                 raise Refusal(
-                    f"{flag} needs a table {section!r}, but the configuration has {section} = {json.dumps(place)}"
+                    f"{flag} needs a table {section!r}, but the configuration has {section} = {json.dumps(place)}: "
+                    f"make {section} a table, or leave {flag} out"
                 )
         other = place.get(key)
         if other not in (None, "auto", value):

@@ -146,12 +146,14 @@ class Reduction:
             out: (S,) fp32, receives the mean; a new tensor by default.
 
         Raises:
-            ValueError: if ``gradient`` is not contiguous, because messages are cut from its memory.
+            ValueError: if ``gradient`` is not contiguous, or is negated lazily (``is_neg()``), because messages are cut
+                from its memory.
         """
         if not gradient.is_contiguous() or gradient.is_neg():
-            negated = ", negated" if gradient.is_neg() else ""
+            negated = " and is_neg()" if gradient.is_neg() else ""
             raise ValueError(
-                f"a gradient to reduce must be contiguous, got strides {gradient.stride()}{negated}: "
+                "a gradient to reduce must be contiguous, and not negated lazily by torch: got strides "
+                f"{gradient.stride()}{negated}; "
                 "pass gradient.resolve_neg().contiguous()"
             )
         self._key, self._errors, self._opened, self._out = key, errors, opened, out

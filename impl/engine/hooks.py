@@ -107,7 +107,7 @@ class Hooks:
         if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001  # there is no public function
             raise ZeroError(
                 f"{type(module).__name__} of a sharded model is called under a transform of torch.func (vmap, grad), "
-                "which cannot follow the gathering of weights: use autograd, or the model before shard()"
+                "which cannot follow the gathering of weights: use autograd, or call the model before shard()"
             )
         units = self._units_of.get(module, ())
         if first and module is self._model:

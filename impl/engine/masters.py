@@ -198,9 +198,10 @@ class LossScaler:
     def check_scaled(self) -> None:
         """Raise a ZeroError if there were backward passes whose loss was not scaled."""
         if self._unscaled:
+            passes = "1 backward pass" if self._unscaled == 1 else f"{self._unscaled} backward passes"
             raise ZeroError(
-                f"step() after {self._unscaled} backward passes whose loss was not scaled would divide their "
-                f"gradients by the loss scale of {self.scale:g}: drop the gradients with model.zero_grad(), and run "
+                f"step() after {passes} whose loss was not scaled would divide their gradients by the loss scale "
+                f"of {self.scale:g}: drop the gradients with model.zero_grad(), and run "
                 "zero.scaler.scaled(loss).backward()"
             )
 

@@ -30,7 +30,7 @@ WHOLE_BELOW: Final = 1024  # elements; cutting a smaller parameter would save ne
 
 
 class Init:
-    """Context that cuts the parameters of modules as soon as their constructors return.
+    """Context that cuts the parameters of modules to this rank's slices as soon as the modules' constructors return.
 
     All ranks must construct the same modules.  While a constructor runs, the parameters of its module are whole.
     If an operation in the context uses parameters that are cut already, these are gathered, so all ranks must run
@@ -46,8 +46,8 @@ class Init:
         policy: the policy that the model will be sharded with.  With another policy, ``shard()`` has to send
             the slices anew.
         blocks: the classes of the model's blocks.  In place of classes, a function may be given, which is called with
-            a class and returns whether its modules are blocks.  Each block is cut as a whole.  A module outside of
-            blocks is cut when its own constructor returns.
+            a class and returns whether its modules are blocks.  The parameters of a block are cut when the
+            block's constructor returns, and other parameters when the constructor of their own module returns.
         wire: the wire that sends messages; a new one by default.
         remote_device: the device of new values and of slices.  None, and "none" as in Megatron's
             ``--remote-device``, stand for the mesh's device.  On "meta", parameters have no values.
@@ -79,7 +79,7 @@ class Init:
     ) -> None:
         self._blocks, self._whole_below, self._seed, self.enabled = blocks, whole_below, seed, enabled
         self._constructing: list[nn.Module] = []
-        # the cuts that are whole now, in the order in which they were gathered
+        # the groups of cut parameters that are gathered now, in the order in which they were gathered
         self._gathered: list[Cut] = []
         self._contexts = contextlib.ExitStack()
         self._mesh, self._data_parallel_group, self._policy = mesh, data_parallel_group, policy or Policy()
@@ -225,15 +225,17 @@ def give_values(
     policy: Policy,
     initialise: Callable[[nn.Module], None] | None = None,
 ) -> None:
-    """Give values to the modules of a model on the meta device, and cut each block as soon as it has values.
+    """Give values to the modules of a model on the meta device, and keep only this rank's slices of the values.
 
+    The parameters of a block are cut to slices as soon as all of them have values, so that no rank holds more than its
+    slices and one whole block.
     A module is initialised after the modules that it holds, which is the order in which constructors return.  With
     equal random numbers, the values are equal to the values of a model that was not constructed on the meta device.
     Modules that have values already are left alone.
 
     Args:
         model: the model.
-        blocks: the model's blocks, each of which is cut as a whole.
+        blocks: the model's blocks.
         mesh: the ranks.
         policy: the policy that the model will be sharded with.
         initialise: is called with a module, and gives it values.  By default the module's ``reset_parameters()`` is

@@ -7,10 +7,10 @@ computation of a step and its messages (``wire``) overlap:
 - ``full``: ``step = max(compute, wire)``, a lower bound for every schedule
 - ``schedule``: the step of this engine is simulated, unit by unit and hop by hop (:mod:`impl.plan.timeline`)
 
-:func:`step_time` predicts a step for ``none`` and ``full``.  It needs only sums (:class:`Work`), so it can be used for
-systems of which little is known.  The seconds of computation are ``parameters * (fixed + tokens * per_token)``.  The
-seconds of sending are the bytes that leave one node, divided by the rate that all adapters of the node together
-achieve.  :func:`step_of` simulates a :class:`Step` of this engine.
+:func:`step_time` predicts a step for ``none`` and ``full``.  It needs only the totals of a step (:class:`Work`), so it
+can be used for systems of which little is known.  The seconds of computation are
+``parameters * (fixed + tokens * per_token)``.  The seconds of sending are the bytes that leave one node, divided by the
+rate that all adapters of the node together achieve.  :func:`step_of` simulates a :class:`Step` of this engine.
 
 Pure: no torch.
 """
@@ -214,7 +214,7 @@ def _likeness(text: str, other: str) -> tuple[bool, bool, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The computation and the traffic of one step, as sums."""
+    """The whole computation and the whole traffic of one step, without their division into units and messages."""
 
     parameters: float  # parameters of the model, without padding
     tokens: float  # tokens of one rank in a step
@@ -246,7 +246,11 @@ class StepTime:
 
 
 def step_time(machine: Machine, work: Work) -> StepTime:
-    """Predicts a step from the sums in ``work``, for a machine whose ``overlap`` is ``none`` or ``full``."""
+    """Predicts the seconds of a step from its whole computation and its whole traffic.
+
+    If ``machine.overlap`` is ``none``, a step takes the time of computing plus the time of sending.  With any other
+    ``overlap``, a step takes the longer of the two times.
+    """
     compute = machine.compute(work.parameters, work.tokens) * (1 + work.idle)
     wire = work.egress_bytes / (work.rate * machine.efficiency)
     return StepTime(
@@ -259,7 +263,9 @@ def step_time(machine: Machine, work: Work) -> StepTime:
 
 
 def least_seconds(work: Work, peak_flops: float) -> float:
-    """Returns a lower bound of the seconds of a step.
+    """Returns a lower bound of the seconds of a step with activation checkpointing.
+
+    A step without it computes less (:data:`FLOPS_PER_TOKEN`), and may be shorter.
 
     The bound is the larger of two times: the time to send all bytes at the adapters' nominal rate, and the time to
     compute at ``peak_flops``, the highest number of floating-point operations a second that one rank can reach.

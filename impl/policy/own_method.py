@@ -58,7 +58,9 @@ class MethodError(ValueError):
 class MethodLaw(enum.Enum):
     """A property that a user's class can promise; ``zeropp check method`` tests the laws that the class promises."""
 
-    SAME_ON_ALL_RANKS = "every rank finds the same mean, bit by bit, however the mean is sharded"
+    SAME_ON_ALL_RANKS = (
+        "an element of the mean has the same bits on every rank that finds it, however the mean is sharded"
+    )
     ZERO = "a new method turns gradients of zeros into a mean of zeros"
     EXACT = "a new method returns the mean, up to rounding in fp32"
     EXACT_AT_FULL_RANK = (

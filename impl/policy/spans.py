@@ -90,7 +90,7 @@ class Span:
             _share(until)
         number: object = every
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise SpanError(f"every = {every!r}: expected a number of steps, 1 or more")
+            raise SpanError(f"every = {every!r}: expected a whole number of steps, 1 or more")
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
         for name, value in given.items():
             try:

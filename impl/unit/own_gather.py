@@ -163,7 +163,10 @@ class OwnWeightGather:
         return "stepped" if written else self._change
 
     def end(self, change: Change) -> None:
-        """Note that the weights have changed, and how (``change``), for the next gather."""
+        """Note for the next gather how the weights have changed.
+
+        ``unchanged`` leaves an earlier note as it is, and no other change replaces the note ``loaded``.
+        """
         if change != "unchanged" and self._change != "loaded":
             self._change = change
 

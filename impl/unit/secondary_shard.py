@@ -86,9 +86,10 @@ class SecondaryShard:
         return "differences"
 
     def end(self, change: Change) -> None:
-        """Make the frames stale, because the weights have changed as ``change`` says.
+        """Make the frames stale, so that the next gather renews them; ``change`` says how the weights have changed.
 
-        After the change ``loaded``, the next gather sends the weights themselves, not differences.
+        After the change ``loaded``, the next gather sends the weights themselves, not differences.  After
+        ``unchanged``, the same weights are only sent anew.
         """
         self._version = None
         if change == "loaded":

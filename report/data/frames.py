@@ -376,8 +376,13 @@ def _settings(
 def _named(key: str, fields: Mapping[str, Any], among: Sequence[str]) -> str:
     """Return text for one field of a setting: ``lr 0.02``, or ``adamw lr 0.001`` if two fields are called ``lr``.
 
-    ``key`` is the field's path and ``fields`` are all fields of the setting; the text is empty if the setting does not
-    have the field.  ``among`` are all fields in which settings differ.
+    If the setting does not have the field, the text is empty, except for ``cluster.inner_rate`` (``unshaped inside
+    nodes``) and ``cluster.slow`` (``equal nodes``).
+
+    Args:
+        key: The path of the field.
+        fields: All fields of the setting, by path.
+        among: The paths of all fields in which settings differ.
     """
     value = fields.get(key)
     if key == "cluster.inner_rate":

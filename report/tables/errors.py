@@ -232,7 +232,7 @@ def losses(derived: Derived) -> Table:
         Column("verdict", "Verdict", str, verdict),
         Column("power", "Power", number(2), formula("power")),
         Column("seconds", "To the target, s", number(3), formula("target", "time to the target")),
-        Column("_gain", f"{base}'s time over it", str, formula("the baseline's time over it")),
+        Column("_gain", f"Speed-up over {base} to the target", str, formula("speed-up to the target")),
         caption=f"Validation losses at the end of training, paired with {base} by seed. Trials of fewer than "
         f"{LEAST_STEPS} steps have no verdict.",
     )

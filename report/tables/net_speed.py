@@ -42,15 +42,13 @@ def net_speedup(derived: Derived) -> Table:
         Column("seeds", "Seeds", str),
         Column("own_loss", "Final loss", number(4)),
         Column("base_loss", f"{base}'s", number(4)),
-        Column("steps", "Steps to the higher of both", _COUNT, formula("steps to equal loss")),
+        Column("steps", "Steps to the higher final loss", _COUNT, formula("steps to equal loss")),
         Column("base_steps", f"{base}'s steps", _COUNT),
         Column("steps_ratio", "Ratio of steps", RATIO, formula("ratio of steps")),
         Column("step_speedup", "Speed-up of a step", RATIO),
         Column("_source", "Seconds from", names_row=False),
         Column("_net", "Net speed-up", str, formula("net speed-up")),
-        Column(
-            "net_at_both", "to the higher of both losses", RATIO, formula("net speed-up to the higher loss")
-        ),
+        Column("net_at_both", "to the higher final loss", RATIO, formula("net speed-up to the higher loss")),
         caption=f"How many times as fast a configuration reaches the final loss of {base}, in seconds of training.",
         notes=" ".join(notes),
     )

@@ -298,7 +298,7 @@ class Mine(torch.Tensor):
             for out, message in (
                 (torch.zeros(2, 16)[:, ::2], r"got \(2, 8\) torch.float32 with strides \(16, 2\)"),
                 (torch.zeros(8).expand(2, 8), r"got \(2, 8\) torch.float32 with strides \(0, 1\)"),
-                (torch._neg_view(torch.zeros(2, 8)), r"contiguous .*, negated \(resolve_neg\(\) makes"),
+                (torch._neg_view(torch.zeros(2, 8)), r"contiguous .*, and torch negates it lazily \(is_neg"),
                 (torch.zeros(2, 8).bfloat16(), r"contiguous .*, got \(2, 8\) torch.bfloat16"),
                 (torch.zeros(2, 8, device="meta"), "out is on meta, but the mesh is on cpu"),
                 (torch.zeros(2, 8).to_sparse(), "out is a sparse_coo tensor"),

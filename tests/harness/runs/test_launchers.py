@@ -479,7 +479,9 @@ def test_a_job_step_has_a_place(slurm_variables: dict[str, str], monkeypatch: py
     place = launchers.place([one])
     assert place is not None
     assert (place.node, place.nodes, place.job) == (0, 1, "1.0")
-    with pytest.raises(Refusal, match=r"nodes is 2, but the launcher started 1 node; run it in .* --nodes=2"):
+    with pytest.raises(
+        Refusal, match=r"nodes is 2, but the launcher started 1 node; run zeropp in .* --nodes=2"
+    ):
         launchers.place([two])
 
 

@@ -158,7 +158,7 @@ def test_arguments_are_axes() -> None:
         ),
         (
             {"strategy": "qwz", "policy.gather": "mine:A", "policy.weights": "int4:64"},
-            "policy.weights = \"int4:64\": has no effect with policy.gather = 'mine:A', which sends no codecs",
+            "policy.weights = \"int4:64\": has no effect with policy.gather = 'mine:A', which uses no codecs",
         ),
         (
             {"strategy": "zeropp", "policy.gather": "mine:A"},

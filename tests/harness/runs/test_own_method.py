@@ -175,7 +175,7 @@ def test_an_argument_none_is_not_given() -> None:
         ),
         (
             {"strategy": "qgz", "policy.reduce": "mine:A", "policy.gradients": "int4:64"},
-            "policy.gradients = \"int4:64\": has no effect with policy.reduce = 'mine:A', which sends no codecs",
+            "policy.gradients = \"int4:64\": has no effect with policy.reduce = 'mine:A', which uses no codecs",
         ),
         ({"strategy": "zero3", "policy.reduce": "mine:A", "policy.chunks": 2}, "does not allow chunks='2'"),
         (

@@ -79,7 +79,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "seconds of the suite itself": (
         'seconds = "q"',
         f"[defaults]\nsteps = 100\nvalidate_every = 50\n{TWO}",
-        ('seconds = "q"', "is this suite", "remove seconds"),
+        ('seconds = "q"', "names this suite itself", "remove seconds"),
     ),
     "seconds of a short curve": (
         'seconds = "other"',

@@ -302,7 +302,11 @@ CASES = {
         "expected a multiple of sequence = 1000",
     ),
     "rate without unit": ("[matrix]\ncluster.rate = [50]\n", "[matrix] cluster.rate = 50", "kbit/s, Mbit/s"),
-    "unequal zip": ("[[zip]]\nseed = [1, 2]\nsteps = [1]\n", "seed has 2, steps has 1", "equal numbers"),
+    "unequal zip": (
+        "[[zip]]\nseed = [1, 2]\nsteps = [1]\n",
+        "seed has 2, steps has 1",
+        "equally many values",
+    ),
     "axis twice": ("[matrix]\nseed = [1, 2]\n[[zip]]\nseed = [1, 2]\n", "seed", "list each field once"),
     "empty axis": ("[matrix]\nseed = []\n", "seed = []", "a list of at least one value"),
     "text for a number": ('[defaults]\nsteps = "8"\n', '"8"', "expected a valid integer"),

@@ -155,5 +155,7 @@ def test_a_state_of_another_budget_is_refused(mesh: Mesh) -> None:
 def test_codecs_beyond_the_budget_are_refused_before_training() -> None:
     """The error names the bytes of the budget and of the policy's own codecs."""
     policy = preset("zero3", **INITIAL, budget=parse_budget("gradients 3 every 1 of int2:8"))
-    with pytest.raises(PolicyError, match=r"allows \d+ bytes a rank for gradients, but int4:8, .* takes \d+"):
+    with pytest.raises(
+        PolicyError, match=r"allows a rank \d+ bytes for gradients, but .* int4:8, which takes \d+ bytes"
+    ):
         on_threads(Topology(2, 1), train, NET, policy, 1)

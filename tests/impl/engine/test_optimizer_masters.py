@@ -377,7 +377,7 @@ def test_models_that_cannot_step_as_one_are_refused(mesh: Mesh) -> None:
     first, second, optimizer = _joint((SCALED, SCALED), mesh)
     first.scaler.scaled(first.model(batch(0, mesh.rank))).backward()
     second.model(batch(0, mesh.rank)).backward()
-    with pytest.raises(ZeroError, match="1 backward passes whose loss was not scaled"):
+    with pytest.raises(ZeroError, match="1 backward pass whose loss was not scaled"):
         first.step(optimizer)
     first, second, optimizer = _joint((EXACT, EXACT), mesh)
     apart = torch.optim.SGD(second.param_groups(), lr=0.1)

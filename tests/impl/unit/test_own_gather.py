@@ -341,11 +341,11 @@ class Wrong(GatherMethod):
         ("one rank", r"on rank 2, unit '.*': start\(\) raised ValueError: no luck(\n|$)"),
         (
             "shape",
-            r"finish\(\) returned float32 of shape \(\d+,\), expected float32 of shape \(\d+,\): the weights of",
+            r"finish\(\) returned float32 of shape \(\d+,\), expected float32 of shape \(\d+,\): return the weights of",
         ),
         (
             "shard",
-            r"finish\(\) returned float32 of shape \(\d+,\), expected float32 of shape \(\d+,\): the weights of",
+            r"finish\(\) returned float32 of shape \(\d+,\), expected float32 of shape \(\d+,\): return the weights of",
         ),
         ("type", r"finish\(\) returned float64 of shape"),
         ("nothing", r"finish\(\) returned NoneType, expected a tensor"),

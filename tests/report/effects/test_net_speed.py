@@ -131,6 +131,7 @@ def test_a_better_configuration_is_marked_as_better_in_every_form() -> None:
         "The net speed-up compares the times in which a configuration and the baseline reach the baseline's final "
         "loss; the seconds of a step in these times are from this suite's own records." in table.footnotes
     )
+    assert "not reached" not in table.footnotes
     assert cell in table.markdown_rows()
     assert "Net" in tabular(table)
     assert verdict_of(derived, "ZeRO-3")[:2] == ("1.00", "baseline")
@@ -144,6 +145,7 @@ def test_what_does_not_reach_the_baselines_loss_says_so_with_both_losses() -> No
     assert re.fullmatch(r"not reached: 2\.30 against 2\.00; 1\.\d\d ± 0\.0\d at 2\.30", cell)
     assert f"; {found.at_both.estimate:.2f} ±" in cell
     assert verdict == "not reached"
+    assert 'A cell with "not reached" has the final losses of' in verdicts(derived).table.footnotes
     assert math.isnan(raw["net_speedup"])
     assert math.isnan(found.net.estimate)
     assert found.at_both.estimate == pytest.approx(2.0 * 2.7 / 3, rel=0.01)
@@ -261,7 +263,7 @@ def test_pairs_of_another_suite_that_were_left_out_are_counted_with_all_its_pair
     derived = Derived(frames_of(trained(BETTER, FREE)), (source(records),))
     assert only(derived).net.n == 6
     footnotes = verdicts(derived).table.footnotes
-    assert "In 1 row, 1 of 12 trials or pairs were left out." in footnotes
+    assert "In 1 row, this leaves out 1 of 12 trials (for times) or pairs (for speed-ups)." in footnotes
 
 
 def test_a_net_speed_up_to_the_higher_loss_from_disturbed_seconds_alone_is_marked() -> None:

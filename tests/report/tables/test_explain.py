@@ -32,7 +32,9 @@ def test_a_number_is_its_records_and_formula(folder: Path) -> None:
         ids = sorted(record.id for record in records if record.trial["strategy"] == strategy)
         assert prefix + " ".join(f"{identity}.json" for identity in ids) in text
     assert "speedup_low = " in text
-    assert "Speed-up: geometric mean of step of the baseline / step over pairs of trials" in text
+    assert (
+        "Speed-up: geometric mean, over pairs of trials with the same repeat and seed, of step of the" in text
+    )
     assert text.splitlines()[0].startswith("Summary, ZeRO++, Speed-up over ZeRO-3: ")
 
 
