@@ -26,6 +26,7 @@ from report.data.text import (
     none_in_words,
     number,
     occasions_in_words,
+    parts_of,
     text,
     with_interval,
 )
@@ -124,7 +125,7 @@ class Table:
         places, rows = self.places, self.rows()
         grouped = [
             (place, [row[places:] for row in group])
-            for place, group in groupby(rows, lambda row: ", ".join(row[:places]))
+            for place, group in groupby(rows, lambda row: ", ".join(filter(None, row[:places])))
         ]
         if not places or len(grouped) == len(rows):
             return self.columns, [("", rows)]
@@ -159,7 +160,7 @@ class Table:
         contains it.  Parts of the setting that all rows share count as cells of each row.  If no row or several rows
         match, a Refusal lists the names of rows.
         """
-        rows, parts = self.rows(), [part.strip() for part in query.split(",")]
+        rows, parts = self.rows(), parts_of(query)
         places = self.data["where"].astype(str) if "where" in self.data else [""] * len(rows)
         texts = [[*cells, *place.split(", ")] for cells, place in zip(rows, places, strict=True)]
         matches = [number for number, cells in enumerate(texts) if {*parts} <= {*cells}] or [
