@@ -43,7 +43,7 @@ from report import page
 from report.data import bytes_and_memory, decoding, speedups
 from report.data.frames import load
 from report.data.metrics import OTHERS_WITHIN, Derived, derive
-from report.data.text import counted, number
+from report.data.text import counted, number, parts_of
 from report.effects import effects, loss_verdicts
 from report.effects.net_speed import NetSpeed, net_speeds
 from report.effects.net_speed import against as net_speed_against
@@ -288,7 +288,7 @@ def _trials(suite: str, name: str, at: str, table: pd.DataFrame | None = None) -
     They are rows of ``table``, by default the trials, with columns ``where``, ``configuration`` and ``setting``.
     """
     table = derived(suite).trials if table is None else table
-    parts = {part.strip() for part in at.split(",") if part.strip()}
+    parts = {part for part in parts_of(at) if part}
     matches = {where: parts <= {*str(where).split(", ")} for where in table["where"].unique()}
     here = table[table["where"].map(matches).astype(bool)]
     if name not in set(here["configuration"]):
@@ -708,7 +708,7 @@ class Beside:
 def _types(suite: str, at: str) -> dict[str, tuple[str, str]]:
     """Return for each configuration its library (empty for ours), and the types in which it is compared."""
     trials, trial_of = derived(suite).trials, derived(suite).frames.trial_of
-    parts = {part.strip() for part in at.split(",") if part.strip()}
+    parts = {part for part in parts_of(at) if part}
     here = trials[[parts <= {*str(where).split(", ")} for where in trials["where"]]]
     first = here.drop_duplicates("configuration")
     found = {}

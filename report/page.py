@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,7 @@ from report.data.metrics import Derived
 from report.data.text import NOTHING, counted, listed
 from report.draw import theme
 from report.draw.figure import Drawn
+from report.effects.effects import baselines
 from report.tables.provenance import essentials
 from report.tables.table import Table
 from report.verdicts import MARKS, Verdicts, verdicts
@@ -30,6 +32,9 @@ _OPTIONAL: Final = (
     "suite", "note", "questions", "sentence", "further", "verdicts", "tones", "shows", "marked", "summary", "figures",
     "last", "failures",
 )  # fmt: skip
+_INTERVAL: Final = re.compile(
+    rf"(\([^()]*\)|± \S+|to [+-]?[\d.e-]+$)( [{''.join(MARKS.values())}{caveats.TAKEN}])*"
+)
 _LONGEST_NAMES: Final = 60  # characters of configurations in a title
 _SHORT: Final = 16  # rows of a summary that stands before the figures
 
@@ -93,21 +98,27 @@ def render_template(template: str, parts: Mapping[str, Any]) -> str:
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
+    environment.filters["unbroken"] = unbroken
     style = (_HERE / "page.css").read_text(encoding="utf-8")
     return environment.get_template(template).render(parts, style=style)
+
+
+def unbroken(cell: str) -> str:
+    """Let a cell of numbers break before its interval, but not inside it.
+
+    For example, the only space of ``2.36 (2.05 to 2.72) ▲`` that remains a space is the one before the parenthesis.
+    """
+    return _INTERVAL.sub(lambda found: found[0].replace(" ", "\u00a0"), cell)
 
 
 def heading(derived: Derived) -> tuple[str, str]:
     """Return the page's heading in two parts; the page prints the second part as a name.
 
-    Usually the first part is "A and B against", with the names of the configurations that are compared with the
-    baseline, and the second part is the baseline.  There are four other cases:
-
-    * If these names have more than 60 characters, the first part has their number instead: "5 configurations against".
-    * If the names are this long, all trials have one strategy, and the suite names neither a baseline nor a contrast,
-      the parts are "6 configurations of" and this strategy.  Unlike above, the number includes the baseline.
-    * If nothing is compared, the first part is empty, and the second is the baseline.
-    * If no trial has finished, the parts are "No finished trial of" and the name of the suite.
+    The parts are the compared configurations ("A and B against", or their number if their names are long) and the
+    baseline.  If the names are long, all configurations change one strategy, and the suite names no baseline, the
+    parts are the number of configurations and this strategy.  If no trial has finished, the second part is the suite.
+    If nothing is compared, the first part is empty.  A number of configurations is followed by the number of settings
+    if there are several, since a configuration is compared in each of its settings.
     """
     if derived.finished.empty:
         return "No finished trial of", derived.frames.suite
@@ -120,7 +131,11 @@ def heading(derived: Derived) -> tuple[str, str]:
     if len(strategies) == 1 and not compared.named_in_suite:
         (strategy,) = strategies
         return f"{len(compared.contrast) + 1} configurations of", NAMES.get(strategy, strategy)
-    return f"{counted(len(compared.contrast), 'configuration')} against", compared.baseline
+    number = counted(len(compared.contrast), "configuration")
+    of_contrast = derived.finished[derived.finished["configuration"].isin(compared.contrast)]
+    settings = len({*of_contrast["setting"]} & {*baselines(derived)})
+    where = f" in {settings} settings" if settings > 1 else ""
+    return f"{number}{where} against", compared.baseline
 
 
 def facts(derived: Derived) -> list[tuple[str, str]]:

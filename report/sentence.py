@@ -5,8 +5,7 @@ words of the suite's question are never parsed.  If several configurations are c
 configuration, which :func:`foremost` chooses: usually the largest significant difference of a strategy without changes.
 The sentence then ends with the numbers of better and worse comparisons, so that readers see what the choice leaves out.
 
-Up to four kinds of sentences follow: on the same configuration in one or two other settings, on configurations that
-differ in one field alone, on the fewest bytes for an equal loss, and on net speed-ups.
+At most three further sentences follow where the records have more to say (:mod:`report.further_sentences`).
 Definitions: docs/reference/metrics.md, Verdicts.
 """
 
@@ -34,6 +33,7 @@ _IN_WORDS: Final = {  # what configurations are compared in
     "loss": "validation loss", "memory": "memory", "size": "the largest model", "net": "net speed",
 }  # fmt: skip
 _SPEEDS: Final = ("step", "tokens", "net")
+NOT_SIGNIFICANT: Final = ", not significant"
 _MOST_OTHERS: Final = 2  # differences that follow the largest one, in a sentence each
 _MOST_SIZES: Final = 4  # with more sizes, the sentence gives the break-even of one size alone
 _three_digits: Final = number(3)
@@ -55,7 +55,6 @@ class Difference:
     notes: str = ""  # clauses that follow the claim and its interval in the same sentence
     sequel: str = ""  # sentences at the end, on break-even rates; a space precedes each
     preset: bool = True  # whether the configuration is a strategy without changes, or a control
-    facts: str = ""  # sentences directly after the claim's sentence, before ``sequel``; a space precedes each
 
     @property
     def known(self) -> bool:
@@ -64,13 +63,11 @@ class Difference:
 
 
 class Sentence(NamedTuple):
-    """The first sentence of a page's head, and what the next sentences need."""
+    """The first sentence of a page's head, the difference that it is about, and sentences on a few like differences."""
 
     text: str
-    # The effect that the sentence states.  None if the sentence states no effect, or an effect that is not in
-    # ``found``, such as the effect of the number of nodes.
-    effect: Effect | None = None
-    likewise: str = ""  # sentences on the same configuration in other settings; a space precedes each
+    top: Difference | None = None  # None if the sentence is about none of the effects that are compared
+    likewise: tuple[str, ...] = ()
 
 
 def sentence(
@@ -91,7 +88,9 @@ def sentence(
         return Sentence(_on_trials(derived))
     differences = _of_nodes(derived) if asked == "nodes" else []
     if differences:
-        return Sentence(on_largest(asked, differences))
+        top = foremost(asked, differences)
+        alike = [each for each in differences if (each.name == top.name) is not (each.place == top.place)]
+        return Sentence(on_largest(asked, differences), None, tuple(likewise(asked, top, alike)))
     differences = differences_of(derived, asked, found, compared)
     shown = "tokens" if asked == "tokens" else kind
     left_out = [found[key] for key in compared if all(found[key] is not each.effect for each in differences)]
@@ -100,30 +99,36 @@ def sentence(
     text = on_largest(shown, differences, controls=[effect.verdict for effect in left_out])
     top = foremost(shown, differences)
     others = [each for each in differences if each.name == top.name and each is not top]
-    return Sentence(text, top.effect, likewise(shown, top, others))
+    if asked == "size":  # in which a limit is the place
+        others = [each for each in differences if each.place == top.place and each is not top]
+    return Sentence(text, top, tuple(likewise(shown, top, others)))
 
 
 def on_largest(
-    kind: str, differences: Sequence[Difference], *, controls: Sequence[Verdict] = (), among: str = ""
+    kind: str,
+    differences: Sequence[Difference],
+    *,
+    controls: Sequence[Verdict] = (),
+    among: str = "",
+    steps: int = -1,
 ) -> str:
     """Return the sentence on the difference that :func:`foremost` chooses.
 
-    This is the largest significant difference among the configurations that :func:`foremost` prefers, or the largest
-    difference if none is significant.  ``differences`` has at least one entry.  ``controls`` holds the verdicts of
-    controls (deliberate faults) that are compared but are not in ``differences``; the sentence ends with them.
-    ``among`` is the clause before the claim, if only some configurations are compared:
-    ``where only policy.schedule differs, ``.
+    ``differences`` has at least one entry.  ``controls`` has the verdicts of the compared controls that
+    ``differences`` leaves out.  ``among`` begins the sentence if only some configurations are compared: ``where only
+    policy.schedule differs, ``.  Losses after ``steps`` steps, which the sentence before has named, are given without
+    the number of steps.
     """
     count = len(differences)
     of_all = f", the largest of {count} differences" if count > 1 else ""
     top = foremost(kind, differences, gains=bool(among))
-    claim, interval = _claim(kind, top)
+    claim, interval = _claim(kind, top, steps)
     claim = top.place + claim
     if top.known and top.effect.significant:
         counts = _counts(kind, differences, controls, such=bool(among))
-        return f"{capitalised(among + claim + interval + top.notes + counts)}.{top.facts}{top.sequel}"
+        return f"{capitalised(among + claim + interval + top.notes + counts)}.{top.sequel}"
     if not any(each.known for each in differences):
-        return f"Inconclusive ({_why(kind, top.effect)}): {among}{claim}{of_all}{top.notes}.{top.facts}{top.sequel}"
+        return f"Inconclusive ({_why(kind, top.effect)}): {among}{claim}{of_all}{top.notes}.{top.sequel}"
     base = "its counterpart" if among else "its baseline"
     base = top.base if len({each.base for each in differences}) == 1 else base
     if top.effect.counted:
@@ -173,25 +178,25 @@ def capitalised(text: str) -> str:
     return text if first[1:].lower() != first[1:] else f"{text[0].upper()}{text[1:]}"
 
 
-def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> str:
-    """Return one sentence for each difference in ``others``, which a reader compares with the difference ``top``.
+def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> list[str]:
+    """Return a sentence for each of a few differences that a reader compares with ``top``.
 
-    A space precedes each sentence.  The text is empty if ``top`` is not significant, or if there are more than
-    :data:`_MOST_OTHERS` others.
+    There are none if ``top`` has an interval and is not significant, or if ``others`` are more than
+    :data:`_MOST_OTHERS`.  If ``top`` has no interval, there are sentences on numbers of nodes only.
     """
-    if not (top.known and top.effect.significant) or len(others) > _MOST_OTHERS:
-        return ""
-    sentences = list[str]()
-    for each in others:
-        claim, interval = _claim(kind, each)
-        if each.effect.steps == top.effect.steps:
-            claim = claim.removeprefix(_after(top.effect))
-        if not each.known:
-            sentences.append(f"Inconclusive ({_why(kind, each.effect)}): {each.place}{claim}.")
-            continue
-        equal = "" if each.effect.significant else ", not significant"
-        sentences.append(f"{capitalised(each.place + claim + interval + equal + each.notes)}.{each.facts}")
-    return "".join(f" {each}" for each in sentences)
+    told = top.effect.significant if top.known else kind == "nodes"
+    if not told or len(others) > _MOST_OTHERS:
+        return []
+    return [on_one(kind, each, steps=top.effect.steps) for each in others]
+
+
+def on_one(kind: str, difference: Difference, *, steps: int = -1) -> str:
+    """Return a sentence that states one difference, whatever its verdict; ``steps`` is as in :func:`on_largest`."""
+    claim, interval = _claim(kind, difference, steps)
+    if not difference.known:
+        return f"Inconclusive ({_why(kind, difference.effect)}): {difference.place}{claim}."
+    equal = "" if difference.effect.significant or difference.effect.counted else NOT_SIGNIFICANT
+    return f"{capitalised(difference.place + claim + interval + equal + difference.notes)}."
 
 
 def foremost(kind: str, differences: Sequence[Difference], *, gains: bool = False) -> Difference:
@@ -248,11 +253,10 @@ def _verdicts_in_words(found: Sequence[Verdict]) -> str:
     return listed(parts)
 
 
-def _claim(kind: str, difference: Difference) -> tuple[str, str]:
-    """Return two texts: a clause that states a difference, and the evidence for it in parentheses.
+def _claim(kind: str, difference: Difference, steps: int = -1) -> tuple[str, str]:
+    """Return a clause that states a difference, and its interval with the number of values, in parentheses.
 
-    The evidence is the interval and the number of values (:func:`evidence`).  It is empty for a quantity that is
-    counted, which has no interval.
+    The second text is empty for a quantity that is counted and has no interval.  ``steps`` is as in :func:`on_largest`.
     """
     effect, name, base = difference.effect, difference.name, difference.base
     change, value = effect.change, effect.change.estimate
@@ -264,44 +268,39 @@ def _claim(kind: str, difference: Difference) -> tuple[str, str]:
             form = "{:.3f}".format if abs(value) >= 0.01 else "{:.4f}".format
             ends, side = (ends, "higher") if value >= 0 else ((-change.high, -change.low), "lower")
             loss = (
-                f"{_whose('validation loss', name)} is {form(abs(value))} nats {side} than {_whose('', base)}"
+                f"{whose('validation loss', name)} is {form(abs(value))} nats {side} than {whose('', base)}"
             )
-            claim = f"{_after(effect)}{loss}"
+            claim = loss if effect.steps == steps else f"after {effect.steps:,} steps {loss}"
         case "bytes":
             form, of = _three_digits, "of" if value <= 1 else "times"
-            claim = f"{name} sends {form(value)} {of} {_whose('bytes', base)} between nodes"
+            claim = f"{name} sends {form(value)} {of} {whose('bytes', base)} between nodes"
         case "error":
             form = two_digits
-            error = _whose("gradient error (vNMSE)", name)
-            claim = f"{error} is {form(value)}x {_whose('', base)}"
+            error = whose("gradient error (vNMSE)", name)
+            claim = f"{error} is {form(value)}x {whose('', base)}"
         case "memory":
             claim = f"{name} holds {held} MiB a rank where {base} holds {of_base} MiB"
         case "size" if value == 0:
             claim = f"{name} trained no model where {base} trained one of {of_base} M parameters"
         case "size":
             model = f"the largest model that {name} trained has {held} M parameters"
-            claim = f"{model}, where {_whose('', base)} has {of_base} M"
+            claim = f"{model}, where {whose('', base)} has {of_base} M"
         case "net" if value < 1:
             ends = (1 / change.high, 1 / change.low)
-            final_loss = _whose("final validation loss", base)
-            claim = f"{name} takes {form(1 / value)}x as long to reach {final_loss}"
+            final_loss = whose("final validation loss", base)
+            claim = f"{name} takes {form(1 / value)}x as long to {final_loss}"
         case "net":
-            claim = f"{name} reaches {_whose('final validation loss', base)} {form(value)}x as fast"
+            claim = f"{name} has {whose('final validation loss', base)} {form(value)}x sooner"
         case "nodes":
-            claim = f"{_whose('tokens/s of all ranks', name)} change by a factor of {form(value)}"
+            claim = f"{whose('tokens/s of all ranks', name)} change by a factor of {form(value)}"
         case "tokens":
             claim = f"{name} decodes {form(value)}x as many tokens/s as {base}"
         case _ if value < 1:
             ends = (1 / change.high, 1 / change.low)
-            claim = f"a step of {name} takes {form(1 / value)}x as long as {_whose('', base)}"
+            claim = f"a step of {name} takes {form(1 / value)}x as long as {whose('', base)}"
         case _:
             claim = f"{name} is {form(value)}x faster than {base}"
     return claim, evidence(kind, effect, form, ends)
-
-
-def _after(effect: Effect) -> str:
-    """Return words for the number of training steps after which a loss was measured: ``after 1,400 steps ``."""
-    return f"after {effect.steps:,} steps "
 
 
 def evidence(
@@ -331,11 +330,8 @@ def evidence(
     return f" (95 % CI{within} {form(low)} to {form(high)}, {values}{at}{left})"
 
 
-def _whose(thing: str, name: str) -> str:
-    """Return words for a thing of a configuration: ``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``.
-
-    If ``thing`` is empty, return ``ZeRO++'s``, or ``that of ZeRO++ (weights int4:64)``.
-    """
+def whose(thing: str, name: str) -> str:
+    """Return ``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``; without ``thing``, ``that of ...``."""
     if name.replace("+", "").replace("-", "").isalnum():
         return f"{name}'s {thing}".strip()
     return f"{f'the {thing}' if thing else 'that'} of {name}"
@@ -378,7 +374,7 @@ def differences_of(
     }
     without = [key for key in compared if trials[key[1]].control is None]
     keys = without if len({name for _, name in without}) > 1 else compared
-    bases, places = effects.beside(derived), _places(derived)
+    bases, places = effects.beside(derived), places_of(derived)
     notes = dict.fromkeys(keys, "")
     for key in keys:
         peer = PEERS.get(trials[key[1]].strategy)
@@ -409,8 +405,8 @@ def differences_of(
     ]  # fmt: skip
 
 
-def _places(derived: Derived) -> dict[str, str]:
-    """Return words for each setting, such as ``with 50 Mbit/s, ``, by the setting's hash.
+def places_of(derived: Derived) -> dict[str, str]:
+    """Return words for each of several settings, such as ``with 50 Mbit/s, ``; empty for a single setting.
 
     The words name one field that has another value in each setting.  If there is no such field, they name all fields in
     which any settings differ.  The dict is empty if there is a single setting.
@@ -480,8 +476,8 @@ def _at_size(name: str, found: break_even.BreakEven, high_mbit: float) -> str:
     if found.few:
         return ""
     ranges = listed([f"from {two_digits(low)} to {two_digits(high)} Mbit/s" for low, high in found.unclear])
-    speedup = "the speed-up, interpolated between measured rates, is not significant"
-    return f"{_whose('break-even', name)} is not determined: {speedup} {ranges}"
+    speedup = "its speed-up, interpolated between measured rates, is not significant"
+    return f"{whose('break-even', name)} is not determined: {speedup} {ranges}"
 
 
 def _on_trials(derived: Derived) -> str:

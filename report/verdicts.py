@@ -5,6 +5,7 @@ Definitions: docs/reference/metrics.md, Verdicts.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +28,9 @@ from report.effects import effects, loss_verdicts
 from report.effects.effects import Effect, Key, Verdict
 from report.effects.net_speed import seconds_behind, sources
 from report.effects.step_seconds import derive_folder
-from report.further_sentences import further_sentences
+from report.further.head import Head
+from report.further.libraries import on_libraries
+from report.further_sentences import MOST, further_sentences
 from report.sentence import Sentence, caveat, on_peers, sentence, two_digits
 from report.tables.peers import FAMILIES, ours_over_peers, peers
 from report.tables.table import CONFIGURATION, Column, Table, interval_notes
@@ -131,27 +134,30 @@ def verdicts(derived: Derived) -> Verdicts:
     kind = asked if compared.get(asked) else "step"
     table = _table(derived, asked, kind, found) if any(compared.values()) else _NONE
     ranked = {key: found[kind][key] for key in compared.get(kind, ())}
-    if kind == "step" and _mostly_peers(derived):
-        head = Sentence(on_peers(ours_over_peers(derived)))
+    over_libraries = ours_over_peers(derived) if kind == "step" and _mostly_peers(derived) else {}
+    if over_libraries:
+        head = Sentence(on_peers([*itertools.chain(*over_libraries.values())]))
+        further = on_libraries(derived, over_libraries)
     else:
         head = sentence(derived, asked, kind, found.get(kind, {}), compared.get(kind, ()))
-    further = [head.likewise.strip()] if head.likewise else []
-    if head.effect is not None:
-        further += further_sentences(derived, asked, kind, found, _QUANTITIES[kind].effects_of)
+        further = [*head.likewise]
+    if head.top is not None:
+        about = Head(derived, asked, kind, found, _QUANTITIES[kind].effects_of, head.top)
+        further = further_sentences(about, head.likewise)
     figure = "frontier" if asked == "loss" and _has_front(derived) else _FIGURES[asked]
-    rows = _open_rows(table, ranked, head.effect)
-    return Verdicts(asked, head.text, " ".join(further), caveat(derived), figure, table, rows)
+    rows = _open_rows(table, ranked, None if head.top is None else head.top.effect)
+    return Verdicts(asked, head.text, " ".join(further[:MOST]), caveat(derived), figure, table, rows)
 
 
 def _mostly_peers(derived: Derived) -> bool:
-    """Return whether the first sentence compares our engine with libraries, instead of configurations with a baseline.
+    """Return whether most configurations are those of libraries.
 
     It does if more than half of the configurations are those of DDP, FSDP2 and DeepSpeed, and at least one of ours uses
     the same types as a library.  The question of such a suite is about the libraries.
     """
     first = derived.finished.drop_duplicates("configuration")["id"]
     libraries = [family_of(derived.frames.trial_of[name].strategy) in FAMILIES for name in first]
-    return 2 * sum(libraries) > len(libraries) and bool(ours_over_peers(derived))
+    return 2 * sum(libraries) > len(libraries)
 
 
 _NONE: Final = Table("verdicts", "Verdicts", "", pd.DataFrame(), ())
@@ -162,13 +168,18 @@ def _compared(derived: Derived, found: Mapping[Key, Effect]) -> list[Key]:
     return [key for key, effect in found.items() if key[1] in derived.compared.contrast and effect.size >= 0]
 
 
-def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Mapping[Key, Effect]]) -> Table:
-    """Return the table of verdicts: one row per setting and configuration, with the baselines first in each setting.
+def _has_values(derived: Derived, found: Mapping[Key, Effect]) -> bool:
+    """Return whether a column of a quantity has a number or a text beside those of baselines.
 
-    ``found`` holds the effects of each quantity.  The column of the quantity ``kind`` is followed by the prediction for
-    a new run and by ``n``.
+    Steps of ranks that are threads, for example, have no seconds.
     """
-    shown = {name: of for name, of in _QUANTITIES.items() if found.get(name)}
+    own = [effect for key, effect in found.items() if key[1] in derived.compared.contrast]
+    return any(effect.text or not math.isnan(effect.value.estimate) for effect in own)
+
+
+def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Mapping[Key, Effect]]) -> Table:
+    """Return the table of verdicts: a row for each setting and configuration, the setting's baselines first."""
+    shown = {name: of for name, of in _QUANTITIES.items() if _has_values(derived, found.get(name, {}))}
     own, own_title = _own_column(derived, asked)
     first = derived.finished.drop_duplicates("configuration").set_index("configuration")["id"]
     trials = {str(name): derived.frames.trial_of[identity] for name, identity in first.items()}

@@ -4,9 +4,10 @@ The formulas are in docs/reference/metrics.md.  How many values an interval need
 
 - At least :data:`FEWEST` values or pairs must have been measured.  Where some are left out because other programs
   disturbed them, :data:`FEWEST_UNDISTURBED` must remain.
-- Seconds depend on the occasion at which they were measured: one start of one machine.  From several occasions, each
-  occasion's mean or median counts as one value, because values of one occasion share the machine's state.  Medians
-  then need :data:`FEWEST` occasions, because the range of five values holds the median in less than 95 % of samples.
+- Seconds depend on the occasion at which they were measured: a start of a machine, or runs more than an hour apart.
+  From several occasions, each occasion's mean or median counts as one value, because values of one occasion share the
+  machine's state.  Medians then need :data:`FEWEST` occasions, because the range of five values holds the median in
+  less than 95 % of samples.
 - If all values are from one occasion, the interval is computed from them, and holds within this start of the machine
   only.
 

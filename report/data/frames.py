@@ -35,6 +35,7 @@ _NOT_OF_A_SETTING: Final = (
     *CONFIGURATION, "seed", "repeat", "timeout_seconds", "measure_quantisation", "validate_every",
 )  # fmt: skip
 _FLOATS: Final = ("rate_mbit", "achieved_mbit", "reference_loss", "processors", "taken_share")
+_GEOMETRY: Final = "model.arguments."
 _ALWAYS_NAMED: Final = ("cluster.nodes", "cluster.ranks_per_node", "cluster.rate", "tokens_per_rank")
 
 # A sweep that begins more than this time after the end of the sweep before it ran at another occasion.
@@ -183,9 +184,10 @@ frames_of = Frames
 def occasions(records: Sequence[Record]) -> dict[int, int]:
     """Return, for each sweep, the number of the occasion at which it ran; occasions are numbered 0, 1, 2 and so on.
 
-    An occasion is one start of one machine (``machine.boot``).  A sweep belongs to the same occasion as the sweep
-    before it on the same start, if it began at most :data:`OCCASION_APART` after the end of that sweep.  Sweeps of one
-    occasion share the state of the machine and the load from its host, so they are not independent samples.
+    An occasion consists of sweeps on one start of one machine (``machine.boot``).  A sweep belongs to the same occasion
+    as the sweep before it on the same start, if it began at most :data:`OCCASION_APART` after the end of that sweep.
+    Sweeps of one occasion share the state of the machine and the load from its host, so they are not independent
+    samples.
     Older records lack ``machine.boot``; for them, machines with equal hardware and kernel count as one machine.
     """
     of_sweep = defaultdict[int, list[Record]](list)
@@ -347,6 +349,9 @@ def _settings(
     in_order = sorted(
         varying, key=lambda key: (not key.endswith(".name"), key)
     )  # what has arguments, before these
+    sizes = _model_sizes(rows, fields, in_order)
+    if sizes:
+        in_order = [key for key in in_order if not key.startswith(_GEOMETRY)]
     models = [trial.model for trial in trials.values()]
     optimizers = {trial.optimizer.name for trial in trials.values()}
     shapes = {(model.name, with_arguments(model.name, model.arguments)) for model in models}
@@ -357,6 +362,7 @@ def _settings(
             f"{'modelled ' if rows[identity]['modelled'] else ''}{rate_text(trial.cluster.rate)}",
             f"{trial.tokens_per_rank} tokens/rank",
             *(["ranks share GPUs (staged)"] if trial.cluster.transport == "staged" else []),
+            *([f"{sizes[identity]:,} parameters"] if sizes else []),
             *filter(None, (_named(k, fields[identity], in_order) for k in in_order)),
         ]
         text, model = json.dumps(fields[identity], sort_keys=True, separators=(",", ":")), trial.model
@@ -370,6 +376,29 @@ def _settings(
             "shape": f"{shape}, {trial.optimizer.name}" if len(optimizers) > 1 else shape,
         }
     return settings
+
+
+def _model_sizes(
+    rows: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Mapping[str, Any]], varying: Sequence[str]
+) -> dict[str, int]:
+    """Return the number of parameters of each trial's model, where this number names the model.
+
+    It does if the models differ in several arguments, and in nothing else.  Otherwise the dict is empty, as it is if a
+    model's number of parameters is unknown, or equal to another model's.
+    """
+    of_model = [key for key in varying if key.startswith("model.")]
+    if len(of_model) < 2 or not all(key.startswith(_GEOMETRY) for key in of_model):
+        return {}
+    geometries = {name: json.dumps([given.get(key) for key in of_model]) for name, given in fields.items()}
+    known = {(geometries[name], row["parameters"]) for name, row in rows.items() if row["parameters"]}
+    sizes = dict(known)
+    if (
+        len(sizes) != len(known)
+        or len({*sizes.values()}) != len(sizes)
+        or sizes.keys() != {*geometries.values()}
+    ):
+        return {}
+    return {name: sizes[geometry] for name, geometry in geometries.items()}
 
 
 def _named(key: str, fields: Mapping[str, Any], among: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -29,8 +30,8 @@ def occasions_in_words(count: int) -> str:
             "occasion, so the intervals say nothing about a run at another start."
         )
     return (
-        f"Intervals of seconds and speed-ups are computed from the means of {count} occasions (starts of a machine), "
-        "so they include the differences between occasions."
+        f"Intervals of seconds and speed-ups are computed from the means of {count} occasions (starts of a machine, "
+        "or runs more than an hour apart), so they include the differences between occasions."
     )
 
 
@@ -109,6 +110,11 @@ def plain(text: object, limit: int = _LABEL_CHARACTERS) -> str:
     line = " ".join(str(text).split())
     line = "".join(c if ord(c) < 0x2000 and unicodedata.category(c)[0] != "C" else "?" for c in line)
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def parts_of(text: str) -> list[str]:
+    """Split a text at its commas, but not at those inside numbers: ``45,216 parameters, lr 0.01`` has two parts."""
+    return [part.strip() for part in re.split(r"(?<!\d),|,(?!\d{3})", text)]
 
 
 def span(counts: Collection[float], noun: str) -> str:

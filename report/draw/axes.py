@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -21,6 +22,7 @@ ROW_INCHES: Final = 0.32  # height of a row with the space around it
 _FEW_DECADES: Final = 1e3  # an axis whose ends have a smaller ratio has ticks inside its decades
 _MOST_TICKS: Final = 9
 _LETTER_INCHES: Final = 0.062  # average width of a letter of a legend's label
+_LABEL_SHARE: Final = 0.8  # of a panel's width that the label of its axis may fill
 _ENTRY_INCHES: Final = 0.45  # width of a legend's entry without its label
 _LINE_INCHES: Final = 0.17  # height of a legend's line
 _EDGES_INCHES: Final = 0.1  # width of a figure's empty edges, left and right together
@@ -61,6 +63,12 @@ def wrapped(name: str, limit: int = 26, most: int | None = None) -> str:
         return name
     place = min(places, key=lambda place: abs(place - len(name) / 2))
     return f"{name[:place]}\n{name[place + 1 :]}"
+
+
+def filled(text: str, inches: float) -> str:
+    """Break each line of a text between words where it is wider than a panel of this width in inches."""
+    letters = max(1, int(inches / _LETTER_INCHES * _LABEL_SHARE))
+    return "\n".join(textwrap.fill(line, letters, break_long_words=False) for line in text.split("\n"))
 
 
 def name_rows(ax: Axes, names: Sequence[str], *, first: bool = True) -> None:

@@ -186,8 +186,8 @@ class Lines:
         looks = theme.shades([str(name) for name in data[self.lines].unique()])
         if self.lines == "configuration":
             looks = {name: style.look(name) for name in configurations(data)}
-        columns = min(len(titles), _COLUMNS if len(shown) == 1 else len(titles))
-        rows = -(-len(titles) // columns) * len(shown)
+        rows = -(-len(titles) // (_COLUMNS if len(shown) == 1 else len(titles)))
+        columns, rows = -(-len(titles) // rows), rows * len(shown)
         figure, panels = axes.grid(style, rows, columns, [_PANEL_INCHES] * rows)
         places = [(measure, title) for measure in shown for title in titles]
         flat = [ax for row in panels for ax in row]
@@ -198,7 +198,8 @@ class Lines:
             if len(group):
                 self._panel(ax, group, measure, looks)
             ax.set_title(axes.wrapped(title) if self.label and measure is shown[0] else "")
-            ax.set_xlabel("" if self.label and not style.narrow else self.label or title)
+            below = self.label or axes.filled(title, style.inches / columns)
+            ax.set_xlabel("" if self.label and not style.narrow else below)
             ax.set_ylabel(axes.wrapped(measure.label) if title == titles[0] or style.narrow else "")
             if measure.bar:
                 ax.set_ylim(0, 1.08 * float(data[measure.column].max()))

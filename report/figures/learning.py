@@ -240,7 +240,7 @@ def _costs(derived: Derived) -> pd.DataFrame:
 PARETO: Final = Figure(
     name="pareto",
     title="What fewer bytes cost",
-    question="What do fewer bytes between nodes cost in error, loss and time?",
+    question="What do fewer bytes between nodes cost?",
     table=_costs,
     mark=Front(
         "m",

@@ -57,20 +57,24 @@ def peers(derived: Derived) -> Table:
     )  # fmt: skip
 
 
-def ours_over_peers(derived: Derived) -> list[Interval]:
-    """Return all speed-ups in the table :func:`peers`: of each policy of ours over each library, in each setting.
+def ours_over_peers(derived: Derived) -> dict[str, list[Interval]]:
+    """Return our speed-ups over the best configuration of each library by setting, one for each of our rows.
 
     A library is represented by its configuration that is hardest to beat.  If any policies of ours ran over gloo alone,
     as libraries do, only the speed-ups of these policies are returned.
     """
     rows = peers(derived).data
     if rows.empty:
-        return []
+        return {}
     alike = rows[rows["carried"].eq("gloo alone")]
     columns = [f"over_{family}" for family in FAMILIES if f"over_{family}" in rows]
 
-    def speedups_of(some: pd.DataFrame) -> list[Interval]:
-        return [value for name in columns for value in some[name] if isinstance(value, Interval)]
+    def speedups_of(some: pd.DataFrame) -> dict[str, list[Interval]]:
+        found = {
+            str(where): [value for name in columns for value in own[name] if isinstance(value, Interval)]
+            for (where,), own in groups(some, ["where"])
+        }
+        return {where: values for where, values in found.items() if values}
 
     return speedups_of(alike) or speedups_of(rows)
 

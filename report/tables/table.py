@@ -26,6 +26,7 @@ from report.data.text import (
     none_in_words,
     number,
     occasions_in_words,
+    parts_of,
     text,
     with_interval,
 )
@@ -126,7 +127,7 @@ class Table:
         places, rows = self.places, self.rows()
         grouped = [
             (place, [row[places:] for row in group])
-            for place, group in groupby(rows, lambda row: ", ".join(row[:places]))
+            for place, group in groupby(rows, lambda row: ", ".join(filter(None, row[:places])))
         ]
         if not places or len(grouped) == len(rows):
             return self.columns, [("", rows)]
@@ -165,7 +166,7 @@ class Table:
         contained in one of its cells.  The parts of a row's setting count as cells, even if they are not printed.
         Raises a Refusal that lists the names of rows if no row or several rows are selected.
         """
-        rows, parts = self.rows(), [part.strip() for part in query.split(",")]
+        rows, parts = self.rows(), parts_of(query)
         places = self.data["where"].astype(str) if "where" in self.data else [""] * len(rows)
         texts = [[*cells, *place.split(", ")] for cells, place in zip(rows, places, strict=True)]
         matches = [number for number, cells in enumerate(texts) if {*parts} <= {*cells}] or [

@@ -24,7 +24,9 @@ from harness.records.trial_record import Failure, RecordError, write
 from harness.suites.trial import Cluster, PolicyChanges, Trial
 from report.build import build
 from report.command import report_after_run
-from report.data.frames import ReportError
+from report.data.frames import ReportError, frames_of
+from report.data.metrics import derive
+from report.page import heading, unbroken
 from tests.harness.records.test_record_checks import halved
 from tests.report.records import CRASHED, changed, record_of, records_of, taken_by_others
 from tests.support.params import nightly
@@ -140,6 +142,33 @@ def test_the_page_begins_with_question_sentence_verdicts_and_figure(quickstart: 
     ]
     assert places == sorted(places)
     assert text.count('<figure id="speedup">') == 1
+
+
+def test_a_number_of_configurations_is_followed_by_the_number_of_their_settings() -> None:
+    """The sentence counts a comparison for each setting, so that it may count more of them."""
+    strategies = ("fsdp2", "fsdp2-kept-prefetch", "ddp-tuned", "ddp-bf16", "deepspeed-hpz", "zero3")
+    one = [record_of(Trial(strategy=strategy)) for strategy in strategies]
+    two = [*one, *(record_of(Trial(strategy=strategy, tokens_per_rank=1024)) for strategy in strategies)]
+    assert heading(derive(frames_of(one))) == ("5 configurations against", "ZeRO-3")
+    assert heading(derive(frames_of(two))) == ("5 configurations in 2 settings against", "ZeRO-3")
+
+
+@pytest.mark.parametrize(
+    ("cell", "printed"),
+    [
+        ("2.36 (2.05 to 2.72) ▲", "2.36 (2.05~to~2.72)~▲"),
+        ("+0.0113 ± 0.0060 ▽", "+0.0113 ±~0.0060~▽"),
+        ("-0.0006 to +0.0004", "-0.0006 to~+0.0004"),
+        (
+            "not reached: 3.38 against 2.91; 0.58 ± 0.03 at 3.38",
+            "not reached: 3.38 against 2.91; 0.58 ±~0.03 at 3.38",
+        ),
+        ("1.00", "1.00"),
+    ],
+)
+def test_a_cell_breaks_before_its_interval_only(cell: str, printed: str) -> None:
+    """Wide tables of verdicts fit a page so; ``~`` is a space at which no line ends."""
+    assert unbroken(cell) == printed.replace("~", "\u00a0")
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -227,3 +227,31 @@ def test_fields_of_equal_names_are_named_after_their_tables(
     """A field of no table has no table's name, and arguments of two things have the names of these."""
     frames = frames_of([record_of(Trial.model_validate(each)) for each in trials])
     assert {where.partition("tokens/rank, ")[2] for where in frames.finished["where"]} == names
+
+
+SMALL, LARGE = {"layers": 2, "width": 32, "heads": 1}, {"layers": 3, "width": 96, "heads": 3}
+
+
+@pytest.mark.parametrize(
+    ("second", "parameters", "places"),
+    [
+        (LARGE, (45_216, 393_888), {"45,216 parameters", "393,888 parameters"}),
+        (LARGE, (45_216, 45_216), {"heads 1, layers 2, width 32", "heads 3, layers 3, width 96"}),
+        (LARGE, (45_216, 0), {"heads 1, layers 2, width 32", "heads 3, layers 3, width 96"}),
+        (SMALL | {"layers": 4}, (45_216, 70_000), {"layers 2", "layers 4"}),
+    ],
+    ids=["sizes", "equal sizes", "an unknown size", "one argument"],
+)
+def test_models_that_differ_in_several_arguments_are_named_by_their_parameters(
+    second: dict[str, int], parameters: tuple[int, int], places: set[str]
+) -> None:
+    """Unless two models have equally many parameters, or a number is not known; one argument names itself."""
+    records = [
+        changed(
+            record_of(Trial.model_validate({"model": {"name": "gpt-tiny", "arguments": arguments}})),
+            parameters=size,
+        )
+        for arguments, size in zip((SMALL, second), parameters, strict=True)
+    ]
+    frames = frames_of(records)
+    assert {where.partition("tokens/rank, ")[2] for where in frames.finished["where"]} == places

@@ -5,7 +5,14 @@ from __future__ import annotations
 import math
 
 from harness.records.confidence_intervals import Interval
-from report.data.text import left_out_in_words, lowest_to_highest, number, occasions_in_words, sentence
+from report.data.text import (
+    left_out_in_words,
+    lowest_to_highest,
+    number,
+    occasions_in_words,
+    parts_of,
+    sentence,
+)
 
 
 def test_captions_say_how_many_occasions_intervals_are_over() -> None:
@@ -37,3 +44,9 @@ def test_a_sentence_begins_with_a_capital_letter_but_for_vnmse() -> None:
     """A clause gets a capital letter and a full stop; the name vNMSE stays as glossary and tables write it."""
     assert sentence("bytes of a step") == "Bytes of a step."
     assert sentence("vNMSE of each hop") == "vNMSE of each hop."
+
+
+def test_a_text_is_split_at_commas_that_are_not_inside_numbers() -> None:
+    """A comma after a word separates, also from a number of three digits, and a comma after a digit from a word."""
+    assert parts_of("45,216 parameters, lr 0.01,ZeRO++") == ["45,216 parameters", "lr 0.01", "ZeRO++"]
+    assert parts_of("2x2 ranks,100 Mbit/s") == ["2x2 ranks", "100 Mbit/s"]

@@ -75,6 +75,30 @@ def test_a_legend_of_many_long_names_fits(count: int, name: str, width: float) -
     assert float(wide) / 72 * 25.4 == pytest.approx(width, abs=0.01)
 
 
+def test_labels_of_neighbouring_panels_do_not_overlap() -> None:
+    """Four panels stand in two rows of two, and a label that is wider than its panel has several lines."""
+    titles = [
+        f"optimizer Muon, adamw lr 0.001, lr {rate}: {name}"
+        for name in ("optimizer steps", "MB sent between nodes")
+        for rate in (0.01, 0.02)
+    ]
+    rows = [
+        {"configuration": "ZeRO-3", "strategy": "zero3", "place": 0, "first": 0, "panel": title, "x": x, "y": 1.0}
+        for title in titles for x in (1.0, 2.0)
+    ]  # fmt: skip
+    style = Style(178.0)
+    with fonts():
+        figure = Lines("x", "", (Measure("y", "y", ""),)).draw(pd.DataFrame(rows), style)
+        laid_out(figure, style)
+        figure.draw_without_rendering()
+        panels = figure.get_axes()
+        places = [ax.get_subplotspec() for ax in panels]
+        assert [place.get_geometry()[:2] for place in places if place is not None] == [(2, 2)] * 4
+        boxes = [ax.xaxis.label.get_window_extent() for ax in panels]
+    for left, right in (boxes[:2], boxes[2:]):
+        assert left.x1 < right.x0
+
+
 @pytest.mark.filterwarnings("error")  # constrained_layout not applied because axes sizes collapsed to zero
 def test_a_narrow_figure_is_as_wide_as_names_of_rows_need() -> None:
     """On a telephone's screen panels beside long names once had no width."""

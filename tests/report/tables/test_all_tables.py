@@ -369,3 +369,18 @@ def test_only_the_columns_that_are_asked_for_are_printed() -> None:
     assert table.csv() == shown[0].csv()
     with pytest.raises(Refusal, match="no table 'sumary': expected one of summary"):
         with_columns(shown, {"sumary": ["n"]})
+
+
+def test_the_head_of_a_group_of_rows_has_only_the_fields_that_its_setting_has() -> None:
+    """A setting with fewer fields than another one does not end in a comma."""
+    rows = [("optimizer AdamW", "", name) for name in "ab"] + [
+        ("optimizer Muon", "lr 0.02", name) for name in "ab"
+    ]
+    data = pd.DataFrame(rows, columns=["first", "second", "name"])
+    places = (
+        Column("first", "Setting", place=True),
+        Column("second", "", place=True),
+        Column("name", "Name"),
+    )
+    _, groups = Table("t", "T", "", data, places).by_place()
+    assert [place for place, _ in groups] == ["optimizer AdamW", "optimizer Muon, lr 0.02"]

@@ -1,0 +1,215 @@
+"""Sentences on what a loss like the baseline's costs in bytes and brings in seconds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final
+
+import pandas as pd
+
+from harness.records.confidence_intervals import mean_interval
+from harness.suites.peers import family_of
+from report.data.configuration import spelled
+from report.data.text import counted, listed, number
+from report.effects import loss_verdicts
+from report.effects.counterparts import own_fields, with_policies
+from report.effects.effects import Key, Verdict
+from report.further.head import Head
+from report.further.pairs import memory_sentence, net_sentence
+from report.sentence import differences_of, on_largest, on_one, places_of, whose
+from report.tables.peers import FAMILIES
+
+_MOST_NAMED: Final = 2  # a sentence names so many configurations that send equal bytes, or else their number
+_FEWEST: Final = 3  # configurations with equal bytes, or with the same changed fields, that are compared
+_MOST_PLACES: Final = 3  # settings whose errors one sentence gives
+_EQUAL: Final[tuple[Verdict, ...]] = ("better", "not significant")
+_WITHIN: Final[tuple[Verdict, ...]] = ("within the margin",)
+_three_digits: Final = number(3)
+
+
+def on_fewest_bytes(head: Head) -> list[str]:
+    """Return sentences on the configuration that sends the fewest bytes of those with a loss like the baseline's.
+
+    In a suite of losses these are the losses that are not significantly higher or, without such losses, those within
+    the margin; the sentence on the configuration's net speed-up follows.  There is a sentence for each of several
+    fields that at least :data:`_FEWEST` configurations change alone.  There is none if there are too few configurations
+    for a front of bytes and losses.
+    In a suite of bytes these are the losses that equal the baseline's in every digit.
+    """
+    keys = [key for key in head.compared("loss") if key in head.found.get("bytes", {}) and head.base_of(key)]
+    if not keys or len({(key[0], head.base_of(key)) for key in keys}) > 1:
+        return []
+    base = spelled(head.base_of(keys[0]))
+    if head.asked == "bytes":
+        alike = [key for key in keys if _same_losses(head, key)]
+        return _fewest(head, alike, f"whose validation losses equal those of {base} in every digit")
+    if head.asked != "loss" or loss_verdicts.front(head.derived).empty:
+        return []
+    changing = {
+        field: alone for field, alone in _by_changed_field(head, keys).items() if len(alone) >= _FEWEST
+    }
+    if len(changing) > 1:
+        return [text for field, alone in changing.items() for text in _fewest_of_field(head, field, alone)]
+    alike = _with_verdict(head, keys, _EQUAL)
+    if alike:
+        which = f"whose validation loss is not significantly higher than that of {base}"
+    else:
+        alike = _with_verdict(head, keys, _WITHIN)
+        which = f"whose validation loss is higher than that of {base} by less than the margin"
+    sentences = _fewest(head, alike, which)
+    first = _senders_of_fewest(head, alike)
+    if len(first) == 1:
+        sentences += net_sentence(
+            first[0][1], head.base_of(first[0]), head.found.get("net", {}).get(first[0])
+        )
+    return sentences
+
+
+def _with_verdict(head: Head, keys: Sequence[Key], verdicts: Sequence[Verdict]) -> list[Key]:
+    return [key for key in keys if head.found["loss"][key].verdict in verdicts]
+
+
+def _by_changed_field(head: Head, keys: Sequence[Key]) -> dict[str, list[Key]]:
+    """Group the configurations whose policies differ from the baseline's in one field by this field."""
+    trials = with_policies(head.derived)
+    found = defaultdict[str, list[Key]](list)
+    for key in keys:
+        base = trials.get((key[0], head.base_of(key)))
+        if key in trials and base is not None:
+            own, usual = own_fields(trials[key]), own_fields(base)
+            changed = [name for name in own if own[name] != usual[name]]
+            if len(changed) == 1:
+                found[changed[0]].append(key)
+    return dict(found)
+
+
+def _share(head: Head, key: Key) -> str:
+    return _three_digits(head.found["bytes"][key].change.estimate)
+
+
+def _senders_of_fewest(head: Head, keys: Sequence[Key]) -> list[Key]:
+    """Return the configurations whose bytes, as printed, are the fewest."""
+    fewest = min((float(_share(head, key)) for key in keys), default=0.0)
+    return [key for key in keys if float(_share(head, key)) == fewest]
+
+
+def _fewest(head: Head, keys: Sequence[Key], which: str) -> list[str]:
+    """Return the sentence on those of ``keys`` that send the fewest bytes; ``which`` says what these keys share."""
+    if not keys:
+        return []
+    first = _senders_of_fewest(head, keys)
+    base, fewest = spelled(head.base_of(first[0])), _share(head, first[0])
+    share = f"{fewest} of {whose('bytes', base)} between nodes"
+    if len(keys) == 1:
+        return [f"The one configuration {which}, {spelled(first[0][1])}, sends {share}."]
+    if len(first) == len(keys):
+        return [f"Each of the {len(keys)} configurations {which} sends {share}."]
+    names = listed([spelled(name) for _, name in first]) if len(first) <= _MOST_NAMED else f"{len(first)}"
+    send = "sends" if len(first) == 1 else "send"
+    share = f"{fewest} of {whose('', base)}"
+    return [
+        f"Of the {len(keys)} configurations {which}, {names} {send} the fewest bytes between nodes: {share}."
+    ]
+
+
+def _fewest_of_field(head: Head, field: str, keys: Sequence[Key]) -> list[str]:
+    """Return the sentence on the fewest bytes of the configurations that change this field alone."""
+    alike, how = _with_verdict(head, keys, _EQUAL), "that is not significantly higher"
+    if not alike:
+        alike, how = _with_verdict(head, keys, _WITHIN), "that is higher by less than the margin"
+    first = _senders_of_fewest(head, alike)
+    if len(first) != 1:
+        return []
+    base = spelled(head.base_of(first[0]))
+    share = f"{_share(head, first[0])} of {whose('bytes', base)} between nodes"
+    which = f"Of the {len(keys)} configurations that change only {field}"
+    return [f"{which}, {spelled(first[0][1])} sends the fewest bytes for a loss {how}: {share}."]
+
+
+def _same_losses(head: Head, key: Key) -> bool:
+    """Return whether a configuration has its baseline's validation losses, for each seed that both have."""
+    differences = (_losses(head, key) - _losses(head, (key[0], head.base_of(key)))).dropna()
+    return len(differences) > 0 and bool(differences.eq(0).all())
+
+
+def _losses(head: Head, key: Key) -> pd.Series[float]:
+    """Return a configuration's validation losses by seed."""
+    trials = head.derived.trials
+    chosen = trials["setting"].eq(key[0]) & trials["configuration"].eq(key[1])
+    return loss_verdicts.by_seed(trials[chosen])
+
+
+def on_equal_bytes(head: Head) -> list[str]:
+    """Return a sentence for each number of bytes that at least :data:`_FEWEST` configurations send.
+
+    It names the one with the lowest mean loss, and of how many others the losses are significantly higher, paired by
+    seed.  If there is one such number of bytes, a sentence on the memory of this configuration follows.
+    """
+    losses, sent = head.compared("loss"), head.found.get("bytes", {})
+    if head.asked != "loss" or len({(key[0], head.base_of(key)) for key in losses}) != 1:
+        return []
+    by_share = defaultdict[str, list[Key]](list)
+    for key, effect in losses.items():
+        if key in sent and effect.change.known and not effect.why:
+            by_share[_share(head, key)].append(key)
+    groups = [(share, keys) for share, keys in by_share.items() if len(keys) >= _FEWEST]
+    sentences = []
+    for share, keys in sorted(groups, key=lambda group: -len(group[1])):
+        best = min(keys, key=lambda key: losses[key].change.estimate)
+        own = _losses(head, best)
+        gaps = [(_losses(head, key) - own).dropna() for key in keys if key != best]
+        higher = sum(len(gap) > 0 and mean_interval(list(gap)).low > 0 for gap in gaps)
+        base = whose("bytes", spelled(head.base_of(best)))
+        which = f"Of the {len(keys)} configurations that send {share} of {base}, {spelled(best[1])}"
+        others = f"{higher} of the {len(gaps)} others end significantly higher"
+        others = others if 0 < higher < len(gaps) else "all others end significantly higher" if higher else ""
+        others = others or "no other ends significantly higher"
+        sentences.append(f"{which} ends with the lowest validation loss; {others}.")
+        if len(groups) == 1:
+            sentences += memory_sentence(head, best, head.base_of(best))
+    return sentences
+
+
+def on_net_speed(head: Head) -> list[str]:
+    """Return the sentence on the net speed-up of configurations whose losses do not differ from the baseline's.
+
+    There is none if a loss differs significantly, or if no net speed-up does.
+    """
+    contrast = {*head.derived.compared.contrast}
+    losses, nets = (
+        {key: effect for key, effect in head.found.get(kind, {}).items() if key[1] in contrast}
+        for kind in ("loss", "net")
+    )
+    if head.asked != "loss" or any(effect.significant for effect in losses.values()):
+        return []
+    differences = differences_of(head.derived, "step", nets, [key for key in nets if nets[key].size >= 0])
+    if not any(each.known and each.effect.significant for each in differences):
+        return []
+    without = sum(effect.verdict == "not reached" for effect in nets.values())
+    missed = [f"{counted(without, 'configuration')} did not reach that loss."] if without else []
+    return [on_largest("net", differences), *missed]
+
+
+def on_libraries(head: Head) -> list[str]:
+    """Return the sentence on the loss of a library's configuration, if there is exactly one in a suite of losses."""
+    trials = head.derived.finished
+    strategies = dict(zip(trials["configuration"], trials["strategy"], strict=True))
+    keys = [key for key in head.compared("loss") if family_of(strategies[key[1]]) in FAMILIES]
+    if head.asked != "loss" or len(keys) != 1 or head.key in keys:
+        return []
+    difference = head.difference("loss", keys[0])
+    return [on_one("loss", difference, steps=head.top.effect.steps)] if difference is not None else []
+
+
+def on_errors(head: Head) -> list[str]:
+    """Return the sentence on the error of the gradients of the first sentence's configuration, in a few settings."""
+    errors, places = head.compared("error"), places_of(head.derived)
+    known = [key for key in errors if key[1] == head.key[1] and errors[key].value.known]
+    if head.asked != "loss" or head.key not in known or len(known) > _MOST_PLACES:
+        return []
+    values = [
+        f"{_three_digits(errors[key].value.estimate)} {places.get(key[0], '').removesuffix(', ')}".rstrip()
+        for key in known
+    ]
+    return [f"The gradient error (vNMSE) of {head.top.name} is {listed(values)}."]

@@ -1,0 +1,150 @@
+"""Sentences on what parts of the fastest configuration bring, on its memory, and on its bytes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from report.data.configuration import spelled
+from report.data.text import number
+from report.effects.counterparts import own_fields, with_policies
+from report.effects.effects import Effect, Key, verdict_on
+from report.further.head import Head
+from report.further.pairs import memory_sentence
+from report.sentence import NOT_SIGNIFICANT, capitalised, evidence, on_one, whose
+from report.tables.phases import PHASES, by_phase, over_baseline
+
+_FEWEST: Final = 2  # configurations that have one of the changes, or two of them
+_NOUNS: Final = {"generate": "generation", "score": "scoring", "train": "training"}
+_IN_BETTER_MEMORY: Final = ("better", "not significant")
+_three_digits: Final = number(3)
+
+
+def on_parts(head: Head) -> list[str]:
+    """Return sentences on configurations that have one or two of the first sentence's configuration's changes.
+
+    Of those with one change, the largest and the smallest speed-up are named; of those with two, the largest.  There
+    are none unless the first sentence's configuration is significantly faster than the baseline, in one setting.
+    """
+    if head.kind != "step" or len(head.settings) > 1 or not _is_faster(head.top.effect):
+        return []
+    parts = _parts(head)
+    alone, pairs = ([key for key, count in parts.items() if count == number_of] for number_of in (1, 2))
+    if len(alone) < _FEWEST:
+        return []
+    speeds = head.compared("step")
+    ranked = sorted(alone, key=lambda key: speeds[key].change.estimate)
+    best, least = ranked[-1], ranked[0]
+    of = f"of {whose('changes', head.top.name)} alone, {spelled(best[1])} brings the largest speed-up"
+    sentences = [
+        f"{capitalised(of)}: {_with_interval(speeds[best])}.",
+        f"{capitalised(spelled(least[1]))} brings the smallest: {_with_interval(speeds[least])}.",
+    ]
+    if len(pairs) >= _FEWEST:
+        both = max(pairs, key=lambda key: speeds[key].change.estimate)
+        of = f"Of pairs of these changes, {spelled(both[1])} brings the largest speed-up"
+        sentences.append(f"{of}: {_with_interval(speeds[both])}.")
+    return sentences
+
+
+def _parts(head: Head) -> dict[Key, int]:
+    """Return the number of changes of the configurations that have some, but not all, changes of the first one."""
+    trials = with_policies(head.derived)
+    base = trials.get((head.key[0], head.base_of(head.key)))
+    if base is None or head.key not in trials:
+        return {}
+    usual = own_fields(base)
+    changes = {
+        key: {item for item in own_fields(trial).items() if usual[item[0]] != item[1]}
+        for key, trial in trials.items()
+    }
+    speeds = head.compared("step")
+    return {
+        key: len(own)
+        for key, own in changes.items()
+        if key in speeds and speeds[key].change.known and own and own < changes[head.key]
+    }
+
+
+def _is_faster(effect: Effect) -> bool:
+    return effect.significant and effect.change.estimate > 1
+
+
+def _with_interval(effect: Effect) -> str:
+    ending = "" if effect.significant else NOT_SIGNIFICANT
+    return f"{effect.change.estimate:.2f}{evidence('step', effect)}{ending}"
+
+
+def on_phases(head: Head) -> list[str]:
+    """Return the sentence on the phases of a step in which the fastest configuration gains most and least."""
+    if head.kind != "step" or not head.derived.frames.steps["generate"].notna().any():
+        return []
+    rows = by_phase(head.derived).dropna(subset=["baseline_seconds"])
+    rows = rows[rows["setting"].eq(head.key[0]) & rows["configuration"].eq(head.key[1])]
+    found = {
+        phase: over_baseline(rows[rows["phase"].eq(phase)]) for phase in PHASES if phase in {*rows["phase"]}
+    }
+    known = {phase: interval for phase, interval in found.items() if interval.known}
+    if len(known) < _FEWEST:
+        return []
+    ranked = sorted(known, key=lambda phase: known[phase].estimate)
+    gains = {
+        phase: Effect(interval, verdict_on(interval, more_is_better=True), interval)
+        for phase, interval in known.items()
+    }
+    largest, smallest = (
+        f"{known[phase].estimate:.2f}{evidence('step', gains[phase])} in {_NOUNS[phase]}"
+        for phase in (ranked[-1], ranked[0])
+    )
+    subject = capitalised(whose("speed-up", head.top.name))
+    ending = "" if gains[ranked[0]].significant else NOT_SIGNIFICANT
+    return [
+        f"{subject} is {largest}, the largest of {len(known)} phases, and {smallest}, the smallest{ending}."
+    ]
+
+
+def on_memory(head: Head) -> list[str]:
+    """Return the sentences on the fastest configuration in the baseline's memory, and on the memory of the fastest.
+
+    There are none if it holds no more than the baseline, or if nothing that does so is faster than the baseline.
+    """
+    if (
+        head.asked != "step"
+        or head.kind != "step"
+        or len(head.settings) > 1
+        or not _is_faster(head.top.effect)
+    ):
+        return []
+    speeds, held = head.compared("step"), head.compared("memory")
+    if head.key not in held or held[head.key].verdict != "worse":
+        return []
+    alike = [key for key in speeds if key in held and held[key].verdict in _IN_BETTER_MEMORY]
+    alike = [key for key in alike if _is_faster(speeds[key])]
+    if not alike:
+        return []
+    best = max(alike, key=lambda key: speeds[key].change.estimate)
+    base = head.base_of(head.key)
+    which = f"Of the configurations that hold no more memory than {spelled(base)}, {spelled(best[1])}"
+    fastest = f"{which} has the largest speed-up: {_with_interval(speeds[best])}."
+    return [fastest, *memory_sentence(head, head.key, base)]
+
+
+def on_bytes(head: Head) -> list[str]:
+    """Return the sentence on the bytes of the configuration whose error differs most, unless no error differs."""
+    differs = head.top.effect.significant or not head.top.known
+    difference = head.difference("bytes", head.key) if head.kind == "error" and differs else None
+    return [on_one("bytes", difference)] if difference is not None and difference.effect.significant else []
+
+
+def on_copies(head: Head) -> list[str]:
+    """Return the sentence on the bytes that offload copies in a step, where the first sentence is about memory."""
+    parts = head.derived.frames.memory
+    parts = parts[parts["source"].eq("copied")]
+    if head.kind != "memory" or parts.empty:
+        return []
+    trials = head.derived.finished
+    own = trials[trials["setting"].eq(head.key[0]) & trials["configuration"].eq(head.key[1])]["id"]
+    of_rank = parts[parts["id"].isin(own)].groupby(["id", "rank"])["bytes"].sum()
+    if of_rank.empty:
+        return []
+    copied = _three_digits(float(of_rank.groupby("id").max().median()) / 2**20)
+    return [f"{capitalised(head.top.name)} copies {copied} MiB a rank in a step between device and host."]
