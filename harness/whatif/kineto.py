@@ -84,10 +84,12 @@ def read(path: Path) -> Trace:
     """Read one rank's trace.  A file whose name ends in ``.gz`` is decompressed.
 
     Raises:
-        Refusal: if the file is truncated, is no trace of torch.profiler, does not say which rank of how many wrote it,
-            or has fewer than two complete steps.
+        Refusal: if the path is a folder, or the file is truncated, is no trace of torch.profiler, does not say which
+            rank of how many wrote it, or has fewer than two complete steps.
         OSError: if the file cannot be read.
     """
+    if path.is_dir():
+        raise Refusal(f"{path}: is a folder: name the traces in it, such as {path / 'rank-*.json.gz'}")
     regular_file.status(path)
     facts: dict[str, Any] = {}
     try:

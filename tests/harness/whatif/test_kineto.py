@@ -99,6 +99,12 @@ def test_names_may_hold_line_breaks(tmp_path: Path) -> None:
     assert any(event.name == "a\nb" for event in kineto.read(path).steps[0].host)
 
 
+def test_a_folder_is_refused_with_the_names_of_traces(tmp_path: Path) -> None:
+    """`zeropp trace` prints a folder; the refusal says what to type in its place."""
+    with pytest.raises(Refusal, match=r"is a folder: name the traces in it, such as .*rank-\*\.json\.gz"):
+        kineto.read(tmp_path)
+
+
 def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
     """What is no regular file is an error, not a wait for a writer."""
     import os
