@@ -288,9 +288,9 @@ def _claim(kind: str, difference: Difference, steps: int = -1) -> tuple[str, str
         case "net" if value < 1:
             ends = (1 / change.high, 1 / change.low)
             final_loss = whose("final validation loss", base)
-            claim = f"{name} takes {form(1 / value)}x as long to {final_loss}"
+            claim = f"{name} takes {form(1 / value)}x as long to reach {final_loss}"
         case "net":
-            claim = f"{name} has {whose('final validation loss', base)} {form(value)}x sooner"
+            claim = f"{name} reaches {whose('final validation loss', base)} {form(value)}x as fast"
         case "nodes":
             claim = f"{whose('tokens/s of all ranks', name)} change by a factor of {form(value)}"
         case "tokens":

@@ -169,7 +169,7 @@ def test_the_sentence_of_a_page_names_the_break_even() -> None:
     faster = sentence({25: 3.0, 100: 2.0})
     assert faster.count(". ZeRO++ is faster at every measured rate, up to 100 Mbit/s.") == 1
     unclear = sentence({25: 2.0, 100: 1.01, 400: 1.01}, spread=3)
-    assert ". ZeRO++'s break-even is not determined: the speed-up, interpolated between " in unclear
+    assert ". ZeRO++'s break-even is not determined: its speed-up, interpolated between " in unclear
 
 
 def test_the_sentence_names_each_size_with_its_own_break_even() -> None:
