@@ -29,7 +29,7 @@ _SLEPT_LONGER: Final = (0.1, 0.01)
 _AWAKE: Final = 0.5  # a rank must have recorded at least this share of its sleep as waiting for messages
 # CPU seconds that a step may take on a rank: a multiple of the model's computation alone, seconds for each byte that
 # the rank sends, and seconds for each micro-batch.  False is for policies that encode nothing, True for all others.  In
-# the 9,544 ranks of the reference results, on busy machines too, the largest shares of these limits were 0.68 and 0.59.
+# the 9,760 ranks of the reference results, on busy machines too, the largest shares of these limits were 0.68 and 0.59.
 # The last number is for messages: steps of a tiny model that 4 ranks took on 2 processors needed 0.01 to 0.04 s each,
 # where the model alone needed 0.003 s.
 _COMPUTED: Final = {False: (1.5, 12e-9, 0.05), True: (2.0, 20e-9, 0.07)}
