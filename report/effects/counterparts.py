@@ -23,16 +23,14 @@ FEWEST: Final = 3
 """Number of configurations, counted in each setting, from which on :func:`one_field` compares those of one field."""
 FEWEST_OF_PRESET: Final = 2
 """Number of configurations, counted in each setting, from which on :func:`of_preset` compares those of one strategy."""
-
 FEWEST_FIELDS: Final = 2
+"""Number of fields in which a strategy differs from the baseline, from which on :func:`of_preset` regards it."""
 
 
 class Counterparts(NamedTuple):
     """Records in which the contrast are these configurations, and the baseline of each is its counterpart."""
 
-    shared: (
-        str  # the field in which a configuration and its counterpart differ, or the strategy that they change
-    )
+    shared: str  # the field in which each differs from its counterpart, or the strategy that each changes
     derived: Derived
 
 
