@@ -29,7 +29,7 @@ _SLEPT_LONGER: Final = (0.1, 0.01)
 _AWAKE: Final = 0.5  # a rank must have recorded at least this share of its sleep as waiting for messages
 # CPU seconds that a step may take on a rank: a multiple of the model's computation alone, seconds for each byte that
 # the rank sends, and seconds for each micro-batch.  False is for policies that encode nothing, True for all others.  In
-# the 9,760 ranks of the reference results, on busy machines too, the largest shares of these limits were 0.68 and 0.59.
+# the 9,760 ranks of the reference results, on busy machines too, the largest shares of these limits were 0.69 and 0.59.
 # The last number is for messages: steps of a tiny model that 4 ranks took on 2 processors needed 0.01 to 0.04 s each,
 # where the model alone needed 0.003 s.
 _COMPUTED: Final = {False: (1.5, 12e-9, 0.05), True: (2.0, 20e-9, 0.07)}
@@ -410,6 +410,40 @@ def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> 
         yield longer[0]
 
 
+class Computed(NamedTuple):
+    """What one rank computed in a step, and what explains it."""
+
+    used: float  # median CPU seconds of a step
+    allowed: float  # CPU seconds that the model alone, the bytes and the messages explain
+    alone: float  # CPU seconds of the model and the optimizer alone, without an engine
+    sent: float  # bytes that the rank sent in a step
+
+
+def computed(own: RankRecord, accumulation: int, *, encodes: bool, timed: int) -> Computed | None:
+    """Return the CPU seconds of a rank's median step, with the seconds that are allowed (:data:`_COMPUTED`).
+
+    Returns None if the rank has no ledger, if the model alone was not measured, or if fewer than :data:`_STEPS` steps
+    remain.  Warm-up steps and the first step of the process are left out: the first step has costs that no later step
+    has, such as imports and fresh memory.
+
+    Args:
+        own: The rank's record.
+        accumulation: Number of micro-batches in a step.
+        encodes: Whether the policy has codecs other than casts, or a reduction of the user's own.
+        timed: Number of timed steps, over which the ledger counts.
+    """
+    later = [step for step in own.steps if not step.warmup and step.index]
+    used = [step.cpu_seconds for step in later if step.cpu_seconds is not None]
+    if not own.alone or own.ledger is None or len(used) < _STEPS:
+        return None
+    alone = max(sample.cpu_seconds for sample in own.alone) * accumulation
+    alone += max(sample.optimizer_cpu_seconds for sample in own.alone)
+    times, by_byte, constant = _COMPUTED[encodes]
+    sent = sum(row.bytes for row in own.ledger) / timed
+    allowed = times * alone + constant * accumulation + by_byte * sent
+    return Computed(statistics.median(used), allowed, alone, sent)
+
+
 def slowed(checked: Sequence[Checked], record: Record) -> str | None:
     """Return a sentence if a trial's steps took longer than computation and messages explain; else None.
 
@@ -428,24 +462,13 @@ def slowed(checked: Sequence[Checked], record: Record) -> str | None:
     if not all(check.sleeps_counted for check in checked) or cluster.get("inner_rate") is not None:
         return None
     for rank, (check, own) in enumerate(zip(checked, record.ranks, strict=True)):
-        # The first step of a process has costs that no later one has, such as imports and fresh memory, and a single
-        # step may be disturbed.
-        later = [step for step in own.steps if not step.warmup and step.index]
-        used = [step.cpu_seconds for step in later if step.cpu_seconds is not None]
-        if own.alone and own.ledger is not None and len(used) >= _STEPS:
-            alone = max(sample.cpu_seconds for sample in own.alone) * accumulation
-            alone += max(sample.optimizer_cpu_seconds for sample in own.alone)
-            times, by_byte, constant = _COMPUTED[check.encodes]
-            sent = sum(row.bytes for row in own.ledger) / check.timed
-            allowed, median = (
-                times * alone + constant * accumulation + by_byte * sent,
-                statistics.median(used),
+        found = computed(own, accumulation, encodes=check.encodes, timed=check.timed)
+        if found is not None and found.used > found.allowed:
+            return (
+                f"rank {rank} computed for {found.used:.3f} s in half of its steps or more, but the model alone takes "
+                f"{found.alone:.3f} s and the rank sent {found.sent:.0f} bytes a step: at most {found.allowed:.3f} s "
+                "is explained"
             )
-            if median > allowed:
-                return (
-                    f"rank {rank} computed for {median:.3f} s in half of its steps or more, but the model alone takes "
-                    f"{alone:.3f} s and the rank sent {sent:.0f} bytes a step: at most {allowed:.3f} s is explained"
-                )
     return _idle(checked, record)
 
 

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from harness.records.training_faults import Checked, Norms, Spent, slowed, training_fault
+from docs.numbers import REFERENCE, ROOT
+from harness.records.training_faults import Checked, Norms, Spent, computed, slowed, training_fault
 from harness.records.trial_record import Alone, LedgerRow, Record
 from harness.suites.trial import Trial
-from tests.report.records import record_of
+from impl.codecs.codec import Raw
+from tests.report.records import committed, record_of
 
 
 def clean(count: int = 3, /, **changes: Any) -> tuple[list[Checked], Record]:
@@ -119,3 +121,26 @@ def test_messages_of_a_tiny_model_are_no_slow_configuration(used: float, slow: b
     ]
     found = slowed(checked, record.model_copy(update={"ranks": ranks})) or ""
     assert ("but the model alone takes 0.003 s" in found) == slow
+
+
+@pytest.mark.long
+def test_no_rank_of_the_reference_results_comes_near_the_limits_of_computing() -> None:
+    """metrics.md states how many ranks there are, and the largest shares of the two limits."""
+    shares: dict[bool, list[float]] = {False: [], True: []}
+    for archive in sorted((ROOT / REFERENCE).glob("*.tar.xz")):
+        for record in committed(archive.name.removesuffix(".tar.xz")):
+            trial = Trial.from_canonical(record.trial)
+            policy = trial.resolved_policy()
+            if policy is None or record.failure is not None:
+                continue
+            codecs = (*policy.codecs, *(policy.owned if trial.optimizer.orthogonalises else ()))
+            encodes = policy.own_reduce is not None or any(not isinstance(codec, Raw) for codec in codecs)
+            for own in record.ranks:
+                timed = sum(not step.warmup for step in own.steps)
+                found = computed(own, trial.accumulation, encodes=encodes, timed=timed)
+                if found is not None:
+                    shares[encodes].append(found.used / found.allowed)
+    plain, coded = max(shares[False]), max(shares[True])
+    text = f"Of the {len(shares[False]) + len(shares[True]):,} ranks of the reference results, none takes more than "
+    text += f"{plain:.2f} of the first limit or {coded:.2f} of the second."
+    assert text in (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
