@@ -1,4 +1,4 @@
-"""Writes the page of an audit: what a program's ranks sent, its closed form, and its expectations."""
+"""Writes the page of an audit: what a program's ranks sent, the known scheme that this fits, and its expectations."""
 
 from __future__ import annotations
 

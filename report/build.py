@@ -48,7 +48,7 @@ def build(
 
     Args:
         results: The results folder.
-        columns: For a table's name, the columns that this table prints after the configuration.  A column is given by
+        columns: Which columns a table prints after the configuration, by the name of the table.  A column is given by
             its title or by its name in the CSV.  Tables that are not named print all their columns.
         width: Width of the figures in mm.
         forms: Formats in which figures are drawn besides SVG: "pdf", "png".  Each format takes about as long as the

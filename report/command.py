@@ -202,7 +202,7 @@ def build_report(
     """Build the page of a results folder, and print the page's path.
 
     The folder holds records of a suite, records of ``zeropp bench``, or files of pytest-benchmark.  ``columns``,
-    ``width``, ``forms`` and ``steps`` are those of :func:`report.build.build`, and only for a suite.
+    ``width``, ``forms`` and ``steps`` have the same meaning as in :func:`report.build.build`, and are for suites only.
     Raises a Refusal if the folder holds benchmarks, and any of these four is given.
     """
     interrupts.take_over()

@@ -1,7 +1,7 @@
-"""Chooses the sentences that follow the first one in the head of a page.
+"""Chooses up to three sentences that follow the first sentence in the head of a page.
 
-Which of them follow depends on the records alone, so that pages of old records have them too.  The kinds of sentences
-are in :mod:`report.further`.
+The choice depends on the records alone, so that pages of old records have such sentences, too.  The modules of
+:mod:`report.further` write the sentences.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from report.further.head import Head
 from report.further.pairs import on_pairs
 
 MOST: Final = 3
-"""Number of sentences that follow the first one at most."""
+"""Largest number of sentences that follow the first sentence."""
 
 
 def further_sentences(head: Head, likewise: Sequence[str]) -> list[str]:
-    """Return the sentences that follow the first one in a page's head, the most important ones first.
+    """Return up to :data:`MOST` sentences that follow the first sentence of a page, the most important first.
 
     Args:
-        head: What the head is about.
-        likewise: The sentences on a few differences that are like the first sentence's.
+        head: The quantity of the page's head, and its effects.
+        likewise: Sentences on a few differences that readers compare with the first sentence's difference
+            (:func:`report.sentence.likewise`).
     """
     if head.asked in ("size", "nodes", "trials"):
         return [*likewise][:MOST]

@@ -104,9 +104,10 @@ def render_template(template: str, parts: Mapping[str, Any]) -> str:
 
 
 def unbroken(cell: str) -> str:
-    """Let a cell of numbers break before its interval, but not inside it.
+    """Return a cell of numbers in which spaces inside the interval are non-breaking, so that no line breaks there.
 
-    For example, the only space of ``2.36 (2.05 to 2.72) ▲`` that remains a space is the one before the parenthesis.
+    For example, the only space of ``2.36 (2.05 to 2.72) ▲`` that remains a breaking space is the one before the
+    parenthesis.
     """
     return _INTERVAL.sub(lambda found: found[0].replace(" ", "\u00a0"), cell)
 
@@ -114,11 +115,14 @@ def unbroken(cell: str) -> str:
 def heading(derived: Derived) -> tuple[str, str]:
     """Return the page's heading in two parts; the page prints the second part as a name.
 
-    The parts are the compared configurations ("A and B against", or their number if their names are long) and the
-    baseline.  If the names are long, all configurations change one strategy, and the suite names no baseline, the
-    parts are the number of configurations and this strategy.  If no trial has finished, the second part is the suite.
-    If nothing is compared, the first part is empty.  A number of configurations is followed by the number of settings
-    if there are several, since a configuration is compared in each of its settings.
+    The first of these cases that applies decides:
+
+    * No trial has finished: ``No finished trial of``, and the name of the suite.
+    * No configuration is compared with the baseline: an empty part, and the baseline.
+    * The names of the compared configurations are short: ``A and B against``, and the baseline.
+    * All configurations have one strategy, and the suite names no baseline: ``4 configurations of``, and the strategy.
+    * Otherwise: ``3 configurations in 2 settings against``, and the baseline.  The settings are the settings in which
+      a compared configuration and a baseline ran; a single setting is not mentioned.
     """
     if derived.finished.empty:
         return "No finished trial of", derived.frames.suite

@@ -15,7 +15,7 @@ from harness.suites.suite import NAME
 
 
 def named(results: Path, run: str) -> str:
-    """Return the name of the suite that the suite file of a run gives in its key ``seconds``.
+    """Return the name of the suite that a run's suite file gives in its key ``seconds``.
 
     ``run`` is the id of a run of the suite whose results folder is ``results``.
     Returns an empty name if the suite file has no such key, or a value that is no name of a suite.  The name is also
@@ -30,9 +30,9 @@ def named(results: Path, run: str) -> str:
 
 
 def beside(results: Path, suite: str) -> Path | None:
-    """Return where the records of suite ``suite`` are, next to the results folder ``results`` of another suite.
+    """Return the path of the records of ``suite``, which are looked for next to ``results``, another suite's folder.
 
-    This is the suite's results folder or, if this folder has no records, the suite's archive (``.tar.xz``).
+    The path is that of the suite's results folder or, if this folder has no records, of the suite's archive.
     Returns None if there is neither.
     """
     folder = results.absolute().parent / suite

@@ -35,7 +35,9 @@ _IN_WORDS: Final = {  # what configurations are compared in
 _SPEEDS: Final = ("step", "tokens", "net")
 NOT_SIGNIFICANT: Final = ", not significant"
 _MOST_OTHERS: Final = 2  # differences that follow the largest one, in a sentence each
-_MOST_SIZES: Final = 4  # with more sizes, the sentence gives the break-even of one size alone
+# Settings that differ in the rate of the link alone form a group.  With more groups than these, a sentence gives the
+# break-even rates of a single group.
+_MOST_SIZES: Final = 4
 _three_digits: Final = number(3)
 
 
@@ -58,16 +60,16 @@ class Difference:
 
     @property
     def known(self) -> bool:
-        """Whether the effect has an interval, and there is no other reason (``why``) for an inconclusive verdict."""
+        """Whether the effect has an interval, and nothing else (``effect.why``) makes its verdict inconclusive."""
         return self.effect.change.known and not self.effect.why
 
 
 class Sentence(NamedTuple):
-    """The first sentence of a page's head, the difference that it is about, and sentences on a few like differences."""
+    """The first sentence of a page's head, the difference that it states, and sentences on similar differences."""
 
     text: str
-    top: Difference | None = None  # None if the sentence is about none of the effects that are compared
-    likewise: tuple[str, ...] = ()
+    top: Difference | None = None  # None if the sentence states none of the differences that are compared
+    likewise: tuple[str, ...] = ()  # a sentence for each of a few other differences (:func:`likewise`)
 
 
 def sentence(
@@ -114,10 +116,14 @@ def on_largest(
 ) -> str:
     """Return the sentence on the difference that :func:`foremost` chooses.
 
-    ``differences`` has at least one entry.  ``controls`` has the verdicts of the compared controls that
-    ``differences`` leaves out.  ``among`` begins the sentence if only some configurations are compared: ``where only
-    policy.schedule differs, ``.  Losses after ``steps`` steps, which the sentence before has named, are given without
-    the number of steps.
+    Args:
+        kind: The quantity that is compared.
+        differences: The differences to choose from, at least one.
+        controls: The verdicts on compared controls that ``differences`` leaves out.
+        among: Text that begins the sentence if only some configurations are compared: ``where only policy.schedule
+            differs, ``.
+        steps: A number of training steps that the sentence before names.  A loss after so many steps is given without
+            the number.
     """
     count = len(differences)
     of_all = f", the largest of {count} differences" if count > 1 else ""
@@ -146,9 +152,9 @@ def on_largest(
 
 
 def on_peers(found: Sequence[Interval]) -> str:
-    """Return the sentence on our speed-ups over the best configuration of each library in the same types.
+    """Return the sentence on our engine's speed-ups over the best configuration of each library in the same data types.
 
-    ``found`` holds these speed-ups, at least one, from :func:`report.tables.peers.ours_over_peers`.
+    ``found`` has these speed-ups, at least one, as :func:`report.tables.peers.ours_over_peers` computes them.
     """
     verdicts: list[Verdict] = [_over_peer(each) for each in found]
     ratios = [each.estimate for each in found]
@@ -179,10 +185,13 @@ def capitalised(text: str) -> str:
 
 
 def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> list[str]:
-    """Return a sentence for each of a few differences that a reader compares with ``top``.
+    """Return a sentence for each difference in ``others``, which readers compare with ``top``; or an empty list.
 
-    There are none if ``top`` has an interval and is not significant, or if ``others`` are more than
-    :data:`_MOST_OTHERS`.  If ``top`` has no interval, there are sentences on numbers of nodes only.
+    The list is empty in each of these cases:
+
+    * ``others`` has more than :data:`_MOST_OTHERS` differences.
+    * ``top`` has an interval and is not significant.
+    * ``top`` has no interval, and ``kind`` is not ``nodes``.
     """
     told = top.effect.significant if top.known else kind == "nodes"
     if not told or len(others) > _MOST_OTHERS:
@@ -202,10 +211,11 @@ def on_one(kind: str, difference: Difference, *, steps: int = -1) -> str:
 def foremost(kind: str, differences: Sequence[Difference], *, gains: bool = False) -> Difference:
     """Return the largest significant difference.
 
-    If there are none, return the largest difference that has an interval or, without any, the largest of all.
+    If no difference is significant, return the largest difference that has an interval.  If none has an interval,
+    return the largest of all.
     Two restrictions apply to significant differences, in this order; each is dropped if it would leave none:
 
-    * In speeds and losses, the configuration must be a strategy without changes.
+    * In speeds and losses, the configuration must be a strategy without changes, or a control.
     * In speeds, or in any quantity if ``gains`` is true, the difference must be an improvement.
     """
     known = [each for each in differences if each.known]
@@ -223,8 +233,12 @@ def _counts(
     """Return the clause ``; of 9 comparisons of step time, 8 are better and 1 is worse``.
 
     The clause is empty if there is only one comparison.
-    If ``such`` is true, there are other comparisons on the page, and the clause says ``; of 4 such comparisons, ...``.
-    The verdicts ``controls`` follow: ``; the control is worse``.  Controls are not counted as comparisons.
+
+    Args:
+        kind: The quantity that is compared.
+        differences: The comparisons.
+        controls: Verdicts on controls.  They are not counted as comparisons, and follow: ``; the control is worse``.
+        such: Whether the page also has other comparisons.  The clause then says ``; of 4 such comparisons, ...``.
     """
     if len(differences) < 2:
         return ""
@@ -406,7 +420,7 @@ def differences_of(
 
 
 def places_of(derived: Derived) -> dict[str, str]:
-    """Return words for each of several settings, such as ``with 50 Mbit/s, ``; empty for a single setting.
+    """Return words that tell the settings apart, such as ``with 50 Mbit/s, ``, by the setting's hash.
 
     The words name one field that has another value in each setting.  If there is no such field, they name all fields in
     which any settings differ.  The dict is empty if there is a single setting.
@@ -436,11 +450,12 @@ def _of_nodes(derived: Derived) -> list[Difference]:
 
 
 def _break_evens(derived: Derived, key: Key) -> str:
-    """Return sentences on the rates at which a configuration breaks even; a space precedes each sentence.
+    """Return sentences on a configuration's break-even rates; a space precedes each sentence.
 
-    Break-even rates are determined for each size, which is a setting without its rate; each size has a sentence.
-    ``key`` is (setting, configuration): the sentence on the size of this setting comes first.  If there are more than
-    :data:`_MOST_SIZES` sizes, the other sentences are left out.
+    A break-even rate is a rate of the link at which the configuration is as fast as its baseline.  The rates are
+    determined for each group of settings that differ in the rate alone, and each such group has a sentence.  ``key`` is
+    (setting, configuration): the sentence on this setting's group comes first.  If there are more than
+    :data:`_MOST_SIZES` groups, the sentences on other groups are left out.
     """
     elsewhere = derived.trials.loc[derived.trials["setting"].eq(key[0]), "elsewhere"].iloc[0]
     rows = derived.break_evens
@@ -461,9 +476,14 @@ def _break_evens(derived: Derived, key: Key) -> str:
 
 
 def _at_size(name: str, found: break_even.BreakEven, high_mbit: float) -> str:
-    """Return a clause on the rates at which a configuration breaks even: ``ZeRO++ breaks even at 96.1 (...) Mbit/s``.
+    """Return a clause on a configuration's break-even rates: ``ZeRO++ breaks even at 96.1 (90.2 to 104) Mbit/s``.
 
-    ``high_mbit`` is the highest measured rate.  The clause is empty if there are too few repeats for an interval.
+    Args:
+        name: Name of the configuration.
+        found: The link rates at which the configuration is as fast as its baseline.
+        high_mbit: The highest measured rate in Mbit/s.
+
+    The clause is empty if there are too few repeats for an interval.
     """
     highest = f"{_three_digits(high_mbit)} Mbit/s"
     match found.outcome:

@@ -52,15 +52,15 @@ _g3, _ratio = number(3), "{:.2f}".format
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """A quantity with a column in the table of verdicts, and the function that compares configurations in it."""
+    """One quantity of the table of verdicts: its column, and the function that compares configurations by it."""
 
     key: str  # the column's name in the CSV; the verdicts are in the column KEY_verdict
     title: str
     form: Callable[[float], str]  # formats a number
-    effects_of: Callable[
-        [Derived], dict[Key, Effect]
-    ]  # from records, the effect of each setting and configuration
-    of_baseline: float = math.nan  # number in the baseline's row; NaN: the value of the baseline's effect
+    # Returns, from the records, the effect of each configuration in each setting on this quantity.
+    effects_of: Callable[[Derived], dict[Key, Effect]]
+    # Number in the row of a baseline.  If it is NaN, the row has the value of the baseline's own effect.
+    of_baseline: float = math.nan
 
 
 _QUANTITIES: Final = {
@@ -77,7 +77,10 @@ _QUANTITIES: Final = {
         effects.largest_models,
     ),
 }
-"""In the order of the columns.  ``size`` has a row for each memory limit, so it is not shown with other quantities."""
+"""The quantities in the order of their columns.
+
+``size`` has a row for each memory limit instead of each setting, so it is not shown with other quantities.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +153,9 @@ def verdicts(derived: Derived) -> Verdicts:
 
 
 def _mostly_peers(derived: Derived) -> bool:
-    """Return whether most configurations are those of libraries.
+    """Return whether more than half of the configurations are those of DDP, FSDP2 and DeepSpeed.
 
-    It does if more than half of the configurations are those of DDP, FSDP2 and DeepSpeed, and at least one of ours uses
-    the same types as a library.  The question of such a suite is about the libraries.
+    The question of such a suite is about these libraries.
     """
     first = derived.finished.drop_duplicates("configuration")["id"]
     libraries = [family_of(derived.frames.trial_of[name].strategy) in FAMILIES for name in first]
@@ -164,21 +166,28 @@ _NONE: Final = Table("verdicts", "Verdicts", "", pd.DataFrame(), ())
 
 
 def _compared(derived: Derived, found: Mapping[Key, Effect]) -> list[Key]:
-    """Return the keys of the effects in ``found`` that were measured and whose configuration is in the contrast."""
+    """Return the keys of the effects that were measured, for configurations that are compared with a baseline."""
     return [key for key, effect in found.items() if key[1] in derived.compared.contrast and effect.size >= 0]
 
 
 def _has_values(derived: Derived, found: Mapping[Key, Effect]) -> bool:
-    """Return whether a column of a quantity has a number or a text beside those of baselines.
+    """Return whether a quantity's column has a number or a text in any row that is not a baseline's.
 
-    Steps of ranks that are threads, for example, have no seconds.
+    ``found`` are the effects on the quantity.  There are none, for example, for the seconds of ranks that are threads.
     """
     own = [effect for key, effect in found.items() if key[1] in derived.compared.contrast]
     return any(effect.text or not math.isnan(effect.value.estimate) for effect in own)
 
 
 def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Mapping[Key, Effect]]) -> Table:
-    """Return the table of verdicts: a row for each setting and configuration, the setting's baselines first."""
+    """Return the table of verdicts: a row for each setting and configuration, the setting's baselines first.
+
+    Args:
+        derived: The records.
+        asked: The quantity that the suite asks for.
+        kind: The quantity of the first sentence.  Its column is followed by the interval expected in a new run, and n.
+        found: By quantity, the effect of each configuration in each setting.
+    """
     shown = {name: of for name, of in _QUANTITIES.items() if _has_values(derived, found.get(name, {}))}
     own, own_title = _own_column(derived, asked)
     first = derived.finished.drop_duplicates("configuration").set_index("configuration")["id"]
@@ -441,10 +450,10 @@ def _open_rows(table: Table, ranked: Mapping[Key, Effect], first: Effect | None)
 
 
 def _has_front(derived: Derived) -> bool:
-    """Return whether the page's figure is the front of bytes and losses.
+    """Return whether the page's figure is the Pareto front of bytes between nodes and loss.
 
-    Returns True if the front is computed for a single setting, and its configurations are of at least
-    ``FEWEST_OF_FRONT`` different strategies.
+    Returns True if :func:`report.effects.loss_verdicts.front` has exactly one setting, and the configurations in
+    its table are of at least ``FEWEST_OF_FRONT`` different strategies.
     """
     front = loss_verdicts.front(derived)
     trials = derived.trials[derived.trials["configuration"].isin(front["configuration"])]

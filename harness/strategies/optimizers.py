@@ -122,7 +122,7 @@ class UnshardedMuon(WithAdamW):
 
 
 def of_model(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the trial's optimizer for an unsharded model.
+    """Build the trial's optimizer for a model that our engine has not sharded; FSDP2 may have sharded it.
 
     Raises:
         Refusal: as :func:`build`.
@@ -180,7 +180,7 @@ def of_share(
 
 
 def of_engine(optimizer: Optimizer, zero: Zero) -> torch.optim.Optimizer:
-    """Build the trial's optimizer for a sharded model.
+    """Build the trial's optimizer for a model that our engine has sharded.
 
     Raises:
         Refusal: as :func:`build`.

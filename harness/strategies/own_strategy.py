@@ -28,7 +28,8 @@ class OwnStrategy(Sharded):
     """Base class of a user's own strategy.  Without overrides it trains with ZeRO-3 and the trial's ``policy.*``.
 
     For each micro-batch the training loop calls :meth:`begin`, the model and :meth:`backward`.  Once a step it then
-    calls :meth:`step`.  A subclass overrides :meth:`configure`, to take its arguments, and any of these three methods.
+    calls :meth:`step`.  A subclass overrides :meth:`configure`, to take its arguments, and any of :meth:`begin`,
+    :meth:`backward` and :meth:`step`.
     All ranks call the methods in the same order.
 
     Attributes:

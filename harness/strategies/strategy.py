@@ -2,12 +2,13 @@
 
 - :class:`Sharded`: a policy, run by our own engine;
 - :class:`Hosted`: a policy inside FSDP2 or DDP (``fsdp2+qgz``), which communicate through our collectives;
-- :class:`Strategy`: DDP, FSDP2 and a single process as peers (``harness.suites.peers``);
+- :class:`Strategy`: DDP, FSDP2 and a single process by themselves, as peers (``harness.suites.peers``).  A peer is
+  another library's engine as it is shipped, to which our engine is compared;
 - :class:`ByDeepSpeed`: DeepSpeed as a peer;
 - :class:`~harness.strategies.own_strategy.OwnStrategy`: a class of the user's own, with our engine.
 
-Our wire counts its messages in a ledger, which can be compared with a prediction.  Peers do not send through our wire,
-so they have neither a ledger nor a prediction.
+Our wire, the object through which our collectives send, counts its messages in a ledger, which can be compared with a
+prediction.  Peers do not send through our wire, so they have neither a ledger nor a prediction.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ from impl.policy.shard_layout import UnitGeometry
 from impl.unit.own_gather import OwnWeightGather
 from impl.zero import Zero, shard
 
-# The messages that one rank sent through our wire (None for peers), and the bytes that the rank copied between host
-# and device.
+# The messages that one rank sent through our wire (None if the strategy does not use it), and the bytes that the rank
+# copied between host and device.
 Books = tuple[dict[LedgerKey, Sent] | None, dict[CopyKey, int]]
-# Bytes by part of memory, such as "masters": counted, and predicted (empty unless our engine trains).
+# Two dicts of bytes by part of memory, such as "masters": the counted bytes, and the predicted bytes.  The second dict
+# is empty unless our engine trains.
 Memories = tuple[dict[str, int], dict[str, int]]
 # Transports of a suite that the wire provides itself; all other transports are backends of torch.
 TRANSPORTS: Final[dict[str, Transport]] = {"shm": "shm", "staged": "staged"}
@@ -62,16 +64,17 @@ class Strategy:
     """A wrapped model with the operations of a training step.
 
     For each micro-batch the training loop calls :meth:`begin`, ``model`` and :meth:`backward`.  Once a step it then
-    calls :meth:`step`.  This class itself is the strategy of the peers DDP, FSDP2 and a single process.
+    calls :meth:`step`.  This class itself trains with DDP, with FSDP2, or in a single process, without our collectives.
     """
 
     model: nn.Module  # called like the unwrapped model
     describe: Callable[[], dict[str, Any]]  # returns the algorithms and transports used, for the record
-    wire: Wire | None  # carries a policy's messages; None for peers
-    units: Sequence[UnitGeometry | GroupGeometry]  # units or parameter groups of a policy; empty for peers
+    wire: Wire | None  # carries the messages of our collectives; None if the strategy does not use them
+    # Units of our engine, or groups of parameters that FSDP2 or DDP reduces with our collectives; empty without these.
+    units: Sequence[UnitGeometry | GroupGeometry]
     zero: Zero | None = None  # our own engine, if the strategy uses it
     sharing: int | None = None  # number of ranks that share one copy of FSDP2's states; None for all ranks
-    _begun: bool = field(default=False, init=False)  # whether a micro-batch has been trained
+    _begun: bool = field(default=False, init=False)  # whether any micro-batch has begun
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
         """Build the trial's optimizer.
@@ -105,7 +108,8 @@ class Strategy:
     def reduces_each_micro_batch(self) -> bool:
         """Whether gradients are reduced in every micro-batch.  If False, only in the last micro-batch of a step.
 
-        The policy of our own engine decides.  For other engines it is True, and their predictions do not depend on it.
+        With our own engine, the policy decides.  With other engines the value is always True, also for DDP, which
+        reduces in the last micro-batch only.  No prediction for another engine depends on the value.
         """
         return self.zero is None or self.zero.policy.reduces_each_micro_batch
 
@@ -169,7 +173,8 @@ class Strategy:
     def rehearsing(self) -> Iterator[None]:
         """Context whose forward and backward passes have no effect on later training.
 
-        On leaving, gradients and gathered weights are dropped; buffers and the state of codecs are restored.
+        On leaving, gradients and gathered weights are dropped, and the model's buffers are restored.  Our own engine
+        also restores the state on which later messages depend, such as the codecs' carried errors.
         """
         kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         yield
@@ -193,7 +198,7 @@ class Strategy:
     def ledger(self) -> dict[LedgerKey, Sent] | None:
         """Return the bytes and messages that this rank has sent through our wire so far.
 
-        Returns None for peers, which do not use the wire.
+        Returns None if a library such as DDP sends the messages itself.
         """
         return None if self.wire is None else self.wire.ledger.rows()
 
@@ -201,15 +206,15 @@ class Strategy:
         """Return the messages and the copies of this rank so far.
 
         Returns:
-            The :meth:`ledger`, and the bytes that this rank has copied between host and device for offloading.  For
-            engines other than ours the second part is empty.
+            The :meth:`ledger`, and the bytes that this rank has copied between host and device for offloading.  The
+            second dict is empty for engines other than ours.
         """
         return self.ledger(), {} if self.zero is None else self.zero.copied()
 
     def predicted(self, events: Sequence[Event]) -> Books:
         """Predict what :meth:`books` returns after the passes and steps in ``events``.
 
-        Returns (None, {}) for peers.
+        Returns (None, {}) if a library such as DDP sends the messages itself, without our collectives.
         """
         return None, {}
 
@@ -239,7 +244,8 @@ class Strategy:
     def exposed_seconds(self) -> float | None:
         """Return the seconds that this rank has waited for messages so far.
 
-        On a GPU, these are the seconds that the rank's stream has waited.  Returns None for peers.
+        On a GPU, these are the seconds that the rank's stream has waited.  Returns None if a library such as DDP sends
+        the messages itself.
         """
         return None if self.wire is None else self.wire.exposed_seconds
 
@@ -247,7 +253,7 @@ class Strategy:
         """Mark this moment, and return a function that returns the :meth:`exposed_seconds` until this moment.
 
         On a GPU, call the returned function only after the device has done all work that was queued before this moment.
-        Returns None for peers.
+        Returns None if a library such as DDP sends the messages itself.
         """
         return None if self.wire is None else self.wire.mark_exposed()
 
@@ -255,16 +261,16 @@ class Strategy:
         """Return the bytes of this rank's states, by part of memory, such as ``masters``.
 
         Returns:
-            The bytes as counted, and the bytes that :mod:`impl.plan.memory` predicts.  For our engine both are peaks.
-            For other engines the bytes of masters, gradients and optimizer state are counted, without gathered weights.
-            They have no prediction: their second part is empty.
+            Two dicts: the bytes as counted, and the bytes that :mod:`impl.plan.memory` predicts.  For our engine, both
+            are peaks.  For other engines, the first dict has the present bytes of masters, gradients and optimizer
+            state, without gathered weights, and the second dict is empty.
         """
         held = sum(optimizers.local_part(parameter).nbytes for parameter in self.model.parameters())
         states = optimizers.state_bytes(optimizer, optimizer.state)
         return {"masters": held, "gradients": held, "optimizer": states}, {}
 
     def close(self) -> None:
-        """Free shared memory."""
+        """Free the shared memory in which ranks read each other's messages, if the strategy uses our wire."""
         if self.wire is not None:
             self.wire.close()
 
@@ -277,24 +283,32 @@ class Hosted(Strategy):
     joined: InFSDP2 | InDDP  # the adapter between torch's engine and our collectives
 
     def exposed_seconds(self) -> float | None:
-        """See :meth:`Strategy.exposed_seconds`.
+        """Return the seconds that this rank has waited for messages so far; see :meth:`Strategy.exposed_seconds`.
 
-        Returns None if messages are received on a GPU's streams: there FSDP2 waits for messages by itself.
+        Returns None if messages are received on a GPU's streams: FSDP2 itself then waits for them, and our wire does
+        not see how long.
         """
         assert self.wire is not None  # noqa: S101  # the adapter sends over it
         return None if self.wire.streams else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """See :meth:`Strategy.mark_exposed`.  Returns None if :meth:`exposed_seconds` returns None."""
+        """Mark this moment, as :meth:`Strategy.mark_exposed` does; None if :meth:`exposed_seconds` returns None."""
         assert self.wire is not None  # noqa: S101  # the adapter sends over it
         return None if self.wire.streams else self.wire.mark_exposed()
 
     def clip(self, largest: float) -> float:
-        """See :meth:`Strategy.clip`; the norms of FSDP2's shards are summed through our wire."""
+        """Scale gradients to a global 2-norm of at most ``largest``, and return the norm before clipping.
+
+        The norms of FSDP2's shards are summed through our wire.
+        """
         return float(self.joined.clip_grad_norm_(largest))
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """See :meth:`Strategy.predicted`.  ``impl.adapters.traffic`` predicts the messages; there are no copies."""
+        """Predict what :meth:`books` returns after the passes and steps in ``events``.
+
+        ``impl.adapters.traffic`` predicts the messages.  The second dict is empty, since nothing is copied between host
+        and device.
+        """
         return self.joined.predict(events), {}
 
 
@@ -314,11 +328,11 @@ class ByDeepSpeed(Strategy):
         return self.stepping
 
     def begin(self, *, last: bool) -> None:
-        """See :meth:`Strategy.begin`; DeepSpeed counts micro-batches by itself."""
+        """Note whether this micro-batch is the last of its step.  DeepSpeed counts micro-batches by itself."""
         self._last = last
 
     def backward(self, loss: Tensor) -> None:
-        """See :meth:`Strategy.backward`.
+        """Run the backward pass of ``loss`` in DeepSpeed's engine.
 
         DeepSpeed's ``step()`` must be called after every micro-batch.  This method calls it, except after the last
         micro-batch of a step: then :meth:`step` calls it.
@@ -328,7 +342,10 @@ class ByDeepSpeed(Strategy):
             self.model.step()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """See :meth:`Strategy.step`; DeepSpeed clips by itself and reports the norm before clipping."""
+        """Step DeepSpeed's engine; arguments and result are those of :meth:`Strategy.step`.
+
+        DeepSpeed clips by itself, by ``gradient_clipping`` of its configuration, and reports the norm before clipping.
+        """
         if self._secondary is None:
             copies = [getattr(weight, "ds_secondary_tensor", None) for weight in self.model.parameters()]
             self._secondary = sum(copy.nbytes for copy in copies if copy is not None)
@@ -336,14 +353,14 @@ class ByDeepSpeed(Strategy):
         return Stepped(None if clip is None else float(self.model.get_global_grad_norm()), done=True)
 
     def weights_changed(self) -> None:
-        """See :meth:`Strategy.weights_changed`.
+        """Free gathered weights, since they are out of date.
 
         Parameters that are smaller than DeepSpeed's persistence threshold stay gathered.
         """
         self.model.empty_partition_cache()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """See :meth:`Strategy.memory`.
+        """Return the bytes of this rank's states, by part of memory, and an empty dict, since nothing is predicted.
 
         ``masters`` counts the fp32 masters and the shards of the weights.  ``gradients`` is assumed to be as large as
         the fp32 masters.  ``secondary`` is the size of hpZ's copy of the weights, if there is such a copy.
@@ -364,11 +381,15 @@ class Sharded(Strategy):
     zero: Zero
 
     def make_optimizer(self, setting: Optimizer) -> torch.optim.Optimizer:
-        """See :meth:`Strategy.make_optimizer`.  The optimizer steps this rank's shards of the master weights."""
+        """Build the trial's optimizer, which steps this rank's shards of the master weights.
+
+        Raises:
+            Refusal: as :func:`harness.strategies.optimizers.build`.
+        """
         return optimizers.of_engine(setting, self.zero)
 
     def begin(self, *, last: bool) -> None:
-        """See :meth:`Strategy.begin`.
+        """Begin a micro-batch, and decide whether its backward pass reduces gradients.
 
         The policy decides whether gradients are reduced in every micro-batch, or only in the last micro-batch of a
         step.
@@ -377,13 +398,13 @@ class Sharded(Strategy):
             self.zero.accumulate(on=not last)
 
     def backward(self, loss: Tensor) -> None:
-        """See :meth:`Strategy.backward`."""
+        """Run the backward pass of ``loss`` times :attr:`loss_scale`."""
         self.zero.scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]
 
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
-        """See :meth:`Strategy.mean_gradient`.
+        """Return the rows of one unit's mean gradient that this rank holds, as :meth:`Strategy.mean_gradient` does.
 
-        If the policy reduces in the last micro-batch only, call this only after a step's last micro-batch.
+        If the policy reduces gradients only in the last micro-batch of a step, call this method after that micro-batch.
         """
         (unit,) = (unit for unit in self.zero.units if unit.geometry == layout.geometry)
         mean = unit.master_shard.mean_gradient()
@@ -391,10 +412,10 @@ class Sharded(Strategy):
         return unit.geometry.bounds(self.zero.wire.mesh.rank)[0] // layout.row, mean.view(-1, layout.row)
 
     def forget_gradients(self) -> None:
-        """See :meth:`Strategy.forget_gradients`.
+        """Drop all gradients and all gathered weights, so that passes outside training do not affect the next step.
 
-        This method also drops the carried errors, resets the state of classes of the user's own that reduce or gather,
-        and lets the rounding noise begin again as in the first micro-batch of a step.
+        This method also drops the carried errors of error feedback and resets the state of users' classes that reduce
+        gradients or gather weights.  The rounding noise begins again, as in the first micro-batch of a step.
         """
         self.zero.model.zero_grad()
         for unit in self.zero.units:
@@ -405,26 +426,35 @@ class Sharded(Strategy):
         self.weights_changed()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """See :meth:`Strategy.step`."""
+        """Clip gradients and step the optimizer; the step is skipped if fp16 gradients overflowed.
+
+        Arguments and result are those of :meth:`Strategy.step`.
+        """
         return self.zero.step(optimizer, max_norm=clip)
 
     def weights_changed(self) -> None:
-        """See :meth:`Strategy.weights_changed`."""
+        """Free weights that are still gathered, since they are out of date; the next pass gathers them again."""
         self.zero.weights_changed()
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """See :meth:`Strategy.rehearsing`."""
+        """Context whose passes have no effect on later training; see :meth:`Strategy.rehearsing`."""
         with self.zero.rehearsing():
             yield
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """See :meth:`Strategy.predicted`.  ``impl.plan.traffic`` predicts the messages and copies."""
+        """Predict this rank's messages, and its copies between host and device, after all ``events``.
+
+        ``impl.plan.traffic`` predicts both.
+        """
         book = self._book(events)
         return book.sent, book.copied
 
     def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
-        """See :meth:`Strategy.predicted_steps`."""
+        """Predict how many bytes this rank has sent in training at the end of each step.
+
+        Arguments and result are those of :meth:`Strategy.predicted_steps`.
+        """
         totals = [self._book(before).trained, *self._book([*before, *events]).steps]
         return [(sent.get("inter", 0), sent.get("intra", 0)) for sent in totals]
 
@@ -438,22 +468,23 @@ class Sharded(Strategy):
 
     @property
     def owners(self) -> Owners | None:
-        """The owner of each matrix that Muon steps.  None unless Muon steps the model."""
+        """Which rank orthogonalises each matrix that Muon steps (its owner).  None unless Muon steps the model."""
         return owners_of(self.zero.policy, self.zero.wire.mesh.topology, self.units)
 
     def _declared(self) -> Declared:
-        """Return by unit the messages of one reduction, as the user's own method declares them.
+        """Return, by the name of each unit, the messages of one reduction, as the user's own method declares them.
 
-        Units that our own collectives reduce are left out.  The value of a unit is None if its method declares nothing.
+        Units that our own collectives reduce are left out.  A unit has None if its method declares no messages.
         """
         topology = self.zero.wire.mesh.topology
         owns = {unit.geometry.name: unit.reduction.own for unit in self.zero.units}
         return {name: own.messages(topology) for name, own in owns.items() if own is not None}
 
     def _declared_gathers(self) -> DeclaredGathers:
-        """Return by unit a function that returns the messages of one gather, as the user's own method declares them.
+        """Return, by the name of each unit, a function for the messages of one gather.
 
-        Units that our own collectives gather are left out.
+        The function returns the messages as the user's own method declares them.  Units that our own collectives gather
+        are left out.
         """
         topology = self.zero.wire.mesh.topology
         gathers = {unit.geometry.name: unit.weight_gather for unit in self.zero.units}
@@ -465,7 +496,7 @@ class Sharded(Strategy):
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """See :attr:`Strategy.unpredicted`."""
+        """Purposes of the messages whose bytes are measured and not predicted; see :attr:`Strategy.unpredicted`."""
         policy = self.zero.policy
         owns: dict[Purpose, OwnMethod | None] = {"weights": policy.own_gather, "gradients": policy.own_reduce}
         return [purpose for purpose, own in owns.items() if own is not None and not declares(own)]
@@ -480,7 +511,10 @@ class Sharded(Strategy):
         self.zero.wire.close()
 
     def memory(self, trial: Trial, optimizer: torch.optim.Optimizer) -> Memories:
-        """See :meth:`Strategy.memory`.  For a frozen model the prediction covers forward passes only."""
+        """Return this rank's peak bytes by part of memory: as counted, and as predicted.
+
+        For a frozen model, the prediction covers forward passes only.
+        """
         held = self.zero.memory() | {"optimizer": 0, "host_optimizer": 0}
         for master_shard in (unit.master_shard for unit in self.zero.units):
             part = "host_optimizer" if master_shard.placement.shard else "optimizer"
@@ -499,7 +533,8 @@ def prepare(trial: Trial, model: nn.Module, rank: Rank, device: torch.device) ->
     """Make the strategy of a trial from ``model``, which is changed in place.  All ranks must call this.
 
     Raises:
-        Refusal: if a peer or the optimizer cannot be set up.
+        Refusal: if DeepSpeed or its optimizer cannot be set up, or a user's own strategy cannot be imported or
+            configured.
         PolicyError: if the policy does not fit the topology or the model.
         GeometryError: if a unit cannot be laid out in shards.
     """
@@ -549,7 +584,7 @@ def strategy_class(name: str) -> Any:
 
 
 def wire_of(trial: Trial, rank: Rank, device: torch.device) -> Wire:
-    """Create the wire of a trial; all ranks must call this."""
+    """Create the wire of a trial, the object through which this rank sends its messages; all ranks must call this."""
     transport = TRANSPORTS.get(trial.cluster.transport, "backend")
     return Wire(
         rank.mesh or Mesh.create(rank.topology, device),

@@ -23,17 +23,17 @@ def wrap(
     settings: PeerSettings | None = None,
     ranks_per_node: int = 1,
 ) -> nn.Module:
-    """Wrap ``model`` in DDP or FSDP2, or return it for a single process.  All ranks must call this.
+    """Wrap ``model`` in DDP or FSDP2, or return it unwrapped for a single process.  All ranks must call this.
 
     The model is changed in place.
 
     Args:
-        peer: Library and options.
+        peer: The library (DDP or FSDP2) or a single process, and the options of the library.
         model: The model.
         device: The device that the model is on.
-        settings: Types, groups and buckets; None for the defaults.
-        ranks_per_node: Number of ranks of each node.  With ``peer.group = "node"`` FSDP2 shards weights, gradients and
-            optimizer states over the ranks of a node, and replicates them between nodes.
+        settings: Data types, the ranks over which FSDP2 shards, and the size of DDP's buckets; None for the defaults.
+        ranks_per_node: Number of ranks of each node.  With ``settings.group = "node"``, FSDP2 shards weights, gradients
+            and optimizer states over the ranks of a node, and replicates them between nodes.
     """
     settings = settings or PeerSettings()
     if peer.family == "fsdp2":

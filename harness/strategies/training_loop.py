@@ -138,8 +138,8 @@ def collect(
     """Make the batch on which one rank trains in one step of workload ``rlhf``.
 
     The prompts are the beginnings of the first sequences that ``data`` gives.  The actor continues each prompt
-    ``rlhf.group`` times, with one forward pass for each token.  The judges then score whole sequences in one forward
-    pass.  If the models are sharded, all ranks must call this.
+    ``trial.rlhf.group`` times, with one forward pass for each token.  The judges then score whole sequences in one
+    forward pass.  If the models are sharded, all ranks must call this.
 
     Args:
         trial: The trial.

@@ -44,7 +44,7 @@ def decode(
 
 # Seconds waited for messages so far, bytes sent between nodes, and bytes sent inside nodes.
 Counts = tuple[float | None, int | None, int | None]
-# Fields of Token that hold by how much these counts grew during the token.
+# For each of these counts, the field of Token that holds by how much the count grew during the token.
 _SPENT: Final = ("exposed", "inter_bytes", "intra_bytes")
 
 

@@ -28,9 +28,9 @@ def digests(trial: Trial) -> dict[str, str]:
 
     The names, and what their digests are made from:
 
-    - ``corpus``: all tokens of the corpus;
+    - ``corpus``: all tokens or arrays of the corpus, or the fonts of the data set ``glyphs``;
     - ``model``, ``optimizer``, ``tokenizer``, ``method``, ``gather_method``, ``strategy``, ``transport`` or
-      ``codec <text>``: the file of the user's module that has the trial's object for this role;
+      ``codec <text>``: the file of the user's module that defines the trial's model, optimizer and so on;
     - ``module helper``: the file of a module ``helper`` that these modules import.  If ``helper`` is a package of
       several files, the digest is made from the list of the digests of these files;
     - ``file words.txt of mine``: a file ``words.txt`` that the source of module ``mine`` names.
@@ -46,8 +46,9 @@ def digests(trial: Trial) -> dict[str, str]:
 
 
 def _digests_of_parts(modules: Iterable[str], trial: Trial) -> dict[str, str | None]:
-    """Return the digests of the modules that ``modules`` import, and of the files that the sources name.
+    """Return the digests of the modules that ``modules`` import, and of the files that all these modules' sources name.
 
+    Files that the trial's ``model.arguments`` name count, too.
     The keys are ``module helper`` and ``file words.txt of mine``, as :func:`digests` explains.  A digest is None if the
     file cannot be read.
     """

@@ -68,7 +68,7 @@ def _pair(origin: str, part: str, pair: Any) -> _Arrays:
         pair: The pair that a user's function returned.
 
     Raises:
-        CorpusError: if this is no pair of such arrays.
+        CorpusError: if ``pair`` is no pair of arrays of numbers, or if the arrays have unequal numbers of examples.
     """
     if not _is_pair(pair) or len(pair) != len(_SIDES):
         returned = f"{len(pair)} arrays" if _is_pair(pair) else f"a {type(pair).__name__}"

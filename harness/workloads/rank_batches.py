@@ -41,7 +41,7 @@ class ExperienceBatch:
     drawn: list[Batch]  # the batches that the prompts were taken from
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
-        """See :meth:`Batches.step`."""
+        """Yield a list with the one batch of this step, as :meth:`Batches.step` describes."""
         yield [self.batch]
 
 
@@ -52,7 +52,7 @@ class FirstSequences:
     batches: Batches
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
-        """See :meth:`Batches.step`."""
+        """Yield, for each micro-batch of step ``index``, a list of batches with one sequence each."""
         for micro in self.batches.step(index):
             yield [(inputs[:1], targets[:1]) for inputs, targets in micro]
 
@@ -92,7 +92,7 @@ class RankBatches:
             ]
 
     def step(self, index: int) -> Iterator[list[Batch]]:
-        """See :meth:`Batches.step`."""
+        """Yield a list of batches for each micro-batch of step ``index``, as :meth:`Batches.step` describes."""
         for micro_batch in range(self._trial.accumulation):
             yield [self._batch(index, micro_batch, part) for part in self.ranks]
 

@@ -41,7 +41,7 @@ def load(trial: Trial) -> Dataset:
 def check(trial: Trial) -> None:
     """Raise a CorpusError if a trial's corpus is missing, too small, or of a kind that the model does not read.
 
-    Of a text without a tokenizer, only the size is read.
+    If the corpus is a text and the trial has no tokenizer, only the sizes of the files are read, not their contents.
     """
     shape, name = PRESETS.get(trial.model.name), trial.model.name
     reads, expected = ("images", repr(GLYPHS)) if isinstance(shape, ViTShape) else ("text", "a text")
@@ -61,8 +61,9 @@ def check(trial: Trial) -> None:
 
 
 def micro_batch_bytes(trial: Trial) -> int:
-    """Return the most bytes of memory that one rank needs for a micro-batch: the data as drawn, and their copy.
+    """Return the most bytes of memory that one rank needs for a micro-batch: the data as drawn, and a copy.
 
+    The copy is on the model's device.
     If the corpus cannot be read, the result is computed as for a text.
     """
     examples = trial.tokens_per_rank // trial.sequence

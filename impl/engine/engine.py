@@ -96,7 +96,12 @@ class Zero:
             self.accumulate(on=False)
 
     def accumulate(self, *, on: bool) -> None:
-        """Switch local accumulation ``on`` or off for the backward passes that follow; see :meth:`accumulating`."""
+        """Switch local accumulation ``on`` or off for the backward passes that follow; see :meth:`accumulating`.
+
+        Raises:
+            ZeroError: if ``on`` is no bool, or if ``on`` is True and the policy reduces the gradients of every
+                micro-batch.
+        """
         if not isinstance(on, bool):
             raise ZeroError(f"accumulate(on={on!r}): expected True or False")
         if on and self.policy.reduces_each_micro_batch:
@@ -222,13 +227,20 @@ class Zero:
     def _together(
         self, call: str, optimizers: Sequence[torch.optim.Optimizer], *, max_norm: float | None
     ) -> list[Zero]:
-        """Return the engines whose masters the optimizers hold; ``call`` treats the models of these engines as one.
+        """Return the engines whose masters the optimizers hold, after checking that their models can step together.
 
         Returns this engine alone if the optimizers hold no masters.
 
+        Args:
+            call: the name of the public call that treats the gradients of these models as one vector.
+            optimizers: the optimizers that were passed to the call.
+            max_norm: the norm to which the call clips; None if it does not clip.
+
         Raises:
-            ZeroError: if the optimizers hold only masters of other engines, or if ``call`` cannot treat the models as
-                one.
+            ZeroError: if the optimizers hold only masters of other engines; if the models are on different ranks, or
+                have different loss scales; or if a model has a loss scale and its loss was not scaled.  With a loss
+                scale or ``max_norm``, also if an optimizer holds tensors of no sharded model that have gradients.  With
+                a loss scale, also if the optimizers do not hold all masters that have gradients.
         """
         together = engines_of(optimizers) or [self]
         if self not in together:
@@ -549,9 +561,9 @@ class Zero:
         return all(len(unit.flat.shown) == len(unit.members) for unit in self.units)
 
     def memory(self) -> dict[str, int]:
-        """Return the most bytes that each part of this rank's engine has held at once so far.
+        """Return, for each part of the memory of this rank's engine, the most bytes that were held at one time so far.
 
-        The keys are the names of parts in :func:`impl.plan.memory.memory`.
+        A part has a name, such as ``masters``; :func:`impl.plan.memory.memory` predicts the bytes under the same names.
         """
         messages = {"messages": self.wire.message_bytes} if self.wire.streams else {}
         return self._meter.peak | messages

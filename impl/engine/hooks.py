@@ -268,7 +268,7 @@ class Hooks:
         passes.
 
         Args:
-            outputs: the addresses of the memory of the tensors that the model has returned.
+            outputs: the memory addresses of the tensors that the model has returned.
             backward: whether a backward pass may follow; units that the backward pass needs first stay gathered.
         """
         passes = self._passes

@@ -16,7 +16,11 @@ from impl.unit.unit import Unit
 
 
 class LocalSteps:
-    """Takes the outer steps of one model on one rank, after the optimizer steps at which they are due."""
+    """Takes the outer steps of one model on one rank, after the optimizer steps at which they are due.
+
+    Between two outer steps, the optimizer steps each group of ranks apart from the other groups.  In an outer step, the
+    groups average how far their weights have moved since the last outer step, and continue from the same weights.
+    """
 
     def __init__(self, policy: Policy, units: Sequence[Unit], masters: Masters) -> None:
         fragments = fragments_of(policy, [unit.geometry for unit in units])

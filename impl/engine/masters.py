@@ -26,7 +26,10 @@ _LEAST: Final = 1e-6
 
 
 class Masters:
-    """The masters of one sharded model on one rank.  ``numbers`` is the set of the masters' :func:`id`."""
+    """The masters of one sharded model on one rank: the fp32 weights of this rank's shards, which optimizers step.
+
+    ``numbers`` is the set of the masters' :func:`id`.
+    """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
@@ -39,7 +42,13 @@ class Masters:
         return iter(self._all)
 
     def groups(self, options: Mapping[int, Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-        """Return the masters as parameter groups for an optimizer; see :meth:`impl.engine.engine.Zero.param_groups`."""
+        """Return the masters as parameter groups for an optimizer; see :meth:`impl.engine.engine.Zero.param_groups`.
+
+        ``options`` maps the number of a group to the options of this group, such as ``{0: {"lr": 1e-3}}``.
+
+        Raises:
+            ZeroError: if ``options`` is not such a mapping.
+        """
         tables: Any = {} if options is None else options
         if not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) for t in tables.values()):
             raise ZeroError(
@@ -68,7 +77,14 @@ class Masters:
             gradient.mul_(factors[device])
 
     def norm(self, wire: Wire, policy: Policy, norm_type: float = 2.0) -> Tensor:
-        """Compute the global norm () fp64 of the gradients; see :meth:`impl.engine.engine.Zero.grad_norm`."""
+        """Compute the global norm () fp64 of the gradients; see :meth:`impl.engine.engine.Zero.grad_norm`.
+
+        All ranks must call it.  If ``policy`` has local steps, each group of ranks computes a norm of its own.
+        ``norm_type`` is the p of the p-norm.
+
+        Raises:
+            ZeroError: if ``norm_type`` is neither ``inf`` nor above 0 and at most :data:`LARGEST_POWER`.
+        """
         power, largest = float(norm_type), norm_type == math.inf
         if not (largest or 0 < power <= LARGEST_POWER):
             raise ZeroError(
@@ -116,7 +132,8 @@ class Masters:
 def joint_norm(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm () fp64 of the gradients of several models, taken as one vector.
 
-    ``norms`` has each model's norm.  The result is on the device of the first norm.
+    ``norms`` has the norm () of each model's gradients.  ``norm_type`` is the p of the p-norm, for ``norms`` and for
+    the result.  The result is on the device of the first norm.
     """
     first, *others = norms
     if not others:
@@ -208,8 +225,9 @@ class LossScaler:
     def factor(self, norm: float, max_norm: float | None) -> float | None:
         """Return the factor by which to multiply gradients, to undo the loss scale and to clip them.
 
-        Returns None if there is a loss scale and ``norm`` is not finite.  The step must then be skipped, and a dynamic
-        loss scale is halved, but not below the smallest scale that the policy allows.
+        Returns None if there is a loss scale and ``norm`` is not finite.  The caller must then skip the step.  This
+        method counts the skipped step, and halves a dynamic loss scale, but not below the smallest scale that the
+        policy allows.
 
         Args:
             norm: the norm of the gradients without the loss scale.
@@ -236,7 +254,8 @@ class LossScaler:
     def stepped(self) -> None:
         """Note that a step was not skipped.
 
-        A dynamic scale doubles when ``window`` steps have not been skipped since the scale last changed.
+        A dynamic scale doubles after ``window`` such steps since the scale last changed; ``window`` is a field of the
+        policy's loss scale.
         """
         self._since += 1
         if self._setting is not None and 0 < self._setting.window <= self._since:

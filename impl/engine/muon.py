@@ -125,12 +125,18 @@ class WithAdamW(Optimizer):
         return loss
 
     def step_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """Step the matrices in ``groups``, Muon's parameter groups.  It is called under no_grad()."""
+        """Step the matrices in ``groups``, which are the parameter groups for Muon; a subclass defines this.
+
+        :meth:`step` calls it under ``torch.no_grad()``.
+        """
         raise NotImplementedError
 
 
 class _Sent(NamedTuple):
-    """A part of a matrix that this rank holds in its shard, and the part's places in messages."""
+    """A part of a matrix that this rank holds in its shard, and the part's places in messages.
+
+    The messages go to the matrix's owner, the rank that orthogonalises the matrix, and come back from the owner.
+    """
 
     part: Part
     owner: int  # index of the matrix's owner among the ranks that share one copy of the states
@@ -147,7 +153,10 @@ class _Held(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A part of a matrix that this rank owns; another rank, or this rank itself, holds the part in its shard."""
+    """A part of a matrix that this rank owns, that is, orthogonalises.
+
+    The part's holder, the rank that has the part in its shard, is another rank or this rank itself.
+    """
 
     holder: int  # index of the rank that holds the part, among the ranks that share one copy of the states
     place: slice  # the part's elements in the matrix
@@ -245,7 +254,7 @@ class Muon(WithAdamW):
         return held
 
     def _find_owned(self, me: int) -> list[tuple[Matrix, list[_Piece]]]:
-        """Return (matrix, its parts on all ranks) for each matrix that this rank owns.
+        """Return (matrix, its parts on all ranks) for each matrix that this rank owns, that is, orthogonalises.
 
         ``me`` is this rank's index among the ranks that share one copy of the states.
         """
@@ -263,7 +272,10 @@ class Muon(WithAdamW):
         return [(owners.matrices[number], each) for number, each in pieces.items()]
 
     def step_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """See :meth:`WithAdamW.step_matrices`; all ranks must call it."""
+        """Step this rank's parts of all matrices with Muon; all ranks must call it.
+
+        ``groups`` has exactly one parameter group, with Muon's options.
+        """
         (options,), owners, wire = groups, self.owners, self._zero.wire
         with wire.calling("optimizer.step()"):
             there = wire.uneven_all_to_all(owners.axis, owners.to_owners, MOMENTUM, owners.digest)
@@ -282,10 +294,11 @@ class Muon(WithAdamW):
             back.close()
 
     def _send_momentum(self, held: _Held, options: Mapping[str, Any], messages: Tensor) -> None:
-        """Update the momentum of one unit's matrices, and encode it in ``messages``, the buffer of messages to owners.
+        """Update the momentum of one unit's matrices, and encode it in ``messages`` for the owners of the matrices.
 
-        With Nesterov momentum, the message has the gradient mixed with the momentum.  If the masters have no gradient,
-        their momentum stays, and zeros are sent, since the owners expect a message.
+        ``messages`` is the buffer of all messages from this rank to owners.  With Nesterov momentum, the message has
+        the gradient mixed with the momentum.  If the masters have no gradient, their momentum stays as it is, and zeros
+        are sent, since the owners expect a message.
         """
         gradient = held.master.grad
         if gradient is None:
@@ -312,9 +325,11 @@ class Muon(WithAdamW):
         momentum: Sequence[Tensor],
         messages: Tensor,
     ) -> None:
-        """Orthogonalise a matrix that this rank owns, and encode the result in ``messages`` to the matrix's holders.
+        """Orthogonalise a matrix that this rank owns, and encode the result in ``messages`` for the matrix's holders.
 
-        ``momentum`` has the message of each holder, by the holder's index.
+        The holders are the ranks that have ``pieces``, the matrix's parts, in their shards.  ``messages`` is the buffer
+        of all messages from this rank to holders.  ``momentum`` has the message that each holder has sent, by the
+        holder's index.
         """
         whole = self._whole[: matrix.slot.spec.numel]
         for piece in pieces:
@@ -329,7 +344,10 @@ class Muon(WithAdamW):
             ops.encode(self.owners.update, whole[piece.place], messages[piece.update])
 
     def _apply(self, held: _Held, options: Mapping[str, Any], updates: Sequence[Tensor]) -> None:
-        """Step the masters of one unit's matrices with ``updates``: the message of each owner, by the owner's index."""
+        """Step this rank's masters of one unit's matrices with the parts of the orthogonalised matrices.
+
+        ``updates`` has the message from each owner, by the owner's index.  Masters without a gradient are not stepped.
+        """
         if held.master.grad is None:
             return
         rate = float(options["lr"])

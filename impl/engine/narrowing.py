@@ -57,8 +57,8 @@ class Narrowing:
     def cast(self, name: str, values: Tensor) -> Tensor:
         """Return ``values`` (fp32) cast to ``dtype``; remember under ``name`` how many values are lost.
 
-        A second call with the same name replaces the counts of the first.  So a tied parameter, which is cast once for
-        each of its names in a state dict, is counted once if all calls give one name.
+        A second call with the same name replaces the counts of the first.  A tied parameter, which has several names in
+        a state dict, is therefore counted once if every call for it gives the same name.
         """
         cast = values.to(self.dtype)
         back, finite = cast.to(values.dtype), values.isfinite()
@@ -93,9 +93,10 @@ class Narrowing:
         )
 
     def notes(self) -> tuple[str, ...]:
-        """Return a line of text for each kind of value that occurred, with the names of the tensors.
+        """Return lines of text that name the tensors with lost values, and the tensors that were not finite.
 
-        The kinds are finite values that overflowed, values that became 0, and values that were infinite or NaN before.
+        There are at most three lines: on finite values that overflowed, on values that became 0, and on values that
+        were infinite or NaN before the cast.  A line without tensors is left out.
         """
         lines = [self.overflow()]
         for sentence, key in (

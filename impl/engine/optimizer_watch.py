@@ -103,7 +103,10 @@ _STEP: Final = Optimizer.profile_hook_step(lambda: None).__code__  # the code of
 
 
 def _watch() -> None:
-    """Install the hooks on optimizers' steps, and replace functions of torch by guards, where this is not done yet."""
+    """Install hooks on the steps of all optimizers, and replace some functions of torch by guards.
+
+    A guard refuses masters, and passes all other calls on to torch.  What is installed already is not installed again.
+    """
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
@@ -124,8 +127,8 @@ def _watch() -> None:
 def _release() -> None:
     """If no engine is left, remove what :func:`_watch` has installed, so that torch is as it was before.
 
-    Other code may have replaced a guard in the meantime, by a function that may call the guard.  Then this function and
-    the guard stay.  Without engines, a guard passes all calls on to torch.
+    Nothing is removed while a thread is inside an optimizer's step.  A guard stays if other code has replaced it in the
+    meantime, because the replacement may call the guard.  Without engines, a guard passes all calls on to torch.
     """
     with _lock:
         for rank in [rank for rank, each in _engines.items() if not list(each.values())]:

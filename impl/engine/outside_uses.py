@@ -61,16 +61,20 @@ def register(module: nn.Module, unit: Unit) -> None:
 # What autograd keeps in place of a saved tensor: a function that returns the tensor, and the function's arguments.
 # A forward pass makes one for each tensor that it saves; a dataclass would take five times as long as a tuple.
 Packed = tuple[Any, ...]
-# A function that packs a tensor in memory with a known address; returns None to save it like any other tensor.
+# A function that is called with a tensor and the place of its memory.  It returns what autograd keeps in place of the
+# tensor, or None to save the tensor like any other.
 Special = Callable[[Tensor, Any], Packed | None]
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # a pair of hooks: pack and unpack
 
 
 def weights_in(units: Sequence[Unit]) -> Special:
-    """Return a function that packs tensors which are views of the units' flat buffers.
+    """Return a function that decides what autograd keeps in place of a saved tensor which may be a view of weights.
 
-    The function is called with a tensor and the index of the unit in whose memory the tensor lies.  The packed form
-    has the unit, the version of its weights, and the tensor's shape, strides and offset, but no memory.
+    The function is called with the tensor, and with the index of the unit whose weights were last gathered at the
+    tensor's address.  For a view of gathered weights, autograd keeps the unit, the version of its weights, and the
+    view's shape, strides and offset, but no memory.  For a view in another type, or one that is conjugated or negated
+    when it is read, autograd keeps a copy.  For a tensor that is no view of gathered weights, the function returns
+    None.
     """
 
     def pack(tensor: Tensor, index: int) -> Packed | None:
@@ -151,7 +155,8 @@ class SavedTensors:
     :meth:`leave`.
 
     Args:
-        special: a function that packs special tensors, such as weights.  It is called with the tensor and its place.
+        special: a function that returns what autograd keeps in place of a special tensor, such as a weight, or None to
+            save the tensor like any other.  It is called with the tensor and its place.
         places: maps addresses of memory to places, such as the index of a unit.  A tensor whose memory has such an
             address is special.
     """

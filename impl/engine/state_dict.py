@@ -23,9 +23,10 @@ EXTRA: Final = "_extra_state"  # the last part of the name under which torch sav
 
 
 def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
-    """Return a dict from each name that a sharded parameter has in the state dict to its name in its unit.
+    """Map the names of sharded parameters in the model's state dict to the names by which the units know them.
 
-    A tied parameter has several names in the state dict and a single name in its unit.
+    Returns a dict with one entry for each name in the state dict.  A tied parameter has several names in the state dict
+    and a single name in its unit.
     """
     names = {
         id(visible): slot.spec.name
@@ -42,9 +43,10 @@ def is_extra(name: str) -> bool:
 
 
 def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
-    """Load the entry ``name`` of a state dict, which is a buffer or a module's extra state.
+    """Load ``value``, the entry ``name`` of a state dict, which is a buffer or a module's extra state.
 
-    A buffer ``held`` is overwritten with ``value``.  An extra state is set with the module's ``set_extra_state()``.
+    ``held`` is what the model has under this name now.  A buffer is overwritten in place.  An extra state is set with
+    the module's ``set_extra_state()``.
     """
     if is_extra(name):
         model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)

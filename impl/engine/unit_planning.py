@@ -96,8 +96,8 @@ def _cut(module: nn.Module, most: int) -> list[nn.Module]:
 def _called(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the children of ``module`` that have parameters.
 
-    In place of a ModuleList or ModuleDict, its elements are yielded.  Such a module cannot be called, so it has no
-    forward pass before which it could be gathered.
+    In place of a ModuleList or ModuleDict, its elements are yielded.  The reason is that a ModuleList or ModuleDict
+    cannot be called, so it has no forward pass before which it could be gathered.
     """
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):

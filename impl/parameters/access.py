@@ -60,22 +60,24 @@ class _Values(ABC):
 
     @abstractmethod
     def _get(self) -> Tensor | None:
-        """Return the local values (n,), without a copy.
+        """Return the values (n,) of the elements in this rank's shard, without copying them.
 
-        A state that is a single number is returned with shape ().  Returns None if there is no gradient yet.
+        An optimizer's state that is a single number is returned with shape ().  Returns None in place of a gradient
+        that does not exist yet.
         """
 
     @abstractmethod
     def _set(self, part: Tensor) -> None:
-        """Overwrite the local values with ``part`` (n,) fp32.
+        """Overwrite the values of the elements in this rank's shard with ``part`` (n,) fp32.
 
-        For a state that is a single number, ``part`` has shape ().
+        For an optimizer's state that is a single number, ``part`` has shape ().
         """
 
     def full(self) -> Tensor | None:
-        """Gather the full values, (shape) fp32; all ranks must call it.
+        """Gather and return the values of the whole parameter, (shape) fp32; all ranks must call it.
 
-        Returns None if there is no gradient yet.  A state that is a single number is returned with shape ().
+        Returns None in place of a gradient that does not exist yet.  An optimizer's state that is a single number is
+        returned with shape (), and in its own type.
         """
         part = self.local()
         if part is None or part.dim() == 0:
@@ -83,25 +85,27 @@ class _Values(ABC):
         return self._whole.gather_member(self._number, part.float())
 
     def local(self) -> Tensor | None:
-        """Return the local values (n,).
+        """Return a copy of the values (n,) of the elements in this rank's shard; n may be 0.
 
-        Returns None if there is no gradient yet.  A state that is a single number is returned with shape ().
+        Returns None in place of a gradient that does not exist yet.  An optimizer's state that is a single number is
+        returned with shape ().
         """
         return None if (part := self._get()) is None else part.clone()
 
     def set_full(self, value: Tensor) -> None:
-        """Overwrite the values of the parameter with ``value`` (shape); all ranks must call it with equal values.
+        """Overwrite the values of the whole parameter with ``value`` (shape).
 
-        For a state that is a single number, ``value`` has shape ().
+        All ranks must call it with equal values.  For an optimizer's state that is a single number, ``value`` has
+        shape ().
         """
         whole = self._checked(value, self._slot.spec.shape)
         geometry, rank = self._unit.geometry, self._unit.wire.mesh.rank
         self._set(whole if self._is_number else part_of(whole, geometry, self._slot, rank))
 
     def set_local(self, value: Tensor) -> None:
-        """Overwrite the local values with ``value`` (n,).
+        """Overwrite the values of the elements in this rank's shard with ``value`` (n,).
 
-        For a state that is a single number, ``value`` has shape ().
+        For an optimizer's state that is a single number, ``value`` has shape ().
         """
         self._set(self._checked(value, (self._length,)))
 
@@ -162,7 +166,8 @@ class Gradient(_Values):
 class OptimizerState(_Values):
     """The state ``key`` (such as ``exp_avg``) that ``optimizer`` keeps for a parameter.
 
-    Raises a ZeroError if the optimizer has no such state of this parameter; the message names the states that it has.
+    Raises a ZeroError if the parameter is frozen, or if the optimizer has no such state for it.  In the second case,
+    the message names the states that the optimizer has.
     """
 
     def __init__(self, zero: Zero, which: Which, optimizer: Optimizer, key: str) -> None:

@@ -24,9 +24,9 @@ _registered: MutableMapping[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDict
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Declare that ``module`` uses another module's ``parameter`` in its forward pass.
 
-    The parameter's unit is gathered before each forward pass of ``module`` and resharded after it.  The function may be
-    called before or after the model is sharded.  If it is called before, and the model does not have the parameter,
-    ``shard()`` raises a ZeroError.
+    The parameter's unit is gathered before each forward pass of ``module`` and resharded after the pass.  The function
+    may be called before or after the model is sharded.  If it was called before ``shard()``, and the model does not
+    have the parameter, ``shard()`` raises a ZeroError.
     """
     if (owner := find(parameter)) is not None:
         register(module, owner.unit)

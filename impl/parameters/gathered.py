@@ -148,7 +148,7 @@ class GatheredParameters:
 
 
 class _Place(abc.ABC):
-    """One parameter of the context: gathers and shows its values, and writes new values back."""
+    """One parameter of a GatheredParameters context: gathers and shows its values, and writes new values back."""
 
     shown: Tensor  # the parameter that modules hold in the context, with its whole values
     left = False  # whether the context has been left
@@ -192,7 +192,8 @@ class _Place(abc.ABC):
     def pack(self, tensor: Tensor) -> Packed:
         """Return what autograd keeps in place of ``tensor``, which is a view of the shown values.
 
-        When a backward pass needs the tensor, it gets an error if the context was left or the values were changed.
+        If the context has been left, or the values have been changed, when a backward pass needs the tensor, an error
+        is raised.
         """
         return self._unpack, tensor.detach(), tensor._version  # noqa: SLF001
 
@@ -338,7 +339,10 @@ class _BeforeSharding(_Place):
 def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
     """Return for each parameter a :class:`_Place`, which gathers the parameter and writes new values back.
 
-    Plain parameters, of models that are neither sharded nor constructed in Init, are left out.
+    Outside of Init, plain parameters of models that are neither sharded nor constructed in Init are left out.
+
+    Raises:
+        ZeroError: for the old object of a parameter that was replaced when its model was sharded.
     """
     init = active()
     places: list[_Place] = []
@@ -419,7 +423,10 @@ def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -
 
 
 def _reason_of(rank: int, reason: str, wire: Wire) -> str:
-    """Send ``reason`` of rank ``rank`` to all ranks, and return it on all of them; all ranks must call this."""
+    """Return on all ranks the error message of rank ``rank``; all ranks must call this.
+
+    ``reason`` is the calling rank's own error message, or empty.  Messages are cut to :data:`_REASON_BYTES` bytes.
+    """
     text = bytearray(reason.encode()[:_REASON_BYTES].ljust(_REASON_BYTES))
     texts = wire.all_gather_small(torch.frombuffer(text, dtype=torch.uint8).to(wire.mesh.device))
     return texts[rank].cpu().numpy().tobytes().decode(errors="ignore").rstrip()

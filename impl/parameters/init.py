@@ -142,9 +142,10 @@ class Init:
             self._settle()
 
     def cut(self, module: nn.Module, *, recurse: bool, at_least: int = 0) -> None:
-        """Cut the parameters of ``module`` that are not cut yet, except for small parameters.
+        """Cut the parameters of ``module`` that are not cut yet: keep this rank's slices, and free the rest.
 
-        Parameters on the meta device stay as they are, and so do all parameters but plain floating-point ones.
+        Small parameters are not cut.  Parameters are not cut either if they are on the meta device, if they are not
+        floating-point numbers, or if their class is a subclass of ``nn.Parameter``.
 
         Args:
             module: the module.
@@ -167,9 +168,10 @@ class Init:
                 Cut(kind, parameters, self._policy, mesh=self.mesh, wire=self.wire, on_use=self._use)
 
     def gather(self, cuts: Sequence[Cut]) -> None:
-        """Cut the gathered values of all other cuts to slices again, and then gather the values of ``cuts``.
+        """Gather the whole values of ``cuts``, each a group of parameters of which ranks hold slices.
 
-        Values of other cuts stay whole if somebody holds views of them, or if GatheredParameters shows them.
+        Before that, the values of all other groups that are gathered are cut to slices again.  Values stay whole if
+        somebody holds views of them, or if GatheredParameters shows them.
         """
         self._settle(cuts)
         for cut in cuts:
@@ -182,10 +184,13 @@ class Init:
         return isinstance(module, kinds) if isinstance(kinds, type | tuple) else kinds(type(module))
 
     def _use(self, cut: Cut, together: Sequence[Cut], name: str) -> None:
-        """Gather the cuts ``together``, which one operation uses; ``name`` is a parameter that the operation uses.
+        """Gather the values of all parameters in the cuts ``together``, because one operation uses these cuts.
+
+        A cut is a group of parameters of which ranks hold slices.  ``name`` is the name of a parameter that the
+        operation uses, for the error message.
 
         Raises:
-            ZeroError: after this context, or in another thread.
+            ZeroError: after this context has ended, or in another thread.
         """
         if active() is not self:
             raise ZeroError(
@@ -195,10 +200,10 @@ class Init:
         self.gather(together)
 
     def _settle(self, kept: Sequence[Cut] = (), *, viewed: bool = False) -> None:
-        """Cut gathered values to slices again, except for the cuts in ``kept``.
+        """Cut values that are gathered to slices again.
 
-        Values that GatheredParameters shows stay whole too.  Values of which somebody holds views are cut only if
-        ``viewed`` is True.
+        Three kinds of values stay whole: those of the cuts (groups of parameters) in ``kept``; those that
+        GatheredParameters shows; and, unless ``viewed`` is True, those of which somebody holds views.
         """
         for cut in list(self._gathered):
             if cut not in kept and not cut.pinned and (viewed or not cut.viewed):
@@ -228,10 +233,11 @@ def give_values(
     """Give values to the modules of a model on the meta device, and keep only this rank's slices of the values.
 
     The parameters of a block are cut to slices as soon as all of them have values, so that no rank holds more than its
-    slices and one whole block.
-    A module is initialised after the modules that it holds, which is the order in which constructors return.  With
-    equal random numbers, the values are equal to the values of a model that was not constructed on the meta device.
-    Modules that have values already are left alone.
+    slices and one whole block.  Modules that have values already are left alone.
+
+    A module is initialised after the modules that it holds, which is the order in which constructors return.  From
+    equal random numbers, the model therefore gets the values that it would have got if it had not been constructed on
+    the meta device.
 
     Args:
         model: the model.
@@ -275,10 +281,11 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _initialise(
     module: nn.Module, name: str, device: torch.device, initialise: Callable[[nn.Module], None] | None
 ) -> None:
-    """Give the module's parameters and buffers that are on the meta device memory and values.
+    """Initialise the module's own parameters and buffers that are on the meta device, after moving them to ``device``.
 
     The parameters and buffers stay the same objects.  To find elements that the initialisation leaves out, all bits
-    are set to ones before it runs.  An element with these bits is a NaN that no arithmetic produces, or an integer.
+    are set to ones before it runs.  As a floating-point number, these bits are a NaN that no arithmetic produces.  As
+    an integer, they may be a value such as -1, so integers count as left out only if nothing was written to them.
 
     Args:
         module: the module.

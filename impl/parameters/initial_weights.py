@@ -25,7 +25,8 @@ def check_same_start(
 ) -> None:
     """Raise a ZeroError on all ranks if their models start from different values; all ranks must call this.
 
-    Nothing is compared if the ranks have no store.
+    The ranks exchange checksums through the key-value store of their rendezvous.  If they have none, nothing is
+    compared.
 
     Args:
         wire: the wire of the ranks.

@@ -115,7 +115,10 @@ class Cut:
         self.whole = False
 
     def gather(self) -> None:
-        """Gather the whole values from the ranks of the state group, all of which must call it."""
+        """Gather the whole values of all parameters of this cut.
+
+        All ranks of the state group, the ranks that share one copy of the parameters, must call it.
+        """
         if self.whole:
             return
         for number, parameter in enumerate(self.parameters):
@@ -127,9 +130,9 @@ class Cut:
         self.whole = True
 
     def values(self, number: int, wire: Wire, part: Tensor | None = None) -> Tensor:
-        """Gather the values of parameter ``number``, (shape) fp32, from the ranks of the state group.
+        """Gather and return the values of parameter ``number``, (shape) fp32.
 
-        All ranks of the group must call it.
+        All ranks of the state group, the ranks that share one copy of the parameters, must call it.
 
         ``part`` (n,) are the values of the elements in this rank's slice.  By default they are taken from the slice.
         """
@@ -184,7 +187,11 @@ def cut_of(parameter: Tensor) -> Cut | None:
 
 
 def drawn_numbers(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return, by name, a hash of the values from which this rank has cut each cut parameter."""
+    """Return a hash for each of the ``parameters`` that Init has cut, by name; other parameters are left out.
+
+    The hash is of the parameter's whole values, from which this rank has cut its slice.  It is therefore equal on all
+    ranks that have cut equal values.
+    """
     cuts = {name: _keeping(parameter) for name, parameter in parameters.items()}
     return {name: cut.drawn[cut.number(parameters[name])] for name, cut in cuts.items() if cut is not None}
 

@@ -66,7 +66,7 @@ class Member:
 
 
 class FlatBuffer:
-    """One unit's flat buffer on one rank.
+    """The memory of one unit's gathered weights on one rank, and the parameters that are views of this memory.
 
     ``members`` are the unit's parameters, in slot order: the order of the parameters in the flat buffer.
 

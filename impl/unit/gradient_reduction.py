@@ -165,12 +165,13 @@ class GradientReduction:
         return len(self.missing) == len(self._members) and not self._outer
 
     def collect(self, number: int, *, is_next: bool) -> bool:
-        """Move the gradient that has just arrived at member ``number`` to its place in ``local``.
+        """Move the gradient that has just arrived at parameter ``number`` of the unit to its place in ``local``.
 
-        To be called after :meth:`begin`.  Returns whether all gradients of the unit have now arrived.
+        ``local`` is the buffer in which this rank's gradients of the unit are collected.  To be called after
+        :meth:`begin`.  Returns whether all gradients of the unit have now arrived.
 
-        ``is_next`` says whether this reduction is the next to start.  If so, gradients may be collected in the message
-        of the first hop.
+        ``is_next`` says whether this reduction is the next to start.  If so, the message of the first hop may serve as
+        ``local``.
         """
         self._add(number, self._members[number].parameter, is_next=is_next)
         self.missing.discard(number)
@@ -179,11 +180,13 @@ class GradientReduction:
         return not self.missing
 
     def collect_outside(self, number: int, *, is_next: bool) -> None:
-        """Move a gradient from the placeholder of member ``number`` to its place in ``local``.
+        """Add a gradient that has arrived at a placeholder to ``local``, the buffer of this rank's gradients.
 
-        An ``autograd.Function`` that was called with the placeholder brings such a gradient.  The member still counts
-        as missing, since its parameter may get a gradient too.  If the parameter gets none, the reduction starts at the
-        end of the pass.
+        Modules hold the placeholder in place of parameter ``number`` while the unit is sharded.  A gradient arrives
+        there if an ``autograd.Function`` was called with the placeholder.  The gradient of the parameter itself still
+        counts as missing, since it may arrive later.  If it does not, the reduction starts at the end of the pass.
+
+        ``is_next`` is as in :meth:`collect`.
         """
         self.begin()
         self._add(number, self._members[number].placeholder, is_next=is_next)
@@ -332,12 +335,12 @@ class GradientReduction:
         With ``finish``, post the messages of all hops that are left, wait for the mean, and give the mean to the master
         shard.
 
-        Without ``finish``, a call after the last hop was posted depends on the last hop.  If the last hop stays inside
-        a node, the call waits for the mean, and gives it to the master shard.  If the last hop crosses between nodes,
-        the call does nothing: see [Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`.
+        Once the last hop has been posted, a call without ``finish`` has no message to post.  If the last hop stays
+        inside a node, such a call waits for the mean, and gives the mean to the master shard.  If the last hop crosses
+        between nodes, such a call does nothing: see [Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`.
 
-        If :meth:`start` has enqueued all hops, as on a GPU, only a call with ``finish`` does anything.  The method does
-        nothing if no reduction is under way.
+        After :meth:`start` has enqueued all hops, as on a GPU, a call without ``finish`` does nothing.  The method also
+        does nothing if no reduction is under way.
 
         Raises:
             ZeroError: if the reduction was interrupted.
@@ -423,8 +426,8 @@ class GradientReduction:
     def kept_errors(self) -> Errors | None:
         """Return the carried errors that are kept for this step or for later steps.
 
-        With a schedule, the present span may have no error feedback.  The result is then the errors that the last span
-        with error feedback has left.  Returns None if no errors are carried.
+        With a schedule of policies, the present policy may have no error feedback.  The result is then the errors that
+        the last policy with error feedback has left.  Returns None if no errors are carried.
         """
         return self.feedback() if self._errors is None or self._feedback is not None else self._errors
 

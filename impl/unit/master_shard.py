@@ -402,7 +402,10 @@ class MasterShard:
         return self._mean
 
     def _kept_by_user(self) -> bool:
-        """Return whether anything but the masters' gradients holds the memory of :meth:`gradient`."""
+        """Return whether a user holds the memory in which the masters' gradients are kept (:meth:`gradient`).
+
+        A user does if torch counts more references to this memory than those of the masters' gradients and this object.
+        """
         own = sum(self._is_own(master, start, end) for master, start, end in self._spans)
         return self._mean is not None and handles(self._mean) > ALONE + own
 
@@ -431,8 +434,10 @@ class MasterShard:
         """Yield the parts (n,) of the masters' gradients whose squares this rank adds to a gradient norm.
 
         If several ranks hold copies of the shard, each of them yields a different part, so that the norm over all ranks
-        counts each element once.  With local steps, gradients differ between state groups, and each group computes a
-        norm of its own.  Then this rank yields its whole shard.
+        counts each element once.
+
+        With local steps, gradients differ between state groups, and each group computes a norm of its own.  A rank then
+        yields the gradients of its whole shard.
         """
         apart = self._anchor is not None
         low, high = (0, self._geometry.shard) if apart else self._geometry.own_piece(self._mesh.rank)

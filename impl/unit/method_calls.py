@@ -45,8 +45,9 @@ def inside(what: str) -> Iterator[None]:
 def watch(seconds: float, report: Callable[[ZeroError], object]) -> None:
     """Start a thread that watches the calls of users' methods in this process.
 
-    If a call runs for ``seconds`` and neither posts a message nor waits for a message, the thread calls ``report`` with
-    an error that names the call.  The thread then ends.
+    The thread looks at the present call once a second, or more often if ``seconds`` is less than 4.  If it sees the
+    same call for ``seconds``, and never sees it post a message or wait for a message, it calls ``report`` with an error
+    that names the call.  The thread then ends.
 
     This function is for ranks that are processes.  Ranks that are threads (:func:`impl.simulate.simulate`) do not need
     it: :mod:`impl.transport.threads` itself ends a rank that keeps its turn for too long.
@@ -66,6 +67,9 @@ def _watch(seconds: float, report: Callable[[ZeroError], object]) -> None:
         elif call is not None and (passed := time.monotonic() - since) >= seconds:
             where = f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else "?"
             report(
-                ZeroError(f"{call.what} has run for {passed:.0f} s without waiting for a message, in {where}")
+                ZeroError(
+                    f"{call.what} has run for {passed:.0f} s without waiting for a message, in {where}: make the "
+                    f"function return, or wait for a message, within {seconds:g} s"
+                )
             )
             return

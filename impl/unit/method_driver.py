@@ -48,7 +48,7 @@ class Method(abc.ABC):
     """
 
     laws: ClassVar[Iterable[str]] = ()
-    """Names of the properties that the class promises, such as ``["zero"]``; they are those of
+    """Names of the properties that the class promises, such as ``["zero"]``.  The possible names are the members of
     :class:`~impl.policy.own_method.MethodLaw`, in lower case."""
 
     def __init__(self, unit: MethodUnit, wire: MethodWire, **arguments: Any) -> None:
@@ -145,7 +145,7 @@ class MethodDriver:
             self._call("load", {name: value.to(self.wire.device, copy=True) for name, value in own.items()})
 
     def reset(self) -> None:
-        """Replace the method's object by a newly constructed object; to be called on all ranks."""
+        """Replace the object of the user's class by a newly constructed object; to be called on all ranks."""
         self.drain()
         self._instance = self._new()
 

@@ -32,6 +32,9 @@ _BETWEEN: Final = -1  # stands for the micro-batch in keys of random bits; no ba
 class OuterStep:
     """Takes the outer steps of one unit on one rank.
 
+    Between two outer steps, the optimizer steps each group of ranks apart from the other groups.  In an outer step, the
+    groups average how far their weights have moved since the last outer step, and continue from the same weights.
+
     The policy of ``context`` is the policy for this unit (``Policy.for_unit``), and has local steps.
     """
 
@@ -60,10 +63,13 @@ class OuterStep:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Average over groups how far the masters have moved from the anchor, and take the outer step.
+        """Average over groups how far the masters have moved since the last outer step, and take the outer step.
 
-        All ranks that hold the same shard, one or more in each group, must call this.  Afterwards the masters are equal
-        to the anchor, and all copies of the weights are stale.
+        The *anchor* is this rank's shard after the last outer step.  SGD with Nesterov momentum moves the anchor, with
+        the average as gradient.  Afterwards the masters are equal to the anchor, and all copies of the weights are
+        stale.
+
+        All ranks that hold the same shard, one in each group, must call this.
         """
         master, anchor, errors = self._master_shard.master, self._anchor, self._errors
         if errors is not None:
@@ -82,12 +88,18 @@ class OuterStep:
         self._master_shard.load_part(0, self._geometry.shard, anchor)
 
     def clear_feedback(self) -> None:
-        """Set the carried errors of the exchange between groups to zero."""
+        """Set to zero the encoding errors that outer steps carry to later outer steps (error feedback)."""
         if self._errors is not None:
             self._errors.clear()
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of the anchor, the outer momentum and the carried errors by name, for a resumed run."""
+        """Return copies of the tensors that a resumed run needs to take outer steps, by name.
+
+        - ``anchor``: (S,) fp32, this rank's shard after the last outer step
+        - ``momentum``: (S,) fp32, the momentum of outer steps; absent if the policy's ``outer_momentum`` is 0
+        - names that begin with ``outer``: the encoding errors that are carried to later outer steps, and the step of
+          their last reset; absent without error feedback
+        """
         state = {"anchor": self._anchor.clone()}
         if self._speed is not None:
             state["momentum"] = self._speed.clone()

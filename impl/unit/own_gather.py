@@ -51,9 +51,10 @@ class GatherMethod(Method):
 
     @abc.abstractmethod
     def finish(self) -> Tensor:
-        """Return the weights of the whole unit, (P,) in the type ``self.wire.dtype``.
+        """Wait for the messages, and return the weights of the whole unit, (P,) in the type ``self.wire.dtype``.
 
-        The engine copies the tensor, so the method may keep it.  Padding may have any finite value.
+        P is ``self.unit.numel``, the number of the unit's elements with padding.  The engine copies the tensor, so the
+        method may keep it.  Padding may have any finite value.
         """
 
     # Classes may also have:
@@ -155,31 +156,33 @@ class OwnWeightGather:
             self._passes.failed = False
 
     def _present(self) -> Change:
-        """Return how the weights have changed since the last gather.
+        """Return how the weights have changed since the last gather: ``unchanged``, ``stepped`` or ``loaded``.
 
-        A write to the master counts as ``stepped`` if torch has counted the write and nobody has reported it.
+        The changes are those that :meth:`end` and :meth:`distrust` have reported.  A write to the master that was not
+        reported counts as ``stepped``, if torch's version counter shows the write.
         """
         written = self._change == "unchanged" and self._seen != self._master_shard.version[1]
         return "stepped" if written else self._change
 
     def end(self, change: Change) -> None:
-        """Note for the next gather how the weights have changed.
+        """Note how the weights have changed; the next gather passes this ``change`` to the user's class.
 
-        ``unchanged`` leaves an earlier note as it is, and no other change replaces the note ``loaded``.
+        If this method is called several times before the next gather, ``loaded`` replaces ``stepped``, and both replace
+        ``unchanged``, whatever the order of the calls.
         """
         if change != "unchanged" and self._change != "loaded":
             self._change = change
 
     def distrust(self) -> None:
-        """Tell the method in its next gather that the weights were loaded.
+        """Make the next gather pass the change ``loaded`` to the user's class, even if no weights were loaded.
 
-        The method then does not rely on what earlier gathers have sent.  To be called if some ranks may not have
-        received everything.
+        The class then does not rely on what earlier gathers have sent.  To be called if some ranks may not have
+        received everything that was sent.
         """
         self._change = "loaded"
 
     def reset(self) -> None:
-        """Replace the method's object by a newly constructed object; to be called on all ranks."""
+        """Replace the object of the user's class by a newly constructed object; to be called on all ranks."""
         self.own.reset()
         self.distrust()
 

@@ -44,9 +44,9 @@ class ReductionMethod(Method):
 
     @abc.abstractmethod
     def finish(self) -> Tensor:
-        """Return this rank's shard (S,) fp32 of the mean over all ranks.
+        """Wait for the messages, and return this rank's shard (S,) fp32 of the mean of all ranks' gradients.
 
-        The method must not change the tensor afterwards.  Padding may have any value.
+        S is ``self.unit.shard``.  The method must not change the tensor afterwards.  Padding may have any value.
         """
 
     # Classes may also have:
@@ -77,7 +77,7 @@ class OwnReduction(MethodDriver):
     # As a collective
 
     def collects(self, dtype: torch.dtype) -> bool:
-        """Return False: gradients cannot be collected in a message, since the method makes its own messages."""
+        """Return False: gradients cannot be written straight to a message, since a user's class makes the messages."""
         return False
 
     def open_message(self) -> Exchange:

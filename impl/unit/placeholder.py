@@ -19,7 +19,10 @@ from impl.errors import ZeroError
 
 
 class Keeper(Protocol):
-    """Provides the values of a placeholder to operations that need them, or raises an error."""
+    """Provides the values of one placeholder, a parameter without values, to operations that need the values.
+
+    If the values cannot be used at the moment, the keeper raises an error.
+    """
 
     name: str  # of the parameter
 
@@ -30,7 +33,8 @@ class Keeper(Protocol):
         """
 
 
-# Keyed by identity.  A keeper must hold its parameters weakly, or neither would ever be freed.
+# The keeper of each placeholder, keyed by identity.  A keeper must hold its placeholder weakly, or neither of the two
+# would ever be freed.
 _keepers: MutableMapping[Tensor, Keeper] = WeakTensorKeyDictionary()
 
 
@@ -72,9 +76,12 @@ _OF_GRADIENTS: Final = frozenset(
 class Placeholder(nn.Parameter):
     """A parameter without values; :func:`release` turns a plain parameter into a placeholder, in place.
 
-    If the keeper raises an error, ``detach()`` does not raise this error, but returns another placeholder.  Every use
-    of the other placeholder raises the error.  The reason is torch's ``state_dict()``: it calls ``detach()`` for every
-    parameter, before a hook can replace the results by values.
+    Each placeholder has a *keeper*, an object that provides the values to operations that need them, or raises an
+    error.
+
+    ``detach()`` never raises the keeper's error.  If there is one, ``detach()`` returns a new placeholder, and every
+    use of the new placeholder raises the error.  The reason is torch's ``state_dict()``: it calls ``detach()`` for
+    every parameter, before a hook can replace the results by values.
     """
 
     @classmethod
@@ -84,6 +91,9 @@ class Placeholder(nn.Parameter):
         """Call ``func`` with the values of all placeholders among its arguments, which the keepers provide.
 
         Functions that need no values, such as ``shape``, are called with the placeholders themselves.
+
+        Raises:
+            ZeroError: if a keeper raises it, or if ``func`` registers a hook on the gradient.
         """
         kwargs = kwargs or {}
         if func in _HARMLESS:

@@ -35,11 +35,14 @@ from impl.unit.master_shard import Version
 
 
 class SecondaryShard:
-    """One unit's secondary shard on one rank.
+    """Keeps the copy of one unit's weights that one rank has with hpZ: the encoded shards that came from other nodes.
 
-    While the secondary shard is current, gathers leave out ``hops``, the hops between nodes.  Shapes below have three
-    numbers.  F is the bytes of a frame that arrives.  K is the bytes of a frame that is kept, in ``codec``.
-    ``copies`` is the number of frames that are kept, such as 2 with two nodes.
+    As long as the weights do not change, gathers send this copy inside the node, and leave out ``hops``, the hops
+    between nodes.
+
+    A frame is one encoded shard.  Shapes below have three numbers.  F is the bytes of a frame that arrives.  K is the
+    bytes of a frame that is kept, in ``codec``.  ``copies`` is the number of frames that are kept, such as 2 with two
+    nodes.
 
     Args:
         geometry: the unit's layout.
@@ -68,13 +71,15 @@ class SecondaryShard:
     def sends(self, version: Version, step: int) -> Sends:
         """Return what a gather of this ``version`` of the weights sends; the result is equal on all ranks.
 
-        The result is the first of the following that applies:
+        The result is ``copy``, the kept frames, if they have this version of the weights.
 
-        - ``copy``, if the secondary shard has this version of the weights;
-        - ``weights``, if the policy has no differences;
-        - ``weights``, in the first gather, and in the first gather after a load or after :meth:`distrust`;
-        - ``weights``, if ``refresh`` optimizer steps have passed since a gather last sent the weights;
-        - ``differences``.
+        Otherwise it is ``weights``, the masters' values, in each of these cases:
+
+        - the policy has no differences;
+        - the gather is the first, or the first after a load or after :meth:`distrust`;
+        - ``refresh`` optimizer steps have passed since a gather last sent the weights.
+
+        In all other cases it is ``differences``, the masters' values minus their copy.
 
         ``step`` is the number of optimizer steps so far.
         """
@@ -86,10 +91,13 @@ class SecondaryShard:
         return "differences"
 
     def end(self, change: Change) -> None:
-        """Make the frames stale, so that the next gather renews them; ``change`` says how the weights have changed.
+        """Make the kept frames stale, so that the next gather renews them.
 
-        After the change ``loaded``, the next gather sends the weights themselves, not differences.  After
-        ``unchanged``, the same weights are only sent anew.
+        ``change`` says why, and decides what the next gather may send:
+
+        - ``stepped``: an optimizer has stepped the masters; the gather may send differences;
+        - ``loaded``: the masters were loaded, or written by a user; the gather sends the weights themselves;
+        - ``unchanged``: the weights are the same, and are only sent anew; the gather may send differences, which are 0.
         """
         self._version = None
         if change == "loaded":
@@ -191,7 +199,10 @@ class SecondaryShard:
         return self._memory().view(DTYPES[self.codec.dtype]).view(self.copies, -1)[:, : self._numel]
 
     def copy_of_shard(self) -> Tensor:
-        """Return the copy (S,) of this rank's shard, which is equal to other ranks' copies of the same shard."""
+        """Return the kept copy of this rank's own shard, (S,) in the copy's floating-point type.
+
+        It is a view, and has the same bits as the copies of this shard that other ranks keep.
+        """
         return self._values()[self._index]
 
     def add(self, received: Tensor, version: Version) -> None:

@@ -44,7 +44,8 @@ class State(enum.Enum):
     SHARDED = enum.auto()  # this rank has only its shard; modules hold placeholders
     GATHERING = enum.auto()  # an all-gather is under way; modules hold placeholders
     UNSHARDED = enum.auto()  # the weights are gathered, and modules hold the parameters
-    # The weights are gathered, but modules hold placeholders.  This is the state between passes below stage 3.
+    # The weights are gathered, but modules hold placeholders.  This is the state between passes below stage 3, and of
+    # the persistent unit at every stage.
     HIDDEN = enum.auto()
 
 
@@ -53,7 +54,8 @@ class Unit:
 
     Args:
         geometry: the unit's layout.
-        originals: the model's parameters, in slot order; they lose their values.
+        originals: the unit's parameters as the user has made them, in the order of ``geometry.slots``.  They lose their
+            values, and the modules get other parameter objects in their place.
         holders: for each original parameter, the modules that hold this parameter.
         context: what the units of the engine share, with the model's policy.
         placement: which of the unit's states are in host memory.
@@ -116,7 +118,7 @@ class Unit:
         """Reshard the weights after the unit's module has run, unless :meth:`used_after` returns True.
 
         Args:
-            outputs: the addresses of the memory of the tensors that the module has returned.
+            outputs: the memory addresses of the tensors that the module has returned.
             backward: whether a backward pass may follow.
         """
         if not self.used_after(outputs, backward=backward):
@@ -125,10 +127,13 @@ class Unit:
     def used_after(self, outputs: Collection[int], *, backward: bool) -> bool:
         """Return whether the weights must stay gathered after the unit's module has run.
 
-        Returns True in three cases: the module returns one of its parameters; the weights were used outside of the
-        module in this forward pass; or the schedule keeps the unit gathered for backward.
+        Returns True in three cases: the module has returned a view of the weights, such as a parameter; the weights
+        were used outside of the module in this forward pass; or a backward pass may follow, and the schedule keeps the
+        unit gathered for it.
 
-        :meth:`post_forward` has the same arguments.
+        Args:
+            outputs: the memory addresses of the tensors that the module has returned.
+            backward: whether a backward pass may follow.
         """
         passes = self._passes
         if self.gathered and self.flat.address in outputs:  # Megatron's linear layers return their bias
@@ -143,7 +148,7 @@ class Unit:
         self.all_gather("backward", self._passes.schedule.ahead_in_backward[self.index])
 
     def post_backward(self) -> None:
-        """Reshard the weights once all gradients of the unit have arrived."""
+        """Reshard the weights; to be called when all gradients of the unit have arrived."""
         self.reshard()
 
     # Weights
@@ -152,8 +157,9 @@ class Unit:
     def gathered(self) -> bool:
         """Whether the weights are gathered.
 
-        While the weights are gathered, modules hold the parameters.  There is one exception: below stage 3, modules
-        hold placeholders between passes.
+        While the weights are gathered, modules hold the parameters, except in the state ``HIDDEN``.  In this state,
+        below stage 3 and in the persistent unit, the weights stay gathered between passes, but modules hold
+        placeholders.
         """
         return self.state is State.UNSHARDED or self.state is State.HIDDEN
 
@@ -163,12 +169,14 @@ class Unit:
         return self.state is not State.SHARDED
 
     def all_gather(self, phase: Phase, ahead: Sequence[int] = ()) -> None:
-        """All-gather this unit's weights, unless they are gathered; modules hold the parameters afterwards.
+        """All-gather this unit's weights and wait for them; modules hold the parameters afterwards.
 
-        ``ahead`` are the indices of the units that run next.  The method starts the all-gathers of these units too, so
-        that messages overlap with the computation of this unit.  Two neighbours that the schedule calls small are
-        started together.  Units that are gathered already are left out, and so are units beyond the limit of
-        all-gathers under way (:data:`~impl.plan.prefetch_schedule.MOST_AHEAD`).
+        Nothing is sent for this unit if its present weights are gathered already.
+
+        ``ahead`` are the indices of the units that run next.  The method also starts the all-gathers of these units,
+        and does not wait for them, so that their messages overlap with the computation of this unit.  Two neighbours
+        that the schedule calls small are started together.  A unit that is gathered already is left out, and so is a
+        unit beyond the limit of all-gathers under way (:data:`~impl.plan.prefetch_schedule.MOST_AHEAD`).
         """
         current = self.state is State.UNSHARDED and self.weight_gather.version == self.master_shard.version
         if not current:
@@ -198,6 +206,9 @@ class Unit:
 
         Does nothing if an all-gather is under way, or if the present weights are gathered.  If the masters have changed
         since the weights were gathered, the weights are gathered anew.
+
+        Below stage 3, in a forward pass of the model, the method first gathers all earlier units in model order that
+        are not in use, because all ranks must gather in the same order.
 
         Raises:
             ZeroError: if GatheredParameters shows one of the unit's parameters.
@@ -267,7 +278,8 @@ class Unit:
     def end_use(self) -> None:
         """Reshard the weights, and note the names of parameters that were written while the weights were gathered.
 
-        Below stage 3, the weights stay gathered unless a parameter was written, but modules hold placeholders.
+        Below stage 3, and in the persistent unit, weights that were not written stay gathered.  Modules then get
+        placeholders in place of the parameters, and nothing else changes.
         """
         if self.state is State.GATHERING:
             self.wait()  # its messages are already posted
@@ -308,7 +320,7 @@ class Unit:
     def end_use_outside(self, outputs: Collection[int]) -> None:
         """Reshard the weights that :meth:`gather_outside` gathered, unless :meth:`used_after` returns True.
 
-        To be called after the module that used the weights has run.  ``outputs`` are the addresses of the memory of the
+        To be called after the module that used the weights has run.  ``outputs`` are the memory addresses of the
         tensors that this module has returned.
         """
         self._passes.escaped.discard(self.index)
@@ -348,8 +360,11 @@ class Unit:
     def weights_changed(self, change: Change = "loaded") -> None:
         """Make all copies of the weights stale, so that the next use of the unit gathers the weights anew.
 
-        ``change`` says why: an optimizer stepped the masters, the masters were loaded or written, or they are unchanged
-        and only have to be sent anew.
+        ``change`` says why:
+
+        - ``stepped``: an optimizer has stepped the masters;
+        - ``loaded``: the masters were loaded, or written by a user;
+        - ``unchanged``: the masters have not changed, and their values only have to be sent anew.
         """
         self.master_shard.changes += 1
         if self.weight_gather.keeps_copy:
@@ -406,7 +421,7 @@ class Unit:
         """Send with policy ``number`` of the schedule (``Policy.phases``, from 0) from now on.
 
         No pass may be running.  If this policy gathers weights in another way than the policy before, the next gather
-        sends the weights themselves.
+        sends the weights themselves: it uses neither hpZ's copy nor differences.
         """
         policy, gather = self._phases[number], self._gathers[number]
         if gather is not self.weight_gather and isinstance(gather, WeightGather):
@@ -420,10 +435,10 @@ class Unit:
     # Gradients
 
     def drop_gradients(self) -> None:
-        """Forget the unit's local gradients that have not been reduced.
+        """Forget this rank's gradients of the unit that have not been reduced.
 
-        They are the gradients that passes have collected, and gradients that a failed pass left in ``.grad`` of the
-        model's parameters.  Carried errors are forgotten too.
+        These are the gradients that passes have collected, and gradients that a failed pass left in ``.grad`` of the
+        model's parameters.  The errors that gradient codecs carry to later steps (error feedback) are forgotten too.
         """
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001  # no values are needed
             for member in self.members:
@@ -433,13 +448,14 @@ class Unit:
     # State of communication: carried errors by hop, and the copies that differences are taken from
 
     def communication_state(self) -> dict[str, Tensor]:
-        """Return the tensors by name that this rank needs to resume a run, in addition to masters and optimizer state.
+        """Return the tensors that this rank needs to resume a run, in addition to masters and optimizer state, by name.
 
-        They are carried errors, the copies of weights from which differences are taken, the state of users' methods,
-        and the anchor and momentum of outer steps.
+        They are the errors that gradient codecs carry to later steps, the copies of weights from which differences are
+        taken, the state of users' own reduction and gather, and the anchor and momentum of outer steps.
 
         Raises:
-            ZeroError: if a user has written to masters in a way that torch does not count, while copies are kept.
+            ZeroError: if a user has written to masters without torch's version counter showing it, while copies of the
+                old values are kept.
         """
         if self.geometry.trainable and self._keeps_copies:
             # The copies must be those of the present masters, which a user may have written.

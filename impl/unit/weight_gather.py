@@ -107,11 +107,17 @@ class WeightGather:
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
 
     def start(self, phase: Phase, *, post: bool = True) -> None:
-        """Post the first hop, with this rank's encoded shard or with frames from the secondary shard.
+        """Start an all-gather for a pass of this ``phase``: post the messages of the first hop.
 
-        These are steps 1, 2 and 7 of the list in the module's docstring.  On a GPU, all later hops are enqueued here
-        too, on a side stream.  With ``post=False`` the message of the first hop is only written, and
-        :func:`start_together` posts it.
+        This rank's message has one of three contents: the encoded shard; the encoded difference between the shard and
+        hpZ's copy of it; or, if hpZ's copy is current, the frames (encoded shards) of this copy.  These are steps 1, 2
+        and 7 of the list in the module's docstring.
+
+        On a GPU, all later hops are enqueued here too, on a side stream.  On a single rank that needs no message, the
+        master is cast into the flat buffer.
+
+        With ``post=False`` the message of the first hop is only written; :func:`start_together` posts it, and enqueues
+        the later hops.
         """
         self._under_way = self._arrival = None  # an interrupted gather may have left them
         self.version = self.master_shard.version
@@ -147,7 +153,10 @@ class WeightGather:
             self._under_way = None
 
     def state(self) -> dict[str, Tensor]:
-        """Return hpZ's copies, from which differences are taken; the dict is empty if the policy has no differences."""
+        """Return what a resumed run needs to send differences of weights (:meth:`SecondaryShard.state`).
+
+        The dict is empty if the policy has no differences.
+        """
         return self.secondary.state(self.master_shard.version)
 
     def load(self, state: Mapping[str, Tensor]) -> None:

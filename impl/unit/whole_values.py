@@ -35,9 +35,10 @@ class WholeValues:
         self._tag = Tag("step", "state", unit.geometry.name)
 
     def masters(self) -> list[Tensor]:
-        """Gather all parameters of the unit, and return them as one whole tensor (shape) fp32 for each slot.
+        """Gather the masters of all parameters of the unit, and return one fp32 tensor for each parameter.
 
-        The tensors are views of one new buffer.  All ranks must call this method.
+        A tensor has the shape of its parameter.  The tensors are in the order of ``unit.members``, and are views of one
+        new buffer.  All ranks must call this method.
         """
         master = self._master_shard.master
         if self._master_shard.placement.shard:
@@ -47,18 +48,18 @@ class WholeValues:
         return [whole[slot.offset : slot.end].view(slot.spec.shape) for slot in self._geometry.slots]
 
     def gather_member(self, number: int, part: Tensor) -> Tensor:
-        """Gather and return a tensor (shape) fp32 with the shape of member ``number``, from the parts of all ranks.
+        """Gather values of parameter ``number`` of the unit, such as its masters or its mean gradient.
 
-        ``part`` (n,) is this rank's part of the tensor, such as its masters or its mean gradient; n may be 0.  All
-        ranks must call this method.
+        ``part`` (n,) are the values of the elements in this rank's shard; n may be 0.  Returns the values of all
+        elements, fp32 in the shape of the parameter.  All ranks must call this method.
         """
         part = part.to(self._wire.mesh.device)
         return assemble(self._geometry, number, part, self._axes, wire=self._wire, tag=self._tag)
 
     def part(self, number: int) -> tuple[int, int]:
-        """Return (start, end): this rank's shard has its part of member ``number`` at elements [start, end).
+        """Return (start, end): elements [start, end) of this rank's shard belong to parameter ``number`` of the unit.
 
-        The part may be empty.
+        If the shard has no elements of the parameter, start equals end.
         """
         return self._geometry.part(self._geometry.slots[number], self._wire.mesh.rank)
 
@@ -94,7 +95,7 @@ class WholeValues:
             member.parameter.__class__ = Placeholder
 
     def write_part(self, number: int, part: Tensor) -> None:
-        """Overwrite the masters of this rank's part of member ``number`` with ``part`` (n,) fp32."""
+        """Overwrite those masters of parameter ``number`` that are in this rank's shard with ``part`` (n,) fp32."""
         self._master_shard.load_part(*self.part(number), part)
         self._unit.weights_changed()
 
@@ -115,10 +116,18 @@ class WholeValues:
 def assemble(
     geometry: UnitGeometry, number: int, part: Tensor, axes: Sequence[Axis], *, wire: Wire, tag: Tag
 ) -> Tensor:
-    """Gather and return a tensor (shape) fp32 with the shape of the parameter in slot ``number``.
+    """Gather values of the parameter in slot ``number`` of ``geometry``, such as its masters or its mean gradient.
 
-    ``part`` (n,) is this rank's part of the tensor.  The parts come from all ranks along ``axes``, which must call this
-    function too.
+    Args:
+        geometry: the layout of the parameter's unit.
+        number: the index of the parameter's slot.
+        part: (n,) fp32, the values of the elements in this rank's shard; n may be 0.
+        axes: the axes along which values are gathered; all ranks along them must call this function.
+        wire: sends the messages.
+        tag: the purpose under which the ledger books the messages.
+
+    Returns:
+        The values of all elements, fp32 in the shape of the parameter.
     """
     slot = geometry.slots[number]
     bounds = [geometry.overlap(slot, rank) for rank in range(geometry.shards)]

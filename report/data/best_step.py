@@ -31,7 +31,7 @@ def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
 
     A trial's value is the median of the slowest rank's seconds over the samples of computation, or over the timed steps
     if computation was not measured by itself (:func:`computations`).  It is NaN for trials whose schedule cannot be
-    simulated, such as those of peers.  Trials whose seconds of computation are not known are left out.  ``steps`` is
+    simulated, such as trials of DDP.  Trials whose seconds of computation are not known are left out.  ``steps`` is
     the number of timed steps of each trial, by id.
     """
     achieved = frames.finished.set_index("id")["achieved_mbit"]
@@ -122,7 +122,7 @@ def _bound(
         sent: Bytes that the busiest node sends in one step, by (unit, phase, purpose).
         parts: Seconds of computation in the forward pass, the backward pass and the rest of each step, (n, 3).
 
-    Returns a single NaN instead of the array for peers, which have no policy, and for workloads other than ``train``.
+    Returns a single NaN instead of the array for libraries such as DDP, and for workloads other than ``train``.
     The same holds if the trial sends bytes over a link of unknown rate, or if the schedule of its policy changes
     ``reduce`` or ``chunks``.
     """
@@ -131,7 +131,7 @@ def _bound(
     if policy is None or trial.workload != "train" or (sent and math.isnan(rate)):
         return math.nan
     if len({(phase.reduce, phase.chunks) for phase in policy.phases}) > 1:
-        return math.nan  # the mean bytes of a step are those of no order of messages
+        return math.nan  # the mean bytes of a step fit none of the orders of messages that the phases have
     policy = policy.phases[0]
     passes, topology, axes = trial.accumulation, trial.topology(), policy.reduce_axes(trial.topology())
     between = any(topology.crosses(axis) for axis, _ in axes[1:])

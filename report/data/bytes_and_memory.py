@@ -44,10 +44,11 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
-    """Return two sizes of a trial's hpZ copy on one rank, in bytes by formula: kept as frames, and kept in 16 bits.
+    """Return two sizes in bytes of a trial's hpZ copy on one rank, by formula.
 
-    Both are NaN for trials without such a copy, in a host engine, or with a codec from a file of the user.  They are
-    also NaN for a codec of a published format.
+    The first is the size if the rank keeps the encoded bytes that it received, and the second the size in 16 bits.
+    Both are NaN for trials without hpZ's copy or inside FSDP2 or DDP.  They are also NaN for policies with a codec of
+    the user's own or of a published format.
     """
     trial = frames.trial_of[identity]
     policy, topology = trial.resolved_policy(), trial.topology()

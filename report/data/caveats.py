@@ -30,7 +30,7 @@ FOOTNOTES: Final = {
     "not begin a step at the same time.",
     labels.INTERFACES: labels.INTERFACES_IN_WORDS,
 }
-_FAULTS: Final = {  # by the column that describes one
+_FAULTS: Final = {  # faults of trials, by the column of the table of trials that describes the fault
     "miscounted": "The interfaces did not count the bytes that the ledger holds",
     "crossed": "Backward passes gathered weights from other nodes, although hpZ keeps a copy of them in each node",
     "flat": "The training loss did not fall",
@@ -279,6 +279,6 @@ def emulated_by_benches(benches: Iterable[Bench]) -> str:
 def beside_real(kinds: Iterable[str]) -> str:
     """Return caption text that says that nodes are emulated; empty if no link of these ``kinds`` is emulated.
 
-    It is for figures that also show published numbers, which were measured on real networks.
+    The text is for figures that also show published numbers, which were measured on real networks.
     """
     return "Nodes here are emulated: see the head of the page." if {*kinds} & {*_NODES} else ""

@@ -24,7 +24,7 @@ from impl.policy.policy import SETTINGS, Policy
 from impl.policy.topology import Topology
 from report.data.text import plain
 
-BASELINE: Final = "zero3"  # in hops, without quantisation or a copy (hpZ)
+BASELINE: Final = "zero3"  # ZeRO-3 with collectives in two hops, without quantisation and without hpZ's copy
 PAPERS_BASELINE: Final = (
     "zero3-flat"  # the baseline of the ZeRO++ paper: one ring over all ranks, whatever their node
 )
@@ -43,14 +43,14 @@ class Strategy:
 _FILE: Final = Path(__file__).parents[1] / "strategies.csv"
 with _FILE.open(encoding="utf-8", newline="") as _file:
     STRATEGIES: Final = {row.pop("strategy"): Strategy(**row) for row in csv.DictReader(_file)}
-"""In the order in which figures and tables list strategies."""
+"""The strategies by their names in suites, in the order in which figures and tables list them."""
 
 NAMES: Final = {key: strategy.name for key, strategy in STRATEGIES.items()}
 _SHORT: Final = {each.label: each.short for each in SETTINGS if each.short}
 _OF_EXECUTION: Final = {each.label for each in SETTINGS if each.execution}
 
 
-_MODULE: Final = re.compile(r"^[\w.]+:")  # of a user's own class
+_MODULE: Final = re.compile(r"^[\w.]+:")  # the module in the name ``module:Class`` of a user's own class
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ def changes_of(trial: Trial, base: Policy | None = None) -> dict[str, str]:
 def differences_of(trial: Trial, base: Trial) -> str:
     """Return text that lists the fields in which two trials' policies differ: ``weights int8:2048, hpZ 2``.
 
-    The values are those of ``trial``.  If ``trial`` has a control, the control's name follows.  Peers have no policy,
-    so no field is listed if either trial is a peer's.
+    The values are those of ``trial``.  If ``trial`` has a control, the control's name follows.  Libraries such as DDP
+    have no policy, so no field is listed if a library trains either trial.
     """
     usual = fields_of(base.resolved_policy(), base.topology())
     values = fields_of(trial.resolved_policy(), trial.topology())
@@ -173,7 +173,7 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
     """Return the fields that all policies change from their presets to the same value: ``{"prefetch": "0"}``.
 
     Keys are labels of fields, and values are texts.  Fields that do more than change the execution (types, prefetch)
-    are left out.  Trials of peers, which have no policy, are ignored.
+    are left out.  Trials of libraries such as DDP, which have no policy, are ignored.
     """
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     return {
@@ -207,8 +207,8 @@ def labels_of(
 def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = {}) -> str:
     """Return the name of a trial's configuration: ``ZeRO++``, or ``ZeRO++ (w int8:64)`` if it has changes.
 
-    The parentheses list the policy's changes, a peer's settings, the fields ``also`` with their values, and the
-    control.  Changes that are in ``shared`` are left out.
+    The parentheses list the policy's changes or the settings of a library such as DDP, the fields ``also`` with their
+    values, and the control.  Changes that are in ``shared`` are left out.
     """
     name, changes = name_of(trial.strategy), changes_of(trial)
     if (
@@ -266,10 +266,10 @@ def short_names_in_words(names: Iterable[str]) -> str:
 
 
 def _peer_settings(trial: Trial) -> dict[str, str]:
-    """Return the settings in which a peer's trial differs from the usual settings, as texts by their names.
+    """Return the settings in which a library's trial differs from the usual settings, as texts by their names.
 
-    Settings are the keys of DeepSpeed's configuration, the types, the group, and the size of buckets.  Usual are stage
-    3, computation in fp32, gradients in the type of computation, and one group of all ranks.
+    Settings are the keys of DeepSpeed's configuration, the data types, the group, and the size of buckets.  The usual
+    settings are stage 3, computation in fp32, gradients in the type of computation, and one group of all ranks.
     """
     config = trial.deepspeed_config if family_of(trial.strategy) == DEEPSPEED else None
     settings = {path.rpartition(".")[2]: str(value) for path, value in flatten(json.loads(config or "{}"))}

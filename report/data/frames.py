@@ -346,9 +346,8 @@ def _settings(
         for name, trial in trials.items()
     }
     varying = {*differing(list(fields.values()))} - {*_ALWAYS_NAMED}
-    in_order = sorted(
-        varying, key=lambda key: (not key.endswith(".name"), key)
-    )  # what has arguments, before these
+    # The name of a model or an optimizer comes before its arguments.
+    in_order = sorted(varying, key=lambda key: (not key.endswith(".name"), key))
     sizes = _model_sizes(rows, fields, in_order)
     if sizes:
         in_order = [key for key in in_order if not key.startswith(_GEOMETRY)]
@@ -372,7 +371,7 @@ def _settings(
             "setting": hashlib.sha256(text.encode()).hexdigest()[:12],
             "where": ", ".join(parts),
             "elsewhere": ", ".join([parts[0], *parts[2:]]),
-            # Optimizers differ in what they hold, and those of whole matrices in what they send.
+            # Optimizers differ in the size of their states, and Muon, which steps whole matrices, also in what is sent.
             "shape": f"{shape}, {trial.optimizer.name}" if len(optimizers) > 1 else shape,
         }
     return settings
@@ -381,10 +380,10 @@ def _settings(
 def _model_sizes(
     rows: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Mapping[str, Any]], varying: Sequence[str]
 ) -> dict[str, int]:
-    """Return the number of parameters of each trial's model, where this number names the model.
+    """Return the number of parameters of each trial's model, by id of the trial, if it can serve as the model's name.
 
-    It does if the models differ in several arguments, and in nothing else.  Otherwise the dict is empty, as it is if a
-    model's number of parameters is unknown, or equal to another model's.
+    It can if the models differ in two or more arguments and in nothing else, and if the numbers of parameters of all
+    models are known and different.  Otherwise the dict is empty.
     """
     of_model = [key for key in varying if key.startswith("model.")]
     if len(of_model) < 2 or not all(key.startswith(_GEOMETRY) for key in of_model):
@@ -422,9 +421,8 @@ def _named(key: str, fields: Mapping[str, Any], among: Sequence[str]) -> str:
     alike = [other_table for other_table, _, other_name in parted if other_name == name]
     if len(alike) > 1:
         first, _, last = table.rpartition(".")
-        if (
-            last == "arguments"
-        ):  # named after what has the arguments, but only where several things have such ones
+        # An argument is named after the model or optimizer that has it, if arguments of both have this name.
+        if last == "arguments":
             last = first if sum(other.endswith(".arguments") for other in alike) > 1 else ""
         name = f"{last} {name}".lstrip()
     if key not in fields:
@@ -683,8 +681,8 @@ def _check_measured(record: Record, trial: Trial) -> None:
 def _check_pools(records: list[Record]) -> None:
     """Raise a ReportError if finished trials of these records must not be compared; the message says what differs.
 
-    They must have the same code and, on equal devices, the same kernels.  Trials of one sweep must also have the same
-    machine.
+    Trials that are compared must have the same code and, on equal devices, the same kernels.  Trials of one sweep must
+    also have the same machine.
     """
     measured = [record for record in records if record.measured]
     origins = {(record.code.get("source"), record.sweep, record.pool) for record in measured}

@@ -44,7 +44,8 @@ def trials(frames: Frames) -> pd.DataFrame:
 
     * ``alone``: whether computation was measured by itself;
     * ``egress_bytes``: bytes that the busiest node sends to other nodes;
-    * ``m_bytes``: M times the number of micro-batches;
+    * ``m_bytes``: M times the number of micro-batches of a step, where M are the bytes that one all-gather of the whole
+      model in 16 bits sends between nodes;
     * ``tflops``: model TFLOP/s of a rank; NaN unless the model is a preset and the workload is ``train``;
     * ``first_loss``: mean loss of the first step;
     * ``validation_step``: number of training steps before the last validation.
@@ -66,7 +67,7 @@ def trials(frames: Frames) -> pd.DataFrame:
     table["best_seconds"] = longer.where(table["schedule_seconds"].notna())
     for name, bound in zip(SHARES, ("best", "schedule", "ideal", "processor"), strict=True):
         table[name] = table[f"{bound}_seconds"] / table["step_seconds"]
-    model = ["nodes", "ranks_per_node", "shape", "accumulation"]  # peers have no units of their own
+    model = ["nodes", "ranks_per_node", "shape", "accumulation"]  # libraries such as DDP have no units
     table["numel"] = table.groupby(model)["numel"].transform("max")
     table["m_bytes"] = (2.0 * table["numel"] * (table["nodes"] - 1)).replace(0.0, np.nan)
     table["m_bytes"] *= table["accumulation"]
@@ -142,9 +143,14 @@ def timed_steps(frames: Frames) -> pd.Series[int]:
 def _traffic(frames: Frames) -> pd.DataFrame:
     """Return the bytes that each trial sends between nodes in a step, one row per trial.
 
-    They are taken from the ledger (``sent_bytes``, ``segment_bytes``), from the prediction (``predicted_bytes``), and
-    from the nodes' interfaces (``interface_bytes``, ``header_bytes``).  ``egress_bytes``, of the busiest node, are from
-    the ledger or, without a ledger, from the interfaces.  A value is NaN if the record lacks its source.
+    A value is NaN if the record lacks its source.  The columns are:
+
+    * ``sent_bytes``: the bytes in the ledgers of all ranks;
+    * ``segment_bytes``: the same bytes, and the headers that packets of a real network would add;
+    * ``predicted_bytes``: the predicted bytes;
+    * ``interface_bytes``: the bytes that the nodes' interfaces counted;
+    * ``header_bytes``: the bytes of headers in ``interface_bytes``;
+    * ``egress_bytes``: the bytes of the busiest node, from the ledgers or, without ledgers, from the interfaces.
     """
     between = (frames.bytes["link"] == "inter") & frames.bytes["phase"].isin(TRAINING)
     sizes = frames.bytes[["bytes", "headers"]].astype(float).where(between, 0)
@@ -202,8 +208,8 @@ def records_of(derived: Derived, row: pd.Series) -> list[str]:
 def split(frames: Frames) -> pd.DataFrame:
     """Return the mean seconds of each part of a step, one row per trial and part.
 
-    The mean is over the timed steps, each on its slowest rank.  The parts add up to the step.  For peers, the time in
-    which ranks wait for messages is not measured, so it is contained in the parts forward and backward.
+    The mean is over the timed steps, each on its slowest rank.  The parts add up to the step.  For libraries such as
+    DDP, the time in which ranks wait for messages is not measured, so the parts forward and backward contain it.
     """
     slowest = slowest_steps(frames)
     parts = slowest[["id", "forward", "backward", "optimizer"]].copy()

@@ -44,7 +44,9 @@ def parity() -> pd.DataFrame:
 
 
 def volume() -> pd.DataFrame:
-    """Return the bytes between nodes in a step in units of M, one row per preset, by the rule of the ZeRO++ blog.
+    """Return the bytes between nodes in a step, one row per preset, by the rule of the ZeRO++ blog.
+
+    They are in units of M, the bytes of all weights in 16 bits.
 
     Column ``published`` is "yes" if the blog prints the numbers of the preset, and "no" if they only follow from the
     rule.
@@ -53,7 +55,9 @@ def volume() -> pd.DataFrame:
 
 
 def total(strategy: str, configuration: str) -> float:
-    """Return the bytes between nodes in a step of a preset, in units of M, by the rule of the ZeRO++ blog.
+    """Return the bytes between nodes in a step of a preset, by the rule of the ZeRO++ blog.
+
+    They are in units of M, the bytes of all weights in 16 bits.
 
     Returns NaN for strategies without such a number, and for configurations that change the preset.
     """
@@ -64,8 +68,8 @@ def total(strategy: str, configuration: str) -> float:
 def rlhf(*phases: str) -> pd.DataFrame:
     """Return the throughputs per GPU in the RLHF figure of the ZeRO++ blog, one row per model and phase.
 
-    Columns ``zero3`` and ``zeropp`` hold the throughputs, and ``speedup`` their ratio.  ``phases`` are ``generation``,
-    or ``training``, which is the training in step 1 of RLHF.
+    Columns ``zero3`` and ``zeropp`` hold the throughputs, and ``speedup`` their ratio.  ``phases`` names the phases to
+    return: ``generation``, or ``training`` (the training in step 1 of RLHF), or both.
     """
     table = pd.read_csv(FOLDER / "zeropp_rlhf.csv")
     table = table[table["phase"].isin(phases)].sort_values("phase", kind="stable", ignore_index=True)

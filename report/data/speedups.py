@@ -88,7 +88,7 @@ def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "
 def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
     """Return the geometric mean of the ratio of two columns, ``above`` over ``below``, over all pairs.
 
-    It is for columns that depend neither on other programs nor on the occasion, such as bytes.
+    Use this for columns that depend neither on other programs nor on the occasion, such as bytes.
     """
     keys = list(zip(group["seed"], group["repeat"], strict=True))
     over, under = (dict(zip(keys, group[name], strict=True)) for name in (above, below))
@@ -179,10 +179,11 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def parity(table: pd.DataFrame) -> pd.DataFrame:
-    """Return each trial of the contrast at a quarter of a rate, together with the baseline's trial at the full rate.
+    """Return each compared trial at a quarter of a rate, together with the baseline's trial at the full rate.
 
-    If the suite names no baseline, the contrast is ZeRO++ without changes.  Both trials of a pair have the same sweep,
-    seed and repeat, and their settings differ in the rate alone.
+    Compared are the trials of the configurations that the suite compares with its baseline.  If the suite names no
+    baseline, they are the trials of ZeRO++ without changes.  Both trials of a pair have the same sweep, seed and
+    repeat, and their settings differ in the rate alone.
 
     A row has the columns of ``table``, and these: ``baseline`` is the id of the baseline's trial, ``full_rate`` its
     requested rate in Mbit/s, and ``parity`` the trial's tokens per second over the baseline's tokens per second.

@@ -48,7 +48,7 @@ def common_to(data: pd.DataFrame) -> str:
 
 
 def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
-    """Return the names of the peers' strategies ``some`` for a sentence; ``shown`` are all strategies in the figure.
+    """Return the names of some libraries' strategies for a sentence; ``shown`` are all strategies in the figure.
 
     For example, the figure shows two strategies of the library FSDP2: ``FSDP2`` and ``FSDP2, kept``.  If ``some`` has
     both, the library's name ``FSDP2`` replaces their two names.  If ``some`` has one of the two, the strategy's name is
@@ -67,7 +67,7 @@ def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
 
 
 def peers_note(data: pd.DataFrame) -> str:
-    """Return a caption's sentence on the types that peers send; empty if ``data`` has no trials of peers.
+    """Return a caption's sentence on the types that DDP, FSDP2 and DeepSpeed send; empty if ``data`` has none of them.
 
     For example, ``DDP sends fp32; FSDP2 sends the type in which it computes.``
     """

@@ -1,7 +1,7 @@
-"""Compares configurations with a counterpart that is not the suite's baseline.
+"""Finds counterparts: configurations of a suite that other configurations are compared with instead of its baseline.
 
-A suite that varies the schedule of ZeRO++ asks what each schedule changes.  Its baseline, ZeRO-3, does not answer that;
-ZeRO++ without a schedule does.
+For example, a suite that varies the schedule of ZeRO++ asks what each schedule changes.  A comparison with the suite's
+baseline, ZeRO-3, does not answer this question; a comparison with ZeRO++ without a schedule does.
 """
 
 from __future__ import annotations
@@ -20,29 +20,39 @@ from report.effects import effects
 from report.effects.effects import Key
 
 FEWEST: Final = 3
-"""Number of configurations, counted in each setting, from which on :func:`one_field` compares those of one field."""
+"""Fewest configurations with a counterpart for which :func:`one_field` returns records.
+
+A configuration counts once in each setting.
+"""
 FEWEST_OF_PRESET: Final = 2
-"""Number of configurations, counted in each setting, from which on :func:`of_preset` compares those of one strategy."""
+"""Fewest configurations that change one strategy for which :func:`of_preset` returns records.
+
+A configuration counts once in each setting.
+"""
 FEWEST_FIELDS: Final = 2
-"""Number of fields in which a strategy differs from the baseline, from which on :func:`of_preset` regards it."""
+"""Fewest fields in which a strategy must differ from the baseline, so that :func:`of_preset` considers it."""
 
 
 class Counterparts(NamedTuple):
-    """Records in which the contrast are these configurations, and the baseline of each is its counterpart."""
+    """Records that compare configurations with their counterparts instead of with the suite's baseline."""
 
-    shared: str  # the field in which each differs from its counterpart, or the strategy that each changes
-    derived: Derived
+    # Name of the field in which each configuration differs from its counterpart, or of the strategy that all change.
+    shared: str
+    derived: Derived  # the records; each counterpart has the role of the baseline
 
 
 def one_field(derived: Derived) -> Counterparts | None:
-    """Return the records of configurations that differ from a counterpart in one field, compared with it.
+    """Compare configurations with counterparts from which they differ in one field of the policy.
 
-    A configuration's counterpart has the same setting and strategy, and the same changes of the strategy's policy
-    without the change of this field.  The counterpart of ``ZeRO++ (g int8:64, feedback loco)`` by ``feedback`` is
-    ``ZeRO++ (g int8:64)``.  Controls have none.
+    The counterpart of a configuration for a field is the configuration that has the same setting and strategy and lacks
+    only the change of this field.  For example, the counterpart of ``ZeRO++ (g int8:64, feedback loco)`` for
+    ``feedback`` is ``ZeRO++ (g int8:64)``.  Of all fields, the field for which the most configurations have a
+    counterpart is chosen.  Configurations with a control, which is a deliberate fault, are ignored.
 
-    Of several fields, the one with the most such configurations counts.  The result is None if these are fewer than
-    :data:`FEWEST`, or if all their counterparts are baselines, since the records then already compare them.
+    Returns:
+        The records of the configurations that have a counterpart for the chosen field.  None if these are fewer than
+        :data:`FEWEST`.  None also if all their counterparts are baselines, since the suite's own records then already
+        make these comparisons.
     """
     trials = with_policies(derived)
     changes = {key: changes_of(trial) for key, trial in trials.items()}
@@ -63,13 +73,21 @@ def one_field(derived: Derived) -> Counterparts | None:
 
 
 def of_preset(derived: Derived) -> Counterparts | None:
-    """Return the records of configurations that change a strategy that is itself compared, compared with it.
+    """Compare configurations that change a strategy with this strategy, if the suite also has the strategy unchanged.
 
-    A configuration changes such a strategy if it differs from it in fewer fields than from the baseline, and sets none
-    of these fields to the baseline's value: ``ZeRO++ (sums fp16)`` and ``ZeRO++, DeepSpeed's`` change ``ZeRO++``, and
-    ``qwZ`` does not.  The strategy must differ from the baseline in :data:`FEWEST_FIELDS` fields or more, since
-    otherwise ``ZeRO++`` would change ``qwZ``.  Of several strategies, the one with the most such configurations counts.
-    The result is None if these are fewer than :data:`FEWEST_OF_PRESET`.
+    A configuration changes a strategy if two conditions hold:
+
+    * It differs from the unchanged strategy in fewer fields than from the baseline.
+    * No field in which it differs from the unchanged strategy has the baseline's value.
+
+    For example, ``ZeRO++ (sums fp16)`` and ``ZeRO++, DeepSpeed's`` change ``ZeRO++``, and ``qwZ`` does not.  A strategy
+    is considered only if it differs from the baseline in at least :data:`FEWEST_FIELDS` fields, since otherwise
+    ``ZeRO++`` would count as a change of ``qwZ``.  Of all strategies, the strategy that the most configurations change
+    is chosen.
+
+    Returns:
+        The records of the configurations that change the chosen strategy.  None if these are fewer than
+        :data:`FEWEST_OF_PRESET`.
     """
     trials, known = with_policies(derived), effects.baselines(derived)
     fields = {key: own_fields(trial) for key, trial in trials.items()}
@@ -96,7 +114,10 @@ def of_preset(derived: Derived) -> Counterparts | None:
 
 
 def with_policies(derived: Derived) -> dict[Key, Trial]:
-    """Return a trial of each configuration in each setting; controls and peers, which have no policy, are left out."""
+    """Return one trial of each configuration in each setting, by (setting, configuration).
+
+    Configurations with a control, and configurations of libraries such as DDP, which have no policy, are left out.
+    """
     first = derived.finished.drop_duplicates(["setting", "configuration"])
     trials = {
         (str(setting), str(name)): derived.frames.trial_of[identity]
@@ -110,13 +131,17 @@ def with_policies(derived: Derived) -> dict[Key, Trial]:
 
 
 def own_fields(trial: Trial) -> dict[str, str]:
-    """Return the fields of a trial's policy that another field does not imply, as text."""
+    """Return the printed fields of a trial's policy as texts, without ``group``, which follows from other fields."""
     fields = fields_of(trial.resolved_policy(), trial.topology())
     return {name: value for name, value in fields.items() if name != "group"}
 
 
 def compared_with(derived: Derived, counterparts: Mapping[Key, str]) -> Derived:
-    """Return the records in which these configurations are the contrast, each compared with its counterpart alone."""
+    """Return records in which each of some configurations is compared with its counterpart alone.
+
+    ``counterparts`` maps (setting, configuration) to the name of the counterpart.  In the result, these configurations
+    have the role ``contrast``, and their counterparts the role ``baseline``.
+    """
     bases = {(setting, name) for (setting, _), name in counterparts.items()}
     frames, table = copy.copy(derived.frames), derived.finished
     keys = list(zip(table["setting"], table["configuration"], strict=True))
@@ -128,7 +153,11 @@ def compared_with(derived: Derived, counterparts: Mapping[Key, str]) -> Derived:
 
 
 def _identity(setting: str, trial: Trial, changes: dict[str, str]) -> str:
-    """Return a text that is equal for configurations of one setting with the same strategy and these changes."""
+    """Return a text that identifies a configuration in a setting.
+
+    It is made from the fields of training and the strategy of ``trial``, and from ``changes``, the changes of the
+    strategy's policy.
+    """
     fields = trial.canonical()
     others = [fields.get(name) for name in ("strategy", "deepspeed_config", *TRAINING)]
     return json.dumps([setting, others, sorted(changes.items())], sort_keys=True)

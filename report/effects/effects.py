@@ -34,7 +34,8 @@ Verdict = Literal[
 ]  # fmt: skip
 Key = tuple[str, str]  # a setting's hash, and a configuration
 MOST_NEEDED: Final = 200  # pages do not print how many pairs would be needed if there are more than these
-SAME_MEMORY: Final = 0.005  # relative difference up to which memories are equal: padding differs
+# Memory sizes that differ by at most this share count as equal, since padding differs.
+SAME_MEMORY: Final = 0.005
 _BY_KEY: Final = ["setting", "configuration"]
 _OF_LOSSES: Final[dict[str, Verdict]] = {"inferior": "worse", "not inferior": "not significant"}
 
@@ -195,10 +196,11 @@ def losses(derived: Derived) -> dict[Key, Effect]:
 def net_speeds(derived: Derived) -> dict[Key, Effect]:
     """Return the net speed-up of each configuration to its baseline's final loss.
 
-    A configuration that does not reach the loss has the verdict ``not reached``, with or without seconds of its steps.
-    Other configurations are left out if they have no net speed-up in :func:`report.effects.net_speed.foremost`, for
-    example because no source has seconds of their steps.  Configurations without losses are also left out.
-    The dict is empty if no configuration has a net speed-up there.
+    A configuration that does not reach the loss has the verdict ``not reached``, with or without seconds of its steps,
+    unless the effect on its loss gives a reason to be inconclusive (``why``).
+    Configurations without losses are left out, and so are configurations that reach the loss and have no net speed-up
+    in :func:`report.effects.net_speed.foremost`, for example because no source has seconds of their steps.  The dict is
+    empty if ``foremost`` has no net speed-up of any configuration.
     """
     of_losses, known = losses(derived), net_speed.foremost(derived)
     effects: dict[Key, Effect] = {}
@@ -217,8 +219,8 @@ def net_speeds(derived: Derived) -> dict[Key, Effect]:
 def memory(derived: Derived) -> dict[Key, Effect]:
     """Return the memory of each configuration in MiB, as the engine counts it on the device of the fullest rank.
 
-    With several trials, it is the median over trials.  Peers are left out, because the count of a library's memory
-    lacks gathered weights and local gradients.
+    With several trials, it is the median over trials.  DDP, FSDP2 and DeepSpeed are left out, because the count of a
+    library's memory lacks gathered weights and local gradients.
     """
     parts = derived.frames.memory
     parts = parts[parts["source"].eq("engine")]
@@ -280,8 +282,8 @@ def baselines(derived: Derived) -> dict[str, tuple[str, ...]]:
 def beside(derived: Derived) -> dict[Key, tuple[str, ...]]:
     """Return, by (setting, configuration), the names of the baselines with which the configuration is compared.
 
-    In a setting with several baselines it is compared with one of them (``Frames.finished``, column ``beside``).  The
-    names are empty in settings without a baseline.
+    In a setting with several baselines, a configuration is compared with the baseline that column ``beside`` of
+    ``Frames.finished`` names.  In settings without a baseline, the names are empty.
     """
     bases, found = baselines(derived), {}
     for (setting, name, nearest), _ in groups(derived.finished, [*_BY_KEY, "beside"]):

@@ -31,8 +31,8 @@ class EqualLoss:
     base: float = math.nan  # the baseline's final loss
     steps: float = math.nan  # steps of the configuration to the higher of the two final losses
     base_steps: float = math.nan  # steps of the baseline to the same loss
-    # Whether the configuration reaches the baseline's final loss.  It does not if its final loss is significantly
-    # higher, or if it is higher and there are too few seeds for an interval.
+    # Whether the configuration reaches the baseline's final loss.  False if the configuration's final loss is
+    # significantly higher, or if it is higher and there are too few seeds for an interval.
     reached: bool = True
     why: str = ""  # why there is no ratio; empty if there is one
 
@@ -48,9 +48,10 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
     Each has a curve: its validation loss over steps, as the mean over the seeds that both have.  Steps are counted to
     the higher of the two final losses.  Both curves reach this loss, so that nothing is extrapolated.
     The result's ``ratio`` is the baseline's number of steps over the configuration's number of steps.  Its interval
-    follows from the interval of the difference of the final losses, in pairs of one seed.  If the difference is 0.01 to
-    0.03 nats, the ratio is computed as if the difference were 0.01 nats, and as if it were 0.03 nats.  These two ratios
-    are the ends of the ratio's interval.  If one of them cannot be computed, the ratio has no interval.
+    follows from the interval of the difference of the final losses, in pairs of one seed.  For example, if this
+    interval is 0.01 to 0.03 nats, the ratio is computed once as if the difference were 0.01 nats, and once as if it
+    were 0.03 nats.  These two ratios are the ends of the ratio's interval.  If one of them cannot be computed, the
+    ratio has no interval.
 
     Args:
         own: Validations of the configuration, with columns ``seed``, ``step`` and ``loss``.  If there are several for

@@ -29,12 +29,11 @@ from report.data.frames import groups
 from report.data.metrics import Derived
 from report.data.speedups import geometric, undisturbed
 
-FEWEST_OF_FRONT = 8  # configurations in a setting, for :func:`front`
+FEWEST_OF_FRONT = 8  # fewest configurations in a setting for which :func:`front` is computed
 OPEN = "inconclusive"
 ENOUGH_POWER = 0.8  # a test with less power gets no verdict
-MARGIN = (
-    0.01  # share of the baseline's loss by which a configuration's may be higher and not count as inferior
-)
+# The margin of suites that name none: a configuration's loss may be higher by this share of the baseline's loss.
+MARGIN = 0.01
 LAST = 0.25  # the last share of training, over which a margin in steps is converted into nats
 Row = dict[str, Any]
 Floats = NDArray[np.float64]

@@ -66,9 +66,10 @@ def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
 
 
 def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
-    """Return the net speed-ups of one configuration over the trials ``base``, one for each source of seconds.
+    """Return the net speed-ups of one configuration over the trials ``base``.
 
-    ``row`` is the configuration's row of :func:`report.effects.loss_verdicts.losses`, and ``base`` are ids of trials.
+    There is one for each source of seconds and each setting of the source, or a single one without seconds.  ``row`` is
+    the configuration's row of :func:`report.effects.loss_verdicts.losses`, and ``base`` are ids of trials.
     """
     own = row["id"].split()
     equal = equal_loss(_curves(derived, own), _curves(derived, base))
@@ -79,8 +80,8 @@ def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
 def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:
     """Return, by (setting, configuration), the net speed-up that uses the first source of seconds.
 
-    A configuration without any source is left out.  It is also left out if the first source has its seconds in several
-    settings, since these may give different net speed-ups.
+    A configuration is left out if no source has the seconds of its steps.  It is also left out if the first source with
+    these seconds has them for several settings, since these may give different net speed-ups.
     """
     by_key = dict[tuple[str, str], list[NetSpeed]]()
     for each in net_speeds(derived):

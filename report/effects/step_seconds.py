@@ -1,7 +1,7 @@
 """Computes speed-ups of steps from a suite's records, from another suite's records, or from a model of a machine.
 
 The seconds of another suite's trial count for a configuration if the trial does the same work (model, batch, ranks),
-with the same policy.  It must have run on one node, over a link with a rate, or over a real network.
+with the same policy.  The trial must have run on one node, over a link with a rate, or over a real network.
 """
 
 from __future__ import annotations
@@ -197,9 +197,9 @@ def _of_setting(derived: Derived, own: str, base: str) -> list[StepSpeed]:
 
 
 def _of_records(source: Derived, trial: Trial, base: Trial, name: str) -> list[StepSpeed]:
-    """Return the speed-up of a configuration's step over its baseline's step, as other records measured it.
+    """Return the speed-ups of a configuration's step over its baseline's step, as other records measured them.
 
-    There is one for each setting of the other records in which both ran with the same work.
+    There is one speed-up for each setting of the other records in which both ran with the same work.
 
     Args:
         source: The other records.
@@ -208,7 +208,7 @@ def _of_records(source: Derived, trial: Trial, base: Trial, name: str) -> list[S
         name: The source as text.
     """
     labels, known = [label_of(each, {}) for each in (trial, base)], _known(source)
-    if labels[0] == labels[1]:  # they differ in more than their policies, which labels do not tell
+    if labels[0] == labels[1]:  # the two trials differ in something that labels do not show
         return []
     rows = known[known["work"].eq(str(_fields(trial))) & known["shaped"] & known["label"].isin(labels)]
     speeds = list[StepSpeed]()
@@ -258,8 +258,8 @@ def _of_model(derived: Derived, source: StepSource, own: str, base: str) -> list
 def _predicted(derived: Derived, source: StepSource, identity: str) -> StepTime | None:
     """Return the predicted time of a trial's step on the source's machine, from the units and bytes of its record.
 
-    Returns None if the trial is a peer's or runs in a host engine.  Returns None also if the work of the step or the
-    bytes that a node sends in it are not known.
+    Returns None if FSDP2, DDP, DeepSpeed or a single process trains the model, with or without our collectives.
+    Returns None also if the work of the step or the bytes that a node sends in it are not known.
     """
     machine, trial = source.machine, derived.frames.trial_of[identity]
     if machine is None or trial.resolved_policy() is None or trial.host is not None:

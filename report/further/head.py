@@ -1,4 +1,4 @@
-"""What a page's head is about, as the modules of further sentences need it."""
+"""Holds what the head of a page is about, for the modules that write the sentences after the first."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from report.sentence import Difference, differences_of
 
 @dataclass(frozen=True)
 class Head:
-    """The quantity of a page's head and its effects."""
+    """The quantity that a page's head is about, its effects, and the difference that the first sentence states."""
 
     derived: Derived
-    asked: Quantity  # that the suite asks for
-    kind: str  # that the first sentence compares
+    asked: Quantity  # the quantity that the suite asks for
+    kind: str  # the quantity that the first sentence compares
     found: Mapping[str, Mapping[Key, Effect]]  # by quantity, the effect of each configuration in each setting
     effects_of: Callable[[Derived], dict[Key, Effect]]  # computes the effects of ``kind`` from records
-    top: Difference  # that the first sentence is about
+    top: Difference  # the difference that the first sentence states
 
     @property
     def shown(self) -> str:
-        """The quantity in the words of sentences: decoding has no steps."""
+        """The quantity as sentences name it: ``tokens`` for suites of decoding, which have no steps; else ``kind``."""
         return "tokens" if self.asked == "tokens" else self.kind
 
     @cached_property
     def key(self) -> Key:
-        """The setting and the configuration of ``top``."""
+        """The setting and the configuration of ``top``, as (setting, configuration)."""
         return next(key for key, effect in self.found[self.kind].items() if effect is self.top.effect)
 
     @cached_property
     def settings(self) -> list[str]:
-        """The settings that have compared configurations, in the order of the page."""
+        """The settings in which configurations are compared with a baseline, in the order of the page."""
         return list(dict.fromkeys(setting for setting, _ in self.compared(self.kind)))
 
     @cached_property
     def controls(self) -> set[str]:
-        """The configurations with a control, which is a deliberate fault."""
+        """The configurations with a control: a fault that the suite makes on purpose, to show that it is noticed."""
         trials = self.derived.finished.drop_duplicates("configuration")
         pairs = zip(trials["configuration"], trials["id"], strict=True)
         return {
@@ -49,19 +49,24 @@ class Head:
         }
 
     def base_of(self, key: Key) -> str:
-        """Return the baseline of a configuration; empty without one."""
+        """Return the name of the baseline with which a configuration is compared; empty if there is none."""
         return next(iter(effects.beside(self.derived).get(key, ())), "")
 
     def compared(self, kind: str) -> dict[Key, Effect]:
-        """Return the measured effects on a quantity of the contrast's configurations, without those of controls."""
+        """Return the effects on the quantity ``kind`` of configurations that are compared with a baseline.
+
+        Effects that were not measured are left out, and so are configurations with a control.
+        """
         names = {*self.derived.compared.contrast} - self.controls
         found = self.found.get(kind, {})
         return {key: effect for key, effect in found.items() if key[1] in names and effect.size >= 0}
 
     def difference(self, kind: str, key: Key) -> Difference | None:
-        """Return the difference of one configuration in one quantity; None if it was not measured.
+        """Return the difference of a configuration from its baseline in the quantity ``kind``.
 
-        It has no notes: margins are those of the first sentence.
+        ``key`` is (setting, configuration).  The difference's notes do not mention the margin of losses, which is given
+        in the first sentence.  Returns None if the effect was not measured, or if the configuration is not compared
+        with a baseline.
         """
         effect = self.compared(kind).get(key)
         if effect is None:

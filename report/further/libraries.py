@@ -1,4 +1,4 @@
-"""Sentences on libraries: our engine's speed-ups over them by setting, and the fastest settings of each library."""
+"""Sentences on how fast our engine is compared with DDP, FSDP2 and DeepSpeed, and on their fastest settings."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from report.data.text import counted, lowest_to_highest, span
 from report.draw.names_of_rows import common_and_rest
 from report.tables.peers import FAMILIES, shared_types
 
-_FEWEST_LIBRARIES: Final = 2  # whose fastest settings one sentence names
+_FEWEST_LIBRARIES: Final = 2  # a sentence on the fastest settings names at least so many libraries
 
 
 def on_libraries(derived: Derived, found: Mapping[str, Sequence[Interval]]) -> list[str]:
-    """Return the sentences that follow the one on our speed-ups over libraries.
+    """Return the sentences that follow the first sentence of a page about libraries (:func:`report.sentence.on_peers`).
 
-    ``found`` has these speed-ups by setting, as :func:`report.tables.peers.ours_over_peers` returns them.  With several
-    settings there is a sentence on each; with one, there is a sentence on the fastest settings of the libraries for
-    each of the types in which they compute and send.
+    ``found`` has our speed-ups by setting, as :func:`report.tables.peers.ours_over_peers` returns them.  With several
+    settings there is a sentence on the speed-ups in each setting.  With a single setting there are sentences on the
+    fastest configuration of each library.
     """
     return _by_setting(found) if len(found) > 1 else _fastest(derived)
 
 
 def _by_setting(found: Mapping[str, Sequence[Interval]]) -> list[str]:
-    """Return ``With 1x4 ranks, unshaped, these speed-ups are 0.91 to 1.10 (4 comparisons).`` for each setting."""
+    """Return a sentence for each setting: ``With 1x4 ranks, these speed-ups are 0.91 to 1.10 (4 comparisons).``"""
     titles, sentences = common_and_rest(found)[1], []
     for where, intervals in found.items():
         ends = lowest_to_highest([each.estimate for each in intervals], "{:.2f}".format)
@@ -40,7 +40,10 @@ def _by_setting(found: Mapping[str, Sequence[Interval]]) -> list[str]:
 
 
 def _fastest(derived: Derived) -> list[str]:
-    """Return the sentence on the fastest setting of each library, for each of the types that several libraries ran."""
+    """Return a sentence for each pair of data types, for computation and for messages, that several libraries used.
+
+    The sentence names the fastest configuration of each library in these types.
+    """
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     trials = derived.trials.assign(
         types=[shared_types(trial) for trial in ran],

@@ -1,4 +1,4 @@
-"""Sentences on what a loss like the baseline's costs in bytes and brings in seconds."""
+"""Sentences on losses: how many bytes a loss as low as the baseline's takes, and how much training time it saves."""
 
 from __future__ import annotations
 
@@ -20,22 +20,30 @@ from report.further.pairs import memory_sentence, net_sentence
 from report.sentence import differences_of, on_largest, on_one, places_of, whose
 from report.tables.peers import FAMILIES
 
-_MOST_NAMED: Final = 2  # a sentence names so many configurations that send equal bytes, or else their number
-_FEWEST: Final = 3  # configurations with equal bytes, or with the same changed fields, that are compared
-_MOST_PLACES: Final = 3  # settings whose errors one sentence gives
+# Of configurations that send equal bytes, a sentence names at most so many; of more it gives the number.
+_MOST_NAMED: Final = 2
+# Fewest configurations that are compared because they send equal bytes, or because they change the same field alone.
+_FEWEST: Final = 3
+_MOST_PLACES: Final = 3  # a sentence gives errors in at most so many settings
 _EQUAL: Final[tuple[Verdict, ...]] = ("better", "not significant")
 _WITHIN: Final[tuple[Verdict, ...]] = ("within the margin",)
 _three_digits: Final = number(3)
 
 
 def on_fewest_bytes(head: Head) -> list[str]:
-    """Return sentences on the configuration that sends the fewest bytes of those with a loss like the baseline's.
+    """Return sentences on the configuration that sends the fewest bytes at a loss as low as the baseline's.
 
-    In a suite of losses these are the losses that are not significantly higher or, without such losses, those within
-    the margin; the sentence on the configuration's net speed-up follows.  There is a sentence for each of several
-    fields that at least :data:`_FEWEST` configurations change alone.  There is none if there are too few configurations
-    for a front of bytes and losses.
-    In a suite of bytes these are the losses that equal the baseline's in every digit.
+    Which losses count depends on the quantity that the suite asks for:
+
+    * Loss: the losses that are not significantly higher than the baseline's or, if there are none, the losses that are
+      higher by less than the margin.  A sentence on the configuration's net speed-up follows.  If at least two fields
+      are each changed alone by at least :data:`_FEWEST` configurations, there is instead a sentence for each of these
+      fields.
+    * Bytes: the losses that equal the baseline's in every digit.
+
+    The list is empty for other quantities, if configurations are compared in several settings or with several
+    baselines, and, in a suite of losses, if there are too few configurations for a front
+    (:func:`report.effects.loss_verdicts.front`).
     """
     keys = [key for key in head.compared("loss") if key in head.found.get("bytes", {}) and head.base_of(key)]
     if not keys or len({(key[0], head.base_of(key)) for key in keys}) > 1:
@@ -71,7 +79,7 @@ def _with_verdict(head: Head, keys: Sequence[Key], verdicts: Sequence[Verdict]) 
 
 
 def _by_changed_field(head: Head, keys: Sequence[Key]) -> dict[str, list[Key]]:
-    """Group the configurations whose policies differ from the baseline's in one field by this field."""
+    """Return, by field, the configurations whose policies differ from the baseline's in this field alone."""
     trials = with_policies(head.derived)
     found = defaultdict[str, list[Key]](list)
     for key in keys:
@@ -89,13 +97,16 @@ def _share(head: Head, key: Key) -> str:
 
 
 def _senders_of_fewest(head: Head, keys: Sequence[Key]) -> list[Key]:
-    """Return the configurations whose bytes, as printed, are the fewest."""
+    """Return those of ``keys`` whose configurations send the fewest bytes; several if their bytes are printed alike."""
     fewest = min((float(_share(head, key)) for key in keys), default=0.0)
     return [key for key in keys if float(_share(head, key)) == fewest]
 
 
 def _fewest(head: Head, keys: Sequence[Key], which: str) -> list[str]:
-    """Return the sentence on those of ``keys`` that send the fewest bytes; ``which`` says what these keys share."""
+    """Return the sentence on those of ``keys`` that send the fewest bytes, as a list of one; empty without keys.
+
+    ``which`` is a clause on what all ``keys`` have in common: ``whose validation losses equal those of ZeRO-3``.
+    """
     if not keys:
         return []
     first = _senders_of_fewest(head, keys)
@@ -114,7 +125,11 @@ def _fewest(head: Head, keys: Sequence[Key], which: str) -> list[str]:
 
 
 def _fewest_of_field(head: Head, field: str, keys: Sequence[Key]) -> list[str]:
-    """Return the sentence on the fewest bytes of the configurations that change this field alone."""
+    """Return the sentence on the configuration that sends the fewest bytes of those that change only ``field``.
+
+    ``keys`` are these configurations.  Only those count whose loss is not significantly higher than the baseline's or,
+    if there are none, is higher by less than the margin.  The list is empty unless exactly one sends the fewest bytes.
+    """
     alike, how = _with_verdict(head, keys, _EQUAL), "that is not significantly higher"
     if not alike:
         alike, how = _with_verdict(head, keys, _WITHIN), "that is higher by less than the margin"
@@ -128,23 +143,28 @@ def _fewest_of_field(head: Head, field: str, keys: Sequence[Key]) -> list[str]:
 
 
 def _same_losses(head: Head, key: Key) -> bool:
-    """Return whether a configuration has its baseline's validation losses, for each seed that both have."""
+    """Return whether a configuration's validation losses equal its baseline's, for each seed that both have.
+
+    Returns False if they share no seed.
+    """
     differences = (_losses(head, key) - _losses(head, (key[0], head.base_of(key)))).dropna()
     return len(differences) > 0 and bool(differences.eq(0).all())
 
 
 def _losses(head: Head, key: Key) -> pd.Series[float]:
-    """Return a configuration's validation losses by seed."""
+    """Return a configuration's final validation losses in nats, by seed; ``key`` is (setting, configuration)."""
     trials = head.derived.trials
     chosen = trials["setting"].eq(key[0]) & trials["configuration"].eq(key[1])
     return loss_verdicts.by_seed(trials[chosen])
 
 
 def on_equal_bytes(head: Head) -> list[str]:
-    """Return a sentence for each number of bytes that at least :data:`_FEWEST` configurations send.
+    """Return a sentence on each group of at least :data:`_FEWEST` configurations that send equal bytes.
 
-    It names the one with the lowest mean loss, and of how many others the losses are significantly higher, paired by
-    seed.  If there is one such number of bytes, a sentence on the memory of this configuration follows.
+    The sentence names the configuration with the lowest mean loss, and says how many of the others have significantly
+    higher losses, in pairs of one seed.  If there is a single group, a sentence on the memory of this configuration
+    follows.  The list is empty if the suite does not ask for losses, or if configurations are compared in several
+    settings or with several baselines.
     """
     losses, sent = head.compared("loss"), head.found.get("bytes", {})
     if head.asked != "loss" or len({(key[0], head.base_of(key)) for key in losses}) != 1:
@@ -172,9 +192,11 @@ def on_equal_bytes(head: Head) -> list[str]:
 
 
 def on_net_speed(head: Head) -> list[str]:
-    """Return the sentence on the net speed-up of configurations whose losses do not differ from the baseline's.
+    """Return the sentence on the largest net speed-up, for suites in which no loss differs significantly.
 
-    There is none if a loss differs significantly, or if no net speed-up does.
+    A sentence with the number of configurations that did not reach the baseline's final loss follows, if there are any.
+    The list is empty if the suite does not ask for losses, if a loss differs significantly, or if no net speed-up is
+    significant.
     """
     contrast = {*head.derived.compared.contrast}
     losses, nets = (
@@ -192,7 +214,11 @@ def on_net_speed(head: Head) -> list[str]:
 
 
 def on_libraries(head: Head) -> list[str]:
-    """Return the sentence on the loss of a library's configuration, if there is exactly one in a suite of losses."""
+    """Return the sentence on the loss of the one configuration that DDP, FSDP2 or DeepSpeed trained, in a list.
+
+    The list is empty if the suite does not ask for losses, if these libraries have no configuration or several, or if
+    the page's first sentence is about this configuration.
+    """
     trials = head.derived.finished
     strategies = dict(zip(trials["configuration"], trials["strategy"], strict=True))
     keys = [key for key in head.compared("loss") if family_of(strategies[key[1]]) in FAMILIES]
@@ -203,7 +229,13 @@ def on_libraries(head: Head) -> list[str]:
 
 
 def on_errors(head: Head) -> list[str]:
-    """Return the sentence on the error of the gradients of the first sentence's configuration, in a few settings."""
+    """Return the sentence on the gradient error of a configuration in each of its settings.
+
+    The configuration is the one that the page's first sentence is about.
+
+    The list is empty if the suite does not ask for losses, if the error has no interval, or if there are more than
+    :data:`_MOST_PLACES` settings.
+    """
     errors, places = head.compared("error"), places_of(head.derived)
     known = [key for key in errors if key[1] == head.key[1] and errors[key].value.known]
     if head.asked != "loss" or head.key not in known or len(known) > _MOST_PLACES:

@@ -1,4 +1,8 @@
-"""Sentences on configurations that are compared with a counterpart other than the suite's baseline."""
+"""Sentences on configurations that are compared with a counterpart instead of with the suite's baseline.
+
+A counterpart is another configuration of the suite, from which the configuration differs in few fields
+(:mod:`report.effects.counterparts`).
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,19 @@ _three_digits: Final = number(3)
 
 
 def on_pairs(head: Head) -> tuple[list[str], list[str]]:
-    """Return sentences on configurations that differ from a counterpart in one field, or else that change a strategy.
+    """Return two lists of sentences on configurations that are compared with a counterpart.
 
-    The first list has the sentence on the largest significant difference.  A decrease of a loss is preferred to an
-    increase, even to a larger one.  The second list has sentences on the bytes, the memory and the net speed-up of this
-    sentence's configuration, and a sentence for each of a few other differences from the same counterpart.  Both lists
-    are empty if there are too few such configurations, or if only the page's first sentence has an interval.
+    The counterparts are those of :func:`report.effects.counterparts.one_field` or, without such, of
+    :func:`report.effects.counterparts.of_preset`.
+
+    The first list has the sentence on the largest significant difference from a counterpart.  An improvement is
+    preferred to a change for the worse, even to a larger one.  If no difference is significant, the sentence says so,
+    and the second list is empty.  Otherwise the second list has sentences on the bytes, the memory and the net speed-up
+    of this sentence's configuration, and then a sentence for each of a few other configurations with the same
+    counterpart.
+
+    Both lists are empty if there are no counterparts, or if no difference from a counterpart has an interval although
+    the difference of the page's first sentence has one.
     """
     if (found := one_field(head.derived)) is not None:
         among = f"where only {_NAMES.get(found.shared, f'policy.{found.shared}')} differs, "
@@ -58,9 +69,10 @@ def on_pairs(head: Head) -> tuple[list[str], list[str]]:
 
 
 def _by_interval(effect: Effect) -> Effect:
-    """Return an effect on a loss with the verdict that follows from the interval alone, without the suite's margin.
+    """Return an effect on a loss with a verdict by the interval alone: better, worse or not significant.
 
-    The margin is what a suite allows between a configuration and the suite's baseline.
+    The suite's margin does not count, because it is what the suite allows between a configuration and its baseline, and
+    not between a configuration and a counterpart.
     """
     if effect.why or not effect.change.known:
         return effect
@@ -70,13 +82,20 @@ def _by_interval(effect: Effect) -> Effect:
 
 
 def _facts(head: Head, key: Key, counterpart: str, net: Effect | None) -> list[str]:
-    """Return sentences on the bytes, the memory and the net speed-up of a configuration, if they differ."""
+    """Return sentences on the bytes, the memory and the net speed-up of a configuration, compared with ``counterpart``.
+
+    There is no sentence on bytes or memory that are equal, and none on a net speed-up without an interval.
+    """
     bytes_and_memory = [*_bytes(head, key, counterpart), *memory_sentence(head, key, counterpart)]
     return [*bytes_and_memory, *net_sentence(key[1], counterpart, net)]
 
 
 def _bytes(head: Head, key: Key, counterpart: str) -> list[str]:
-    """Return ``X sends 0.481 of ZeRO-3's bytes between nodes, and ZeRO++ sends 0.323.``; none for equal bytes."""
+    """Return ``X sends 0.481 of ZeRO-3's bytes between nodes, and ZeRO++ sends 0.323.``, as a list of one sentence.
+
+    X is the configuration of ``key``, ZeRO-3 its baseline, and ZeRO++ its counterpart.  The list is empty if both send
+    equal bytes, or if the page's first sentence is about bytes.
+    """
     sent, base = head.found.get("bytes", {}), head.base_of(key)
     other = (key[0], counterpart)
     if head.kind == "bytes" or key not in sent or not base or (counterpart != base and other not in sent):
@@ -90,7 +109,11 @@ def _bytes(head: Head, key: Key, counterpart: str) -> list[str]:
 
 
 def memory_sentence(head: Head, key: Key, counterpart: str) -> list[str]:
-    """Return ``X holds 1.64 MiB a rank where Y holds 1.23 MiB.``; there is none for equal memory."""
+    """Return ``X holds 1.64 MiB a rank where Y holds 1.23 MiB.``, as a list of one sentence.
+
+    X is the configuration of ``key``, and Y is ``counterpart``.  The list is empty if both hold equal memory, if memory
+    was not measured, or if the page's first sentence is about memory.
+    """
     held = head.found.get("memory", {})
     pair = [held[each].value.estimate for each in (key, (key[0], counterpart)) if each in held]
     if head.kind == "memory" or len(pair) < 2 or abs(pair[0] / pair[1] - 1) <= SAME_MEMORY:
@@ -100,7 +123,11 @@ def memory_sentence(head: Head, key: Key, counterpart: str) -> list[str]:
 
 
 def net_sentence(name: str, base: str, net: Effect | None) -> list[str]:
-    """Return ``The net speed-up of X over ZeRO++ is 1.02 (95 % CI ...).``; there is none without an interval."""
+    """Return ``The net speed-up of X over ZeRO++ is 1.02 (95 % CI ...).``, as a list of one sentence.
+
+    X is ``name``, ZeRO++ is ``base``, and ``net`` is the effect with the net speed-up.  The list is empty if the net
+    speed-up has no interval.
+    """
     if net is None or net.why or not net.change.known:
         return []
     equal = "" if net.significant else NOT_SIGNIFICANT

@@ -1,4 +1,4 @@
-"""Sentences on how a difference changes from setting to setting."""
+"""Sentences on how the difference that a page's first sentence states changes from setting to setting."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from report.effects.effects import Effect, Key, Verdict
 from report.further.head import Head
 from report.sentence import NOT_SIGNIFICANT, capitalised, evidence, places_of, whose
 
-_MOST_SETTINGS: Final = 3  # of the first sentence's configuration, for a comparison of two of them
-_FEWEST_SETTINGS: Final = 3  # for a list of those in which a configuration is faster than another
-_MOST_LISTS: Final = 2
+_MOST_SETTINGS: Final = 3  # :func:`between_settings` compares two of at most so many settings
+_FEWEST_SETTINGS: Final = 3  # :func:`by_setting` lists at least so many settings
+_MOST_LISTS: Final = 2  # :func:`by_setting` lists settings for at most so many other configurations
 _LISTS: Final[dict[Verdict, str]] = {
     "better": "is faster than {other} {places}",
     "worse": "is slower {places}",
@@ -29,10 +29,17 @@ _LISTS: Final[dict[Verdict, str]] = {
 
 
 def between_settings(head: Head) -> list[str]:
-    """Return the sentence that compares the first sentence's difference with the least like it in another setting.
+    """Return the sentence that compares the difference in a page's first sentence with its value in another setting.
 
-    Differences of losses are subtracted, and speed-ups are divided, both paired by seed and repeat.  There is none if
-    the configuration is compared in one setting alone or in more than :data:`_MOST_SETTINGS`.
+    The first sentence states the difference of a configuration from its baseline in one setting.  The other setting is
+    the setting in which this difference is least like the stated one.  Differences of losses are subtracted in pairs of
+    one seed, and speed-ups are divided in pairs of one seed and repeat.
+
+    The list is empty in each of these cases:
+
+    * The first sentence is neither about losses nor about the time of a step, or its difference is not significant.
+    * The configuration is compared in a single setting, or in more than :data:`_MOST_SETTINGS`.
+    * There are too few pairs for an interval.
     """
     keys = [key for key in head.compared(head.kind) if key[1] == head.key[1]]
     if (
@@ -66,7 +73,11 @@ def between_settings(head: Head) -> list[str]:
 
 
 def _losses_apart(head: Head, key: Key, other: Key) -> Interval | None:
-    """Return by how many nats a configuration's difference from its baseline is higher at ``key`` than at ``other``."""
+    """Return how many nats higher a configuration's loss difference from its baseline is at ``key`` than at ``other``.
+
+    ``key`` and ``other`` are pairs (setting, configuration) with the same configuration.  The mean and its interval are
+    over the seeds that both settings have; None if they share no seed.
+    """
     trials = head.derived.trials
     differences = []
     for setting, name in (key, other):
@@ -81,7 +92,11 @@ def _losses_apart(head: Head, key: Key, other: Key) -> Interval | None:
 
 
 def _speedups_apart(head: Head, key: Key, other: Key) -> Interval | None:
-    """Return the speed-up at ``key`` over that at ``other``, over pairs of one seed and repeat."""
+    """Return a configuration's speed-up at ``key`` over its speed-up at ``other``, with the interval.
+
+    ``key`` and ``other`` are pairs (setting, configuration).  The ratio is a geometric mean over seeds and repeats that
+    both settings have; None if they share none.
+    """
     pairs = head.derived.pairs
     here, there = (_of(pairs, each) for each in (key, other))
     both = here.merge(there, on=["seed", "repeat"], suffixes=("", "_there"))
@@ -92,17 +107,29 @@ def _speedups_apart(head: Head, key: Key, other: Key) -> Interval | None:
 
 
 def _of(pairs: pd.DataFrame, key: Key) -> pd.DataFrame:
-    """Return the pairs of a configuration in a setting, the last of each seed and repeat."""
+    """Return the pairs of trials of one (setting, configuration).
+
+    If there are several pairs with the same seed and repeat, only the last one is returned.
+    """
     own = pairs[pairs["setting"].eq(key[0]) & pairs["configuration"].eq(key[1])]
     own = own[["seed", "repeat", "occasion", "disturbed", "speedup"]]
     return own.drop_duplicates(["seed", "repeat"], keep="last")
 
 
 def by_setting(head: Head) -> list[str]:
-    """Return sentences on the settings in which the first sentence's configuration is faster than one like it.
+    """Return sentences on the settings in which a configuration is faster than a similar configuration.
 
-    Like it are configurations of the contrast that differ from it in one field of the policy.  There are no sentences
-    for fewer than :data:`_FEWEST_SETTINGS` settings, or for more than :data:`_MOST_LISTS` such configurations.
+    The configuration is the one that the page's first sentence is about.
+
+    Another configuration is similar if the suite compares it with the baseline, and if its policy differs in exactly
+    one field from this configuration's policy.  There is one sentence for each similar configuration, unless neither of
+    the two is significantly faster in any setting.
+
+    The list is empty in each of these cases:
+
+    * The first sentence is not about the time of a step, or has no interval.
+    * The configuration is compared in fewer than :data:`_FEWEST_SETTINGS` settings.
+    * More than :data:`_MOST_LISTS` configurations are similar.
     """
     keys = [key for key in head.compared(head.kind) if key[1] == head.key[1]]
     if head.kind != "step" or len(keys) < _FEWEST_SETTINGS or not head.top.known:
@@ -119,14 +146,22 @@ def by_setting(head: Head) -> list[str]:
 
 
 def _differ(fields: dict[Key, dict[str, str]], key: Key, other: Key) -> int:
-    """Return in how many fields two policies differ; -1 if one of the two has no policy."""
+    """Return in how many fields the policies of two configurations differ; -1 if one of the two has no policy.
+
+    ``fields`` has the fields of each policy by (setting, configuration), and ``key`` and ``other`` are two of its keys.
+    """
     if key not in fields or other not in fields:
         return -1
     return sum(value != fields[other][name] for name, value in fields[key].items())
 
 
 def _places_by_verdict(head: Head, keys: Sequence[Key], other: str) -> str:
-    """Return ``X is faster than Y with 400 Mbit/s, and is slower with 50 and 100 Mbit/s.``; empty without a verdict."""
+    """Return ``X is faster than Y with 400 Mbit/s, and is slower with 50 and 100 Mbit/s.``
+
+    X is the configuration that the page's first sentence is about, and Y is ``other``.  ``keys`` are the pairs
+    (setting, X) of all settings.
+    The text is empty if X is neither significantly faster nor significantly slower than Y in any of them.
+    """
     derived = compared_with(head.derived, dict.fromkeys(keys, other))
     found, places = effects.speeds(derived), places_of(head.derived)
     of_verdict = {
@@ -162,6 +197,6 @@ def _listed_alike(places: Sequence[str]) -> str:
 
 
 def _shared_at_start(lists: Sequence[Sequence[str]]) -> int:
-    """Return how many words all lists begin with."""
+    """Return the number of words with which all lists begin."""
     columns = list(zip(*lists, strict=False))
     return next((number for number, column in enumerate(columns) if len({*column}) > 1), len(columns))

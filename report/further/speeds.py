@@ -1,4 +1,8 @@
-"""Sentences on what parts of the fastest configuration bring, on its memory, and on its bytes."""
+"""Sentences on the speed of the first sentence's configuration: its parts, the phases of its step, memory and bytes.
+
+A page's first sentence is about one configuration.  The functions of this module return an empty list if the records
+have nothing to say.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,25 @@ from report.further.pairs import memory_sentence
 from report.sentence import NOT_SIGNIFICANT, capitalised, evidence, on_one, whose
 from report.tables.phases import PHASES, by_phase, over_baseline
 
-_FEWEST: Final = 2  # configurations that have one of the changes, or two of them
+_FEWEST: Final = 2  # fewest configurations, or fewest phases, of which a sentence names the largest speed-up
 _NOUNS: Final = {"generate": "generation", "score": "scoring", "train": "training"}
-_IN_BETTER_MEMORY: Final = ("better", "not significant")
+_IN_BETTER_MEMORY: Final = ("better", "not significant")  # verdicts on memory no larger than the baseline's
 _three_digits: Final = number(3)
 
 
 def on_parts(head: Head) -> list[str]:
-    """Return sentences on configurations that have one or two of the first sentence's configuration's changes.
+    """Return sentences on the speed-ups of configurations that have only some changes of the main configuration.
 
-    Of those with one change, the largest and the smallest speed-up are named; of those with two, the largest.  There
-    are none unless the first sentence's configuration is significantly faster than the baseline, in one setting.
+    The main configuration is the one that the page's first sentence is about.  Its changes are the fields in which its
+    policy differs from the baseline's.  The sentences name the largest and the smallest speed-up among configurations
+    that have one of these changes alone, and then the largest speed-up among configurations that have two of them.
+
+    The list is empty in each of these cases:
+
+    * The page's first sentence is not about the time of a step, or the main configuration is not significantly faster
+      than the baseline.
+    * Configurations are compared in several settings.
+    * Fewer than two configurations have one of the changes alone.
     """
     if head.kind != "step" or len(head.settings) > 1 or not _is_faster(head.top.effect):
         return []
@@ -47,7 +59,12 @@ def on_parts(head: Head) -> list[str]:
 
 
 def _parts(head: Head) -> dict[Key, int]:
-    """Return the number of changes of the configurations that have some, but not all, changes of the first one."""
+    """Return the number of changes of each configuration that has only some changes of the main configuration.
+
+    The main configuration is the one that the page's first sentence is about (``head.key``).  A change is a field of
+    the policy whose value differs from the baseline's.  Configurations with any other change, and configurations whose
+    speed-up has no interval, are left out.
+    """
     trials = with_policies(head.derived)
     base = trials.get((head.key[0], head.base_of(head.key)))
     if base is None or head.key not in trials:
@@ -75,7 +92,13 @@ def _with_interval(effect: Effect) -> str:
 
 
 def on_phases(head: Head) -> list[str]:
-    """Return the sentence on the phases of a step in which the fastest configuration gains most and least."""
+    """Return the sentence on the phases of an RLHF step in which a configuration gains most and least.
+
+    The configuration is the one that the page's first sentence is about.
+
+    The list is empty if this sentence is not about the time of a step, or if fewer than two phases have an
+    interval.
+    """
     if head.kind != "step" or not head.derived.frames.steps["generate"].notna().any():
         return []
     rows = by_phase(head.derived).dropna(subset=["baseline_seconds"])
@@ -103,9 +126,16 @@ def on_phases(head: Head) -> list[str]:
 
 
 def on_memory(head: Head) -> list[str]:
-    """Return the sentences on the fastest configuration in the baseline's memory, and on the memory of the fastest.
+    """Return sentences on the fastest configuration that holds no more memory than the baseline.
 
-    There are none if it holds no more than the baseline, or if nothing that does so is faster than the baseline.
+    The first sentence of the result names this configuration and its speed-up.  The second sentence compares the memory
+    of the main configuration, which the page's first sentence is about, with the baseline's.
+
+    The list is empty in each of these cases:
+
+    * The suite does not ask for step times, or configurations are compared in several settings.
+    * The main configuration is not significantly faster than the baseline, or holds no more memory than the baseline.
+    * No configuration that holds no more memory than the baseline is significantly faster than the baseline.
     """
     if (
         head.asked != "step"
@@ -129,14 +159,24 @@ def on_memory(head: Head) -> list[str]:
 
 
 def on_bytes(head: Head) -> list[str]:
-    """Return the sentence on the bytes of the configuration whose error differs most, unless no error differs."""
+    """Return the sentence on the bytes between nodes of a configuration, on a page about errors.
+
+    The configuration is the one that the page's first sentence is about.
+
+    The list is empty if the error has an interval and does not differ significantly from the baseline's, or if the
+    bytes equal the baseline's.
+    """
     differs = head.top.effect.significant or not head.top.known
     difference = head.difference("bytes", head.key) if head.kind == "error" and differs else None
     return [on_one("bytes", difference)] if difference is not None and difference.effect.significant else []
 
 
 def on_copies(head: Head) -> list[str]:
-    """Return the sentence on the bytes that offload copies in a step, where the first sentence is about memory."""
+    """Return the sentence on the bytes that offload copies between device and host in a step, on a page about memory.
+
+    They are the bytes of the configuration that the page's first sentence is about.  The list is empty if nothing is
+    copied.
+    """
     parts = head.derived.frames.memory
     parts = parts[parts["source"].eq("copied")]
     if head.kind != "memory" or parts.empty:

@@ -19,10 +19,11 @@ FAMILIES: Final = {"ddp": "DDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
 
 def peers(derived: Derived) -> Table:
-    """Return the table that compares our policies with peers of the same types, in each setting.
+    """Return the table that compares steps of our policies with steps of peers, in each setting.
 
-    The row of a policy has one speed-up for each library: the smallest of its speed-ups over the library's
-    configurations.
+    Peers are DDP, FSDP2 and DeepSpeed.  Policies and peers that compute and send in the same data types are compared
+    (:func:`shared_types`).  The row of a policy has one speed-up for each library: the smallest of its speed-ups over
+    the library's configurations.
     """
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     trials = derived.trials.assign(
@@ -58,10 +59,11 @@ def peers(derived: Derived) -> Table:
 
 
 def ours_over_peers(derived: Derived) -> dict[str, list[Interval]]:
-    """Return our speed-ups over the best configuration of each library by setting, one for each of our rows.
+    """Return, for each setting, our speed-ups over the best configuration of each library.
 
-    A library is represented by its configuration that is hardest to beat.  If any policies of ours ran over gloo alone,
-    as libraries do, only the speed-ups of these policies are returned.
+    There is one speed-up for each of our configurations and each library.  A library is represented by the
+    configuration over which the speed-up is smallest.  If any of our configurations sent over gloo alone, as libraries
+    do, only the speed-ups of such configurations are returned.
     """
     rows = peers(derived).data
     if rows.empty:
@@ -93,10 +95,10 @@ def sent_types(trial: Trial) -> str:
 
 
 def shared_types(trial: Trial) -> str:
-    """Return the types by which a trial and its peers are matched, as text: ``bf16``, or ``fp32, sent as bf16``.
+    """Return the data types by which our trials and those of libraries are matched: ``bf16``, ``fp32, sent as bf16``.
 
     They are the type in which the trial computes and the type of its messages; if both are equal, it is named once.
-    For a policy that quantises, the type of its messages is given as bf16, because no peer sends fewer bits.
+    For a policy that quantises, the type of its messages is given as bf16, because no library sends fewer bits.
     """
     compute, sent = (trial.resolved_policy() or trial.peer).compute, sent_types(trial)
     sent = sent if sent in ("fp32", "bf16", "bf16 and fp32") else "bf16"
@@ -106,7 +108,7 @@ def shared_types(trial: Trial) -> str:
 def carried_by(trial: Trial) -> str:
     """Return the transport of a trial's messages as text: ``gloo alone``, ``shm``, ``shm, gloo``, ``nccl``, ``staged``.
 
-    Messages of peers never go through shared memory (shm).
+    Messages of libraries such as DDP never go through shared memory (shm).
     """
     transport = trial.cluster.transport
     if transport in ("nccl", "staged"):
@@ -119,7 +121,7 @@ def carried_by(trial: Trial) -> str:
 def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
     """Return the table's rows for trials of one setting and the same types.
 
-    Peers come first, then our policies by transport: policies over gloo alone precede policies with shared memory.
+    Libraries come first, then our policies by transport: policies over gloo alone precede policies with shared memory.
     """
     is_peer = setting["family"] != ""
     peer_rows, policy_rows = setting[is_peer], setting[~is_peer].sort_values("carried", kind="stable")
@@ -138,7 +140,7 @@ def _over(trials: pd.DataFrame, peer_rows: pd.DataFrame, family: str) -> dict[st
 
     ``peer_rows`` are the library's trials.  The speed-up of ``trials`` is computed over each configuration of the
     library; the cells hold the smallest speed-up, and the name of the library's configuration that gives it.
-    There is no speed-up if ``trials`` are a peer's, or if no pairs can be formed with the library's trials.
+    There is no speed-up if ``trials`` are a library's, or if no pairs can be formed with the library's trials.
     """
     keys = ["sweep", "seed", "repeat"]
     gains = []

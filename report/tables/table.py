@@ -162,9 +162,9 @@ class Table:
     def row(self, query: str) -> int:
         """Return the index of the row that ``query`` selects; commas separate the parts of a query.
 
-        A row is selected if each part equals one of its cells.  If no row is, a row is selected if each part is
-        contained in one of its cells.  The parts of a row's setting count as cells, even if they are not printed.
-        Raises a Refusal that lists the names of rows if no row or several rows are selected.
+        First, rows are sought of which a cell equals each part.  If there are none, rows are sought of which a cell
+        contains each part.  The parts of a row's setting count as cells, even if they are not printed.
+        Raises a Refusal that lists the names of rows unless exactly one row is found.
         """
         rows, parts = self.rows(), parts_of(query)
         places = self.data["where"].astype(str) if "where" in self.data else [""] * len(rows)

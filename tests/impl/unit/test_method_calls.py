@@ -33,6 +33,7 @@ def test_a_call_that_computes_too_long_is_reported_with_its_line() -> None:
         "method mine:Half on rank 1, unit 'blocks.0': finish() has run for 0 s without"
     )
     assert ", in wait (" in str(error)
+    assert str(error).endswith(": make the function return, or wait for a message, within 0.2 s")
 
 
 def test_waiting_for_messages_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
