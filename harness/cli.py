@@ -594,11 +594,13 @@ def _recorded_alignment(folder: Path) -> int:
 
 
 def _place(suite: Suite) -> Place | None:
-    """Return this process's place in a run across hosts.  Only the process that leads the run, on node 0, gets a place.
+    """Return the place of the process that leads a run across hosts: its node, and how all nodes find each other.
 
-    Returns None if all nodes are on this machine.  In a process that does not lead the run, this function does not
-    return.  It supervises the ranks of the process's node until the run ends, or only waits if the node has another
-    supervisor.  It then ends the command with the run's exit status.
+    Returns None if all nodes are on this machine.
+
+    Only the process that leads the run, on node 0, returns from this function.  In any other process, this function
+    supervises the ranks of the process's node until the run ends; if another process supervises them, it only waits.
+    It then ends the command with the run's exit status.
     """
     place = launchers.place(suite.trials)
     if place is not None and place.follows:
@@ -612,7 +614,8 @@ def _place(suite: Suite) -> Place | None:
 def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, options: Sequence[str]) -> None:
     """Submit ``zeropp run`` of the suite with these options as a Slurm job.
 
-    Inside a job, replace this process with the job step that runs the suite on all nodes.
+    If this process is already inside a Slurm job, no job is submitted.  Instead, this process is replaced by ``srun``,
+    which starts the same command on all nodes of the job, and this function does not return.
     """
     arguments = ["run", str(file.absolute()), "--results", str(results.absolute()), *options]
     if "SLURM_JOB_ID" in os.environ:
@@ -719,8 +722,9 @@ def _main(arguments: Sequence[str] | None) -> int:
 def _flushed(status: int) -> int:
     """Flush standard output, and return the command's exit status.
 
-    The exit status is ``status``.  If the text cannot be written, for example to a full disk, this function prints an
-    error and returns 2.  If the reader has closed the pipe, this is no error.
+    Usually the exit status is ``status``.  If the text cannot be written, for example to a full disk, the exit status
+    is 2, and this function prints an error, unless ``status`` was 2 already.  A pipe that its reader has closed is no
+    error.
 
     Text that cannot be written is redirected to the null device.  Otherwise the interpreter would flush the text again
     while it shuts down, fail, print another message, and exit with status 120.

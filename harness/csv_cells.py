@@ -1,4 +1,4 @@
-"""Makes texts safe to be cells of a CSV file, which people open with spreadsheets."""
+"""Makes texts safe as cells of a CSV file: no spreadsheet that opens the file takes such a text for a formula."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _BEGINS_A_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 
 def safe_cell(value: Any) -> Any:
-    """Return a text as a cell that has no control characters, and that no spreadsheet takes for a formula.
+    """Return ``value`` as a cell of a CSV file that no spreadsheet takes for a formula.
 
-    Values other than texts are returned as they are.  A text that begins like a formula gets an apostrophe before it,
-    as OWASP recommends, unless it is a number or a single dash.  Source: https://owasp.org/www-community/attacks/CSV_Injection
+    In a text, control characters except tabs and line feeds are escaped.  A text that begins like a formula also gets
+    an apostrophe before it, as OWASP recommends, unless the text is a number or a single dash.  Values other than texts
+    are returned as they are.  Source: https://owasp.org/www-community/attacks/CSV_Injection
     """
     if not isinstance(value, str):
         return value
@@ -25,7 +26,7 @@ def safe_cell(value: Any) -> Any:
 
 
 def safe_cells(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table in which :func:`safe_cell` has been applied to each text.
+    """Return a copy of ``table`` in which each text is replaced by its :func:`safe_cell`.
 
     Columns of numbers and of booleans stay as they are.
     """

@@ -77,7 +77,7 @@ def _install(what: str) -> str:
 
 
 def visible(text: str) -> str:
-    """Return ``text`` with control characters, except tabs and ends of lines, escaped as in Python.
+    """Return ``text`` with control characters, except tabs and line feeds, escaped as in Python.
 
     A terminal would act on control characters: move the cursor, hide text, or show text in another order.
     """

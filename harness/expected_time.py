@@ -24,7 +24,7 @@ from impl.codecs.codec import ITEM_BYTES
 from impl.cpu.build import BuildError, user_cache
 
 _TURN: Final = (
-    0.007  # seconds of the engine and the turns of a thread rank in a micro-batch, measured with gpt-tiny
+    0.007  # seconds that a micro-batch of a thread rank takes besides computing, measured with gpt-tiny
 )
 OVERHEAD: Final = 4.5  # seconds that a trial takes besides its passes, measured on 2 cores
 _CHECKS: Final = 6  # passes of a micro-batch that check a trial before and after its steps
@@ -44,7 +44,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(forecasts: Sequence[Forecast]) -> Estimate:
-    """Estimate how many seconds the trials take, one after the other.
+    """Estimate how many seconds the trials of ``forecasts`` take together, if they run one after the other.
 
     Trials that cannot run here are left out.  If no time can be estimated, ``seconds`` is None and ``sentence`` gives
     the reason.
@@ -103,8 +103,9 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
 def core_flops() -> float:
     """Return the floating-point operations per second of one core, in a forward and backward pass of a small GPT.
 
-    The number is kept in a file of the user's cache.  It is measured again on another machine, or with another version
-    of torch.  With the file, this function does not import torch, which takes longer than planning a suite.
+    The number is kept in a file of the user's cache, and is measured again on another machine or version of torch.
+    If the file has the number, this function does not import torch, because this import takes longer than planning a
+    suite.
     """
     key = f"{machine.identity()}, torch {version('torch')}"
     try:
@@ -146,7 +147,7 @@ def measured_flops() -> float:
 
 
 def spoken(seconds: float) -> str:
-    """Return a duration as text in seconds, minutes or hours, whichever suits its length: ``4.5 min``."""
+    """Return a duration as text in seconds, minutes or hours, whichever suits its length: ``4.5 min`` for 270."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

@@ -31,10 +31,11 @@ _MODELLED: Final = (
 def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[dict[str, Any]]:
     """Return a row for each trial: the trial's setting, the fields that vary in the suite, and the predictions.
 
-    Numbers that depend on a module that was not imported are None (:func:`not_imported`).  If a codec was not
-    imported, the ids of all trials are None too.
+    Some numbers depend on modules that the suite names.  If such a module was not imported, these numbers are None
+    (:func:`not_imported`).  If a codec was not imported, the ids of all trials are None too.
 
-    Bytes that are sent are counted for one optimizer step or one generation.  They are None for peers:
+    Bytes that are sent are counted for one optimizer step or one generation.  They are None where they cannot be
+    predicted, such as for peers:
 
     - ``inter_bytes`` and ``intra_bytes``: bytes that all ranks together send between nodes and inside nodes.
     - ``egress_bytes``: bytes that one node sends to the other nodes.
@@ -44,14 +45,17 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
     Bytes that are held are counted for the rank that holds the most:
 
     - ``memory_bytes`` on the device and ``host_bytes`` in host memory, without activations.
-    - ``secondary_frames`` and ``secondary_wide``: bytes of hpZ's copy of the weights, if it is kept encoded, and if it
-      is kept in 16 bits.
+    - ``secondary_frames`` and ``secondary_wide``: bytes of hpZ's copy of the weights.  ``secondary_frames`` are the
+      bytes of a copy that is kept encoded, and ``secondary_wide`` those of a copy that is kept in 16 bits.
 
-    With a ``machine``, each row also has the step that is predicted for this machine.  The following keys begin with
-    ``modelled_``, and are None for peers and for generation:
+    With a ``machine``, each row also has the step that is predicted for this machine, under the following keys, each
+    with ``modelled_`` before it.  Their values are None for trials whose step time is not modelled, such as those of
+    peers, of host engines, and those that generate:
 
-    - ``seconds``: the duration of a step.  ``low_seconds`` and ``high_seconds`` lie two standard deviations of
-      the calibration's logarithmic errors below and above ``seconds``.
+    - ``seconds``: the duration of a step.
+    - ``low_seconds`` and ``high_seconds``: ``seconds`` divided by and multiplied by ``exp(2 * spread)``, with
+      ``spread`` the relative standard deviation of measured steps around the machine's predictions.  None if the
+      machine has no ``spread``.
     - ``compute_seconds``, ``wire_seconds`` and ``exposed_seconds``: how long a step computes, sends between nodes,
       and waits for messages.
     - ``critical``: the resource that is busy longest, ``link`` or ``processor``.
@@ -61,7 +65,8 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
     - ``basis``: a word for the origin of the prediction, such as ``calibrated``
       (:meth:`impl.plan.step_time.Machine.basis`).
     - ``fits_low_seconds`` and ``fits_high_seconds``: the least and the largest ``seconds`` over all fits of the
-      machine, which agree equally well with its measurements.  None for a machine of one fit.
+      machine.  A fit is a set of the machine's costs, and all fits agree equally well with the machine's measurements.
+      None for a machine of one fit.
     - ``fits_low_speed_up`` and ``fits_high_speed_up``: likewise for ``speed_up``.
     """
     varying = varying_paths([forecast.trial.canonical() for forecast in forecasts])
@@ -78,16 +83,18 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
 
 
 def undecided(row: Mapping[str, Any]) -> bool:
-    """Return whether a row's interval of speed-ups over the machine's fits contains 1.
+    """Return whether the machine file leaves open whether a row's trial is faster than ZeRO-3.
 
-    Then the machine file does not decide whether the trial or ZeRO-3 is faster.
+    A machine file may have several fits, sets of costs that agree equally well with the machine's measurements.  Each
+    fit predicts a speed-up of the trial over ZeRO-3.  The question is open if the interval of these speed-ups has 1
+    inside it.
     """
     low, high = row.get("modelled_fits_low_speed_up"), row.get("modelled_fits_high_speed_up")
     return low is not None and high is not None and bool(low < 1 < high)
 
 
 def _predicted(forecasts: Sequence[Forecast], machine: Machine) -> list[tuple[StepTime | None, float | None]]:
-    """Return (predicted step, speed-up over ZeRO-3) of each trial, on a machine with one fit.
+    """Return (predicted step, speed-up over ZeRO-3) of each trial on ``machine``, whose alternative fits are not used.
 
     The step is None if it cannot be predicted.  The speed-up is None if ZeRO-3's step in the same setting, or the
     trial's step, cannot be predicted.
@@ -139,7 +146,7 @@ def not_imported(forecasts: Sequence[Forecast]) -> str:
 def _modelled(
     forecast: Forecast, machine: Machine, predictions: Sequence[tuple[StepTime | None, float | None]]
 ) -> dict[str, Any]:
-    """Return the ``modelled_`` values of one trial by the names of :data:`_MODELLED`.
+    """Return the modelled values of one trial, by the names in :data:`_MODELLED`.
 
     ``predictions`` has a (step, speed-up) for each fit of the machine, the best fit first.  All values are None if the
     step could not be predicted.
@@ -196,10 +203,13 @@ def _row(forecast: Forecast, varying: Sequence[str], *, ids_unknown: bool) -> di
 
 
 def plan_json(suite: Suite, forecasts: Sequence[Forecast], table: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return a suite's name, question, time and trials, for JSON.
+    """Return a suite's plan as a dictionary, for JSON.
 
-    The time is the suite's text on how long it takes, under the key ``stated_time``.
-    Each trial is its row of ``table`` (:func:`rows`) with one more key, ``trial``, for all fields of the trial.
+    - ``suite`` and ``question``: the suite's name and question.
+    - ``stated_time``: the suite's text on how long it takes.
+    - ``not_imported``: the line on missing numbers (:func:`not_imported`).
+    - ``trials``: for each trial its row of ``table`` (:func:`rows`), with all fields of the trial under the key
+      ``trial``.
     """
     trials = [row | {"trial": f.trial.canonical()} for row, f in zip(table, forecasts, strict=True)]
     for trial in [] if suite.ids_known else trials:
@@ -215,7 +225,7 @@ def plan_json(suite: Suite, forecasts: Sequence[Forecast], table: Sequence[dict[
 
 
 def record_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return a row for each record: the fields that vary, its main measurements and its outcome."""
+    """Return a row for each record: the fields that vary between the records, its main measurements and its outcome."""
     varying = [path for path in varying_paths([record.trial for record in records]) if path != "strategy"]
     return [
         {
@@ -239,10 +249,10 @@ _TRAINING: Final = ("forward", "backward", "step")  # phases that a training ste
 def _summary(record: Record) -> dict[str, Any]:
     """Return the main numbers of a record by name; a number that was not measured is None.
 
-    - ``step_seconds``: the median over the timed steps of the slowest rank's seconds.  A trial that generates has
-      no steps: there it is the first rank's seconds of one generation, as the median over all generations.
-    - ``exposed_seconds``: the median over steps or generations of the seconds in which the first rank waits for
-      messages.
+    - ``step_seconds``: the duration of a step on its slowest rank, as the median over the timed steps.  For a trial
+      that generates, the duration of a generation on the first rank, as the median over all generations.
+    - ``exposed_seconds``: seconds of a step or generation in which the first rank waits for messages, as the median
+      over the steps or generations.
     - ``inter_bytes``: bytes that all ranks sent between nodes in a step or generation, from the ledger.  Without a
       ledger, the bytes that the nodes' interfaces counted; ``counted_by_interfaces`` is then true.
     - ``rate_mbit``: the median of the probes of the link or, without probes, of its calibration, in Mbit/s.

@@ -57,8 +57,9 @@ _WHOLE: Final = "--json and --csv print all of them"
 def _interval(row: Mapping[str, Any], quantity: str, form: str) -> str:
     """Return a text such as `` (0.12 to 0.15)``: the least and the largest value of a quantity over the machine's fits.
 
-    ``quantity`` is ``seconds`` or ``speed_up``.  Returns an empty text if the machine has one fit, or if both values
-    are equal.
+    A fit is a set of costs that agrees with the machine's measurements; each fit predicts a value.  ``quantity`` is
+    ``seconds`` or ``speed_up``, and ``form`` a format specification such as ``.2f``.  Returns an empty text if the
+    machine has one fit, or if both values are equal.
     """
     low, high = (row.get(f"modelled_fits_{end}_{quantity}") for end in ("low", "high"))
     return terminal_table.interval(low, high, form)
@@ -231,10 +232,10 @@ def losses_text(losses: Sequence[float]) -> str:
 
 
 def _as_predicted(record: Record) -> bool | str | None:
-    """Return whether the ledger equals the bytes that were predicted for it.
+    """Return whether the ranks sent exactly the bytes that were predicted, by the ledger of a record.
 
-    Returns a text with the purposes of the messages that cannot be predicted, if there are such messages.  Returns None
-    if the record has no prediction, as for peers.
+    If there are messages that cannot be predicted, returns a text with the purposes of these messages instead.  Returns
+    None if the record has no prediction, as for peers.
     """
     if record.predicted is not None and record.predicted.unpredicted:
         return f"{', '.join(record.predicted.unpredicted)}: measured, not predicted"

@@ -58,9 +58,10 @@ class Column:
     form: str = ""  # format specification of numbers, which are aligned to the right; empty for text
     unit: str = ""  # unit of the numbers of all cells; printed in the heading
     rank: int = 0  # on a narrow terminal, columns of the highest rank are left out first; columns of rank 0 always stay
-    mark: Callable[[Mapping[str, Any]], str] = lambda _: ""  # from a row, a text that follows the value
-    always: bool = False  # stays a column even if all its values are equal
-    whole: bool = False  # its cells are never folded, so that users can copy them
+    # Returns, for a row, a text that is printed after the value.
+    mark: Callable[[Mapping[str, Any]], str] = lambda _: ""
+    always: bool = False  # whether the column is shown even if all its values are equal or empty
+    whole: bool = False  # whether cells are never folded, so that users can copy them
     cells: tuple[str, ...] = ()  # the text of each row, set by :func:`filled`
 
     @property

@@ -1,5 +1,6 @@
 """Audits any program that uses torch.distributed: runs it unchanged and reports what its ranks send.
 
-:mod:`harness.audit.witness` runs inside the program's processes and imports nothing of this project; all other
-modules run in ``zeropp audit`` or, with :func:`harness.audit.inside.audit`, in the process of a notebook.
+:mod:`harness.audit.on_path` and :mod:`harness.audit.witness` run inside the program's processes and import nothing of
+this project.  All other modules run in ``zeropp audit``.  With :func:`harness.audit.inside.audit`, an audit runs in the
+process of a notebook or script.
 """

@@ -264,9 +264,9 @@ def _topology(ranks: Sequence[Rank], ranks_per_node: int | None) -> Topology:
     """Return the node of each rank of the program.
 
     If ``ranks_per_node`` is given, the node of every rank is computed from the rank's number.  Otherwise the node is
-    taken from the file of the rank, but ranks on other hosts may have left no file here.  Under torchrun, the node of
-    such a rank is computed from the rank's number.  Without torchrun, all ranks that have no file count as one more
-    node.
+    taken from the file that the rank's witness has written.  Ranks on other hosts may have left no file here.  Under
+    torchrun, the node of such a rank is computed from the rank's number.  Without torchrun, all ranks that have no file
+    count as one more node.
     """
     world = max((rank.world for rank in ranks), default=0)
     numbers = sorted({*range(world), *(rank.number for rank in ranks)})

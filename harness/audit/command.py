@@ -168,7 +168,8 @@ def exit_status(program: int, report: Report | None, expected: int) -> int:
         expected: Number of expectations.  Without a report, 1 is returned if there are any, since they could not be
             checked.
 
-    Returns 0 in all other cases.
+    Returns:
+        The exit status, which is 0 in all cases that are not named above.
     """
     if program:
         return program

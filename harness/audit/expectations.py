@@ -130,7 +130,9 @@ def parse(text: str) -> Expectation:
             f"expectation {text!r}: unknown unit {found['unit']!r}: expected M, B, kB, MB, GB or calls"
         )
     if parts["unit"] == "calls" and parts["place"]:
-        raise Refusal(f"expectation {text!r}: calls have no bytes: remove '{parts['place']}'")
+        raise Refusal(
+            f"expectation {text!r}: '{parts['place']}' selects bytes, but the unit is calls: remove '{parts['place']}'"
+        )
     return Expectation(
         " ".join(text.split()), parts["operation"], parts["relation"], float(parts["number"]), parts["unit"],
         parts["dtype"], parts["phase"], int(parts["ranks"] or 0), parts["place"],

@@ -124,14 +124,18 @@ def count_parameters(name: str) -> int:
 
 
 def why_nothing(processes: int, command: Sequence[str]) -> str:
-    """Return the line that says why an audit saw no process group."""
+    """Return the line that says why an audit saw no process group.
+
+    ``processes`` is the number of Python processes that loaded the audit, and ``command`` the program as it was given.
+    """
     if processes:
         return (
             f"{counted(processes)} ran, but none made a process group of torch.distributed: nothing to report"
         )
     return (
-        f"{command[0]}: no Python process of the program loaded the audit: is it another program, a container without "
-        f"the audit's folder, or Python with -S, -I or -E? (this Python: {sys.executable})"
+        f"{command[0]}: no Python process of the program loaded the audit: the program may run no Python, run in a "
+        "container that does not see the audit's folder (mount it, or run zeropp audit in the container), or start "
+        f"Python with -S, -I or -E (leave them out); this Python is {sys.executable}"
     )
 
 

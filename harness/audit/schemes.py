@@ -39,19 +39,18 @@ from typing import Any, Final
 from harness.audit.calls import PHASES, Calls, Count, Rank
 from harness.audit.witness import item_bytes
 
-TOLERANCE: Final = 0.01  # by which a term may differ from its closed form
-_SMALL: Final = (
-    0.005  # messages with a smaller share of the parameters are other messages: norms, losses, scales
-)
+TOLERANCE: Final = 0.01  # largest relative difference of measured bytes from those of the closed form
+_SMALL: Final = 0.005  # share of the model's elements; messages with fewer count as norms, losses or scales
 _NARROW: Final = ("int8", "uint8")
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """The messages of one operation, phase, type and group size: the measured bytes and those of the closed form.
+    """Measured and expected bytes of the messages that have the same operation, phase, type and group size.
 
     The bytes are sums over the calls of one rank in one step.  A collective counts with its whole message, such as the
-    gathered tensor of an all-gather (:class:`harness.audit.calls.Count`).
+    gathered tensor of an all-gather (:class:`harness.audit.calls.Count`).  The expected bytes follow from the closed
+    form of a scheme of data parallelism: a formula for what the scheme sends.
     """
 
     operation: str
@@ -79,12 +78,12 @@ class Scheme:
 
     @property
     def measured(self) -> int:
-        """The sum of the bytes that were measured for each term."""
+        """The measured bytes of all ``terms`` together."""
         return sum(term.measured for term in self.terms)
 
     @property
     def expected(self) -> float:
-        """The sum of the bytes that the closed form gives for each term."""
+        """The bytes of all ``terms`` together by the scheme's closed form."""
         return sum(term.expected or 0 for term in self.terms)
 
 
@@ -157,9 +156,9 @@ def _term(place: Place, count: Count, expected: float | None = None) -> Term:
 def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]]:
     """Return the name of the scheme that the messages look like, and the bytes of its closed form.
 
-    ``large`` has the sums of a rank's messages in one step, by (operation, phase, type, size of the group).  Sums that
-    are too small to be weights or gradients are left out.  The returned bytes have the same keys.  If the messages look
-    like no scheme, the name is :data:`NONE`.
+    ``large`` has the sums of a rank's messages in one step, by (operation, phase, type, size of the group), without
+    sums that are too small to be weights or gradients.  The bytes are a dict with some or all of these keys.  If the
+    messages look like no scheme, the name is :data:`NONE`.
     """
     if model.units:
         found = _of_units(large, model)
@@ -244,10 +243,12 @@ def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place,
 
 
 def _of_hops(calls: Calls, rank: Rank, step: int, model: Model, hops: Sequence[dict[str, Any]]) -> Scheme:
-    """Return the scheme that this project's engine follows, from the hops of the engine's units on a rank.
+    """Return the scheme that this project's engine follows, with the bytes that ``rank`` sent in ``step``.
 
-    The scheme's name is :data:`NONE` if the measured bytes do not fit the hops, or if there are other large messages.
-    Messages that ranks exchange in shared memory are not seen, and are left out of the closed form.
+    The closed form is the sum of ``hops``, the exchanges by which the engine gathers weights and reduces gradients, as
+    the witness has described them.  The scheme's name is :data:`NONE` if the measured bytes do not fit this sum, or if
+    there are other large messages.  An audit does not see messages that ranks exchange in shared memory, so the closed
+    form leaves them out.
     """
     sums: dict[_Spot, Count] = defaultdict(lambda: Count(0, 0, 0))
     types: dict[_Spot, str] = {}
@@ -301,7 +302,7 @@ _PHASE: Final = {"forward": "forward", "again": "forward", "backward": "backward
 def _micro_batches(sums: dict[_Spot, Count], hops: Sequence[dict[str, Any]]) -> int:
     """Return the number of micro-batches of our engine's step, computed from the bytes that the rank sent in forward.
 
-    Returns 1 if further micro-batches do not gather weights in forward again.
+    If only the first micro-batch gathers weights in forward, these bytes do not show the number, and 1 is returned.
     """
     first, again = (
         sum((len(hop["ranks"]) - 1) * hop["bytes"] for hop in hops if hop["turn"] == turn)
@@ -316,7 +317,7 @@ def _micro_batches(sums: dict[_Spot, Count], hops: Sequence[dict[str, Any]]) -> 
 
 
 def _name_of(hops: Sequence[dict[str, Any]]) -> str:
-    """Return the name of the scheme that sends these hops, such as ``hierarchical ZeRO-3 with qwZ``."""
+    """Return the name of the scheme whose messages ``hops`` describes, such as ``hierarchical ZeRO-3 with qwZ``."""
     by_pass = {turn: [hop for hop in hops if hop["turn"] == turn] for turn in _PHASE}
     gathers, reductions = by_pass["forward"] + by_pass["backward"], by_pass["reduction"]
     techniques = []
@@ -343,7 +344,7 @@ def _bits(dtype: str) -> int:
 
 
 def share_of(count: float, dtype: str, model: Model | None) -> float | None:
-    """Return the number of elements in ``count`` bytes of a type, divided by the number of the model's parameters.
+    """Return the number of elements in ``count`` bytes of the type ``dtype``, divided by the model's ``elements``.
 
     Returns None if there is no model, or if ``count`` is NaN.
     """

@@ -1,4 +1,7 @@
-"""The tables of an audit: calls by line, the closed form, and the interfaces' counters; as values and as CSV."""
+"""Makes the tables of an audit: the calls, their comparison with a closed form, and the bytes that interfaces counted.
+
+The calls of all steps also become a CSV file.
+"""
 
 from __future__ import annotations
 
@@ -64,11 +67,11 @@ class Report:
     scheme: Scheme | None  # of the first step of the largest class; None without a model
     by: str  # what ends a step
     broken: list[str]  # a line for each expectation that does not hold
-    kept: int  # number of all expectations, which hold if ``broken`` is empty
+    kept: int  # number of all expectations that were given, broken ones included
 
     @property
     def shown(self) -> int:
-        """The step whose calls stand for the reported steps."""
+        """The step whose calls tables show: the first step of the largest class of steps with equal calls."""
         return self.classes[0][0]
 
 
@@ -81,7 +84,7 @@ def report_on(
     broken: Sequence[str] = (),
     kept: int = 0,
 ) -> Report:
-    """Return the report of ``steps``, which has at least one step.
+    """Return the report of the steps with the numbers ``steps``, at least one.
 
     The other arguments become the fields of the same name of :class:`Report`.
     """
@@ -207,9 +210,9 @@ def _ended(ranks: Sequence[Rank], step: int) -> bool:
 
 
 def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
-    """Return, for each counter, (least value, greatest value) of what the ranks of one node read after a step.
+    """Return, by interface, (least value, greatest value) of the counters that the ranks of one node read after a step.
 
-    If the program ended with this step, the greatest value is exact, and is returned for both.
+    If the program ended with this step, the greatest value is exact, and is returned as both values.
     """
     read: dict[str, list[int]] = {}
     for rank in ranks:

@@ -11,7 +11,8 @@ rank sends
 | send | S to the receiving rank |
 | broadcast, reduce, gather, scatter | S (P - 1) / P to the next rank of the group: the mean over the ranks |
 
-The last row is a mean, since the audit does not know the root.  For gather and scatter, S is the piece of one rank.
+The last row is a mean, since the audit does not know the root.  For gather and scatter, S is the size of one rank's
+tensor.
 
 Source: gloo/allgather_ring.h, gloo/allreduce.cc; NCCL's documentation of algorithm bandwidth (nccl-tests,
 doc/PERFORMANCE.md).
@@ -38,9 +39,10 @@ class Sent(NamedTuple):
 
 
 def sent(rank: int, key: Key, count: Count, group: Group, topology: Topology) -> Sent:
-    """Return the bytes that ``rank`` sends for calls with the fields ``key`` in ``group``.
+    """Return the bytes that ``rank`` sends for the calls that have the fields ``key``, in ``group``.
 
-    ``count`` has the number of these calls, and the bytes of their whole messages.
+    ``count`` has the sum of the bytes of these calls.  It counts whole messages, such as the gathered tensor of an
+    all-gather, of which a rank sends only a part.
     """
     size, me = group.size, topology.nodes.get(rank, 0)
     if key.done_as == "recv" or size < 2:

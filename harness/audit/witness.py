@@ -65,15 +65,15 @@ FIELDS = (
     "bytes",
 )  # fmt: skip
 """What a row holds.  Calls that agree in all fields but the last three are counted in one row."""
-# Entries of the recorder in an audited program.  More entries are copied again at the end of a program; fewer would
-# not hold the calls of a large step.
+# Number of entries that the recorder holds in an audited program.  More entries would take longer to copy, at the
+# latest when the program ends; fewer entries would not hold the calls of a large step.
 RING = 5_000
-FIRST_STEPS = 10  # after each of which the recorder is read
-BUDGET = 0.01  # share of the process's processor time that reading may take afterwards
-INFINIBAND = "/sys/class/infiniband"  # folder of the adapters
-_FULL = 0.9  # share of the ring that may be filled before it is read in any case
-_SEQUENCES = 32  # that are remembered: one for each kind of step, such as one with an evaluation
-_DEEPEST = 80  # frames of a stack that the wrapper notes
+FIRST_STEPS = 10  # the recorder is read after each of so many first steps
+BUDGET = 0.01  # share of the process's processor time that reading may take after the first steps
+INFINIBAND = "/sys/class/infiniband"  # folder in which Linux lists InfiniBand adapters
+_FULL = 0.9  # share of the recorder's entries that may be used before the recorder is read in any case
+_SEQUENCES = 32  # most sequences that are remembered, one for each kind of step
+_DEEPEST = 80  # most frames of a stack that the wrapper notes
 
 _ITEM = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "bool": 1, "int16": 2, "int32": 4,
@@ -136,10 +136,10 @@ def describe(frames: Iterable[tuple[str, str, int]], thread: str = "") -> tuple[
 
     Args:
         frames: (file, function, line) of each frame, the innermost frame first.
-        thread: Name of the thread, by which autograd's threads are known.
+        thread: Name of the thread that made the call; autograd's threads are recognised by their names.
 
     Returns:
-        - the collective by the name of torch.distributed's function, such as ``all_gather``;
+        - the collective, under the name of torch.distributed's function for it, such as ``all_gather``;
         - ``forward``, ``backward``, ``optimizer`` or ``other``;
         - the innermost line of the user's program, outside of installed packages and the standard library;
         - the innermost function that does not belong to torch.distributed's Python interface.
@@ -177,9 +177,10 @@ def _below_packages(path: str) -> str:
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of :class:`Witness` so that no exception leaves it; the method then returns None.
+    """Wrap a method of :class:`Witness` so that it raises no exception.
 
-    A wrapped method does nothing if this thread is already inside a wrapped method, or if the witness has stopped.
+    If the method fails, the wrapper writes the event ``fault`` and returns None.  A wrapped method does nothing if this
+    thread is already inside a wrapped method, or if the witness has stopped.
     """
 
     @functools.wraps(function)
@@ -213,7 +214,7 @@ class _Sequence:
         self.rows: list[Any] | None = rows
 
     def learn(self, rows: list[Any]) -> None:
-        """Count another step with these calls, and forget the remembered rows if this step had different ``rows``."""
+        """Count another step with the calls of this sequence; if the step had other ``rows``, forget the known rows."""
         self.times += 1
         if self.rows != rows:
             self.rows = None
@@ -252,11 +253,12 @@ class Witness:
         self.marks: list[tuple[int, int, int]] = []  # (step, begin of its optimizer, end), not written; in ns
         self.tail: list[Call] = []  # calls after the last step, not written
         self.noted: list[Call] = []  # calls that the wrapper saw, not written
-        self.since = self.in_step = self.most = 0  # calls that the wrapper counted
+        # Calls that the wrapper counted since the last reading, and in this step; the most calls in any step.
+        self.since = self.in_step = self.most = 0
         self.seen: dict[str, int] = {}  # the last entry of each recorder that was read
         self.known: dict[str, list[_Sequence]] = {}  # by recorder
         self.spent, self.cost, self.first_step = 0.0, 0.0, 0.0
-        self.closed = False  # whether the default group was destroyed, before which the recorder was read
+        self.closed = False  # whether the default group was destroyed; the recorder was read right before
         self.groups: dict[str, str] = {}  # backend by name
         self.ranks: dict[str, list[int]] = {}
         self.unseen: set[str] = set()  # names of groups whose backend has no recorder
@@ -396,7 +398,10 @@ class Witness:
         self.undo.append(lambda: setattr(holder, name, before))
 
     def noting(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """Wrap a method of ``ProcessGroup`` such that each call is noted as ``operation`` before it is made."""
+        """Wrap a method of ``ProcessGroup`` such that the witness learns of each call before the call is made.
+
+        A call that a recorder is known to see is only counted.  Any other call goes to :meth:`note`, as ``operation``.
+        """
         maybe_unseen = operation in _POINT_TO_POINT
 
         @functools.wraps(method)
@@ -418,9 +423,10 @@ class Witness:
 
     @_guarded
     def note(self, operation: str, group: Any, arguments: Any, options: Any) -> None:
-        """Count a call from Python; if no recorder sees the call, also note its row.
+        """Count a call of ``operation`` from Python; if no recorder sees the call, also note its row.
 
-        Also find groups that are not known yet, and read the recorder if no step ends before it is full.
+        If ``group`` is not known yet, first find all new groups.  If the recorder is nearly full, and no step has ended
+        since it was last read, first read it.
         """
         self.since += 1
         self.in_step += 1
@@ -478,7 +484,12 @@ class Witness:
 
     @_guarded
     def mark(self) -> None:
-        """Count the current step as ended, and read the recorder if it is time to (see the module's docstring)."""
+        """Count the current step as ended, and read the recorder if this is due.
+
+        It is due after each of the first :data:`FIRST_STEPS` steps, after ``last_step``, and if the recorder could
+        overflow in the next step.  Otherwise the recorder is read only if reading has taken at most the share
+        :data:`BUDGET` of the process's processor time.  After ``last_step``, the witness stops.
+        """
         self._mark()
 
     def _mark(self) -> None:
@@ -501,7 +512,7 @@ class Witness:
             self.stop(in_hook=True)
 
     def mark_calls(self, module: Any) -> None:
-        """Wrap the marker's function in ``module``, such that a step ends each time it returns.
+        """Wrap the function that ``marker`` names in ``module``, such that a step ends each time the function returns.
 
         If the module has no such function, write the event ``unmarked``.
         """
@@ -768,7 +779,7 @@ class Witness:
             sizes = sum(n * item_bytes(dtype) for n, dtype in zip(numels, types))  # noqa: B905  # Python 3.8
             sides.append((sum(numels), sizes, max(zip(numels, types))[1] if numels else ""))  # noqa: B905
         elements, size, dtype = max(sides)
-        if done_as in ("gather", "scatter"):  # the piece of one rank: only the root has a list of all pieces
+        if done_as in ("gather", "scatter"):  # one rank's tensor, since only the root has all
             elements, size, dtype = min(side for side in sides if side[0]) if elements else sides[0]
         if not elements and done_as != "barrier":
             return None
@@ -808,9 +819,10 @@ class Witness:
         return sent
 
     def _nvlink(self) -> dict[str, int]:
-        """Return the bytes that this process's GPU has sent through NVLinks, by ``nvlink`` and the GPU's UUID.
+        """Return the bytes that this process's GPU has sent through NVLinks.
 
-        Returns an empty dictionary if the process uses no GPU, or if NVML has no such counter.
+        The returned dictionary has one key, ``nvlink`` followed by the GPU's UUID.  It is empty if the process uses no
+        GPU, or if NVML has no such counter.
         """
         cuda = self.torch.cuda
         if not cuda.is_initialized():
@@ -839,8 +851,9 @@ class _AfterImport:
         self.wanted = wanted
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the spec that another finder has for a wanted module, with a loader that also calls the function.
+        """Return the spec that another finder has for a wanted module, with its loader replaced by a :class:`_Loader`.
 
+        The :class:`_Loader` calls the function that ``wanted`` has for the module, after the module has been loaded.
         Returns None for other modules, which Python's other finders then find.
         """
         if name not in self.wanted:
@@ -885,7 +898,7 @@ class _Loader:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
-        """Let the chosen loader execute the module's code, and then call the function."""
+        """Let the chosen loader execute the module's code, and then call ``after(module)``."""
         module.__spec__.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
         self.after(module)
@@ -988,7 +1001,10 @@ def _other_engines(
 
 
 def _own_engines(held: Iterable[int]) -> list[Any]:
-    """Return this project's engines that have a master among the parameters with the ids ``held``."""
+    """Return this project's engines whose masters are among the parameters with the ids ``held``.
+
+    A master is the fp32 shard that an engine hands to the optimizer in place of the model's parameters.
+    """
     watch = sys.modules.get("impl.engine.optimizer_watch")
     engines = [] if watch is None else watch.engines()
     return [engine for engine in engines if not set(held).isdisjoint(engine.masters.numbers)]
@@ -997,7 +1013,8 @@ def _own_engines(held: Iterable[int]) -> list[Any]:
 def _own_hops(engine: Any) -> list[dict[str, Any]]:
     """Return what a step of this project's engine sends, summed over the engine's units.
 
-    Each returned dictionary stands for the hops of one turn, group of ranks, codec, kind and source:
+    A hop is one exchange of messages in a group of ranks; a gather or a reduction consists of one or more hops.  Each
+    returned dictionary stands for the hops that have the same turn, group of ranks, codec, kind and source:
 
     - ``turn``: ``forward`` (the first forward pass after an optimizer step), ``again`` (a further forward pass before
       the next optimizer step), ``backward`` or ``reduction``;

@@ -188,7 +188,10 @@ def works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator
 
 
 def _codec_works(codec: Codec, x: Tensor, backend: str) -> Iterator[Work]:
-    """Yield the operations of one codec on one backend.  All of them write into the same frames and elements."""
+    """Yield the operations of one codec on one backend, to be timed on the elements ``x`` (S,).
+
+    All of them write into the same buffers, which are allocated once.
+    """
     ablated = kernel_ablation.ABLATED.get(backend)
     operations = ops.operations_of(backend) if ablated is None else ablated(on_device)
     numel, out = x.numel(), torch.empty_like(x)

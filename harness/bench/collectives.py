@@ -93,14 +93,14 @@ def _sent(wire: Wire, run: Callable[[], object]) -> dict[str, int]:
 def _candidates(
     mesh: Mesh, wires: list[Wire], whole: Tensor, part: Tensor, out: Tensor
 ) -> Iterator[Candidate]:
-    """Yield our collectives, one for each combination of codec, transport and algorithm that exists.
+    """Yield our collectives, one for each combination of codec, transport and algorithm that can run on the ranks.
 
     Args:
         mesh: The ranks.
         wires: A wire for each transport.
         whole: (world * S,) elements to reduce.
         part: (S,) this rank's shard, to gather.
-        out: (world * S,) where gathered elements are written.
+        out: (world * S,) buffer into which gathered elements are written.
     """
     topology, rows = mesh.topology, out.view(mesh.topology.world, -1)
     for codec, wire in product(CODECS, wires):

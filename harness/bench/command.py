@@ -33,8 +33,8 @@ app = typer.Typer(
 
 Result = TypeVar("Result")
 Several = list[str] | None
-Topology = tuple[int, int]  # nodes, and ranks of each
-# A topology, and the Mbit/s of its link between nodes, None if unshaped.
+Topology = tuple[int, int]  # number of nodes, and number of ranks on each node
+# A topology, and the rate of its link between nodes in Mbit/s; None for no limit.
 Place = tuple[Topology, float | None]
 MOST_RANKS: Final = 64
 MOST_MEBIBYTES: Final = 1 << 16
@@ -82,15 +82,15 @@ def codecs(
     texts = tuple(map(str, parsed))
     usual = bench_codecs.OURS if codec else bench_codecs.USUAL  # other libraries do not have our codecs
     backends, kinds = list(dict.fromkeys(backend or usual)), list(dict.fromkeys(kind or ("fp32",)))
-    axes = {"backend": (backends, bench_codecs.BACKENDS), "type of elements": (kinds, get_args(ElementType))}
-    for axis, (names, known) in axes.items():
+    axes = {"--backend": (backends, bench_codecs.BACKENDS), "--kind": (kinds, get_args(ElementType))}
+    for option, (names, known) in axes.items():
         if unknown := [name for name in names if name not in known]:
-            raise Refusal(f"unknown {axis} {unknown[0]!r}: expected one of {', '.join(known)}")
+            raise Refusal(f"unknown {option} {unknown[0]!r}: expected one of {', '.join(known)}")
     candidates = dict.fromkeys((*backends, *bench_codecs.USUAL))
     missing = {name: why for name in candidates if (why := bench_codecs.why_missing(name)) is not None}
     absent = [name for name in backends if name in missing]
     if backend and absent:
-        raise Refusal(f"backend {absent[0]!r} is not available here: {missing[absent[0]]}")
+        raise Refusal(f"--backend {absent[0]!r} is not available here: {missing[absent[0]]}")
     backends = [name for name in backends if name not in absent]
     arguments: dict[str, Any] = {"codecs": texts, "backends": backends, "kinds": kinds}
     target = partial(bench_codecs.measure, **arguments, mebibytes=megabytes, seconds=seconds)
@@ -191,10 +191,10 @@ class _Run:
             )
 
     def at(self, place: Place, target: Callable[[Rank], Sequence[Sample]]) -> list[Sample]:
-        """Run ``target`` on all ranks of a topology, with a link of the given rate, and return the merged samples.
+        """Run ``target`` on all ranks, over a link between nodes, and return the merged samples.
 
-        A merged sample has the slowest rank's seconds of each round, and the sum of all ranks' bytes.  Its ``names``
-        have the topology and the rate.
+        ``place`` has the topology of the ranks and the rate of the link.  A merged sample has the slowest rank's
+        seconds of each round, and the sum of all ranks' bytes.  Its ``names`` have the topology and the rate.
         """
         topology, mbit = place
         names = {"nodes": topology[0], "ranks_per_node": topology[1], "rate_mbit": mbit}

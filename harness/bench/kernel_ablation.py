@@ -50,7 +50,7 @@ ABLATED: Final[Mapping[str, Callable[[Runner], Kernels]]] = {
 """The kernels of each backend, by its name:
 
 - ``cuda-general``: kernels that are compiled for all codecs, not for one;
-- ``cuda-shared-memory``: blocks are held in shared memory instead of registers;
+- ``cuda-shared-memory``: a codec's block of elements is held in shared memory instead of registers;
 - ``cuda-two-reads``: elements are read twice from global memory;
 - ``cuda-unfused``: sums are written to memory before they are encoded;
 - ``cuda-narrow``: elements are loaded and stored one by one;

@@ -38,9 +38,9 @@ def why_missing(name: str) -> str | None:
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return, for the record, the versions of the libraries in ``names`` by name of the package.
+    """Return the version of each library in ``names``, by the name of its package.
 
-    Backends of this project in ``names`` are left out.
+    Backends of this project, which ``names`` may also have, are left out.
     """
     packages = (name.partition(".")[0] for name in names if name in QUANTISERS)
     return {name: importlib.metadata.version(name) for name in packages}

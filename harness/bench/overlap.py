@@ -53,8 +53,8 @@ _TAG: Final = Tag("backward", "gradients")
 Times = tuple[float, float, float]
 """Seconds of a step on this rank: forward, backward, and the whole step with the optimizer."""
 Alone = tuple[list[Times], dict[str, list[int]]]
-"""The times of compute alone, by round, and the bytes that this rank would send to other nodes under each policy, in
-forward and in backward."""
+"""The result of :func:`compute_alone` on a rank, in two parts: the times of a step that sends nothing, one for each
+round; and by policy, the bytes that the rank would send to other nodes in a step, as [in forward, in backward]."""
 
 
 def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
@@ -93,8 +93,8 @@ def rate_for_step(sent: Sequence[int], computed: Sequence[float]) -> float:
 def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float) -> list[Sample]:
     """Time steps of a policy and steps of compute alone, in turns, for about ``seconds`` in all.
 
-    All ranks must call this function.  It returns one sample of this rank: the seconds of the policy's steps, with the
-    steps of compute alone as reference.
+    Compute alone is the same model without sharding, whose steps send nothing.  All ranks must call this function.  It
+    returns one sample of this rank: the seconds of the policy's steps, with the steps of compute alone as reference.
     """
     model = _model(layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -117,9 +117,10 @@ def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float
 
 
 def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
-    """Return this rank's seconds of the first hop alone, for each round.
+    """Return this rank's seconds of the first hop of a two-hop reduction alone, for each round.
 
     All ranks must call this function.  The first hop stays inside nodes, and needs no link between nodes.
+    ``mebibytes`` is the size of the reduced fp32 gradient in MiB.
     """
     hop, _ = _hops(Wire(Mesh.create(rank.topology), transport="backend"), mebibytes)
     (rounds,) = interleaved(rank, [timed(hop)], "first hop", PROBES)
@@ -129,7 +130,9 @@ def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
 def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
     """Return the rate, in Mbit/s, at which the second hop takes :data:`HOPS_APART` times as long as the first hop.
 
-    ``ranks`` has the results of :func:`first_hop` on all ranks.
+    The hops are those of a reduction: the first stays inside nodes, and the second crosses the link between nodes.
+    ``ranks`` has the results of :func:`first_hop` on all ranks, and ``mebibytes`` is the size of the reduced fp32
+    gradient in MiB.
     """
     slowest = statistics.median(map(max, zip(*ranks, strict=True)))
     topology = Topology(*TOPOLOGY_OF_HOPS)
@@ -139,7 +142,7 @@ def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
 
 
 def hops(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
-    """Time four things in turns: each hop alone, the reduction in one chunk, and the reduction in several chunks.
+    """Time in turns the messages of each hop of a two-hop reduction alone, and the reduction in one and several chunks.
 
     All ranks must call this function.  It returns one sample of this rank: the seconds of the reduction in several
     chunks, with the reduction in one chunk as reference, and the seconds of both hops as ``parts``.
@@ -210,7 +213,11 @@ def _trainer(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = N
 
 
 def _rows(topology: Topology, mebibytes: int) -> tuple[int, int]:
-    """Return the bytes of one rank's message to each other rank of the group: (in the first hop, in the second hop)."""
+    """Return the bytes of one message in a two-hop reduction: (in the first hop, in the second hop).
+
+    A rank sends one message to each other rank of the hop's group.  ``mebibytes`` is the size of the reduced fp32
+    gradient in MiB.
+    """
     frame = parse(CODEC).frame_bytes((mebibytes << 18) // topology.world)
     return topology.nodes * frame, frame
 

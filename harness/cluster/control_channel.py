@@ -43,7 +43,7 @@ class ChannelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which node of the run this process belongs to, and where all nodes find the store."""
+    """Which node of the run this process belongs to, and where all nodes find the store of the run's messages."""
 
     node: int
     nodes: int

@@ -232,7 +232,11 @@ def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
 
 
 def tbf_details(rate_mbit: float) -> dict[str, Any]:
-    """Return the parameters of the ``tbf`` queue for a rate, for records."""
+    """Return the kind and the parameters of the queue that limits a link to a rate, as a link's record names them.
+
+    The queue is the kernel's token bucket filter (``tbf``).  Its parameters ``burst``, ``limit`` and ``segment`` are in
+    bytes (:class:`harness.shaping.netns_shaper.Shape`).
+    """
     queue = shape(rate_mbit)
     return {"queue": "tbf", "burst": queue.burst, "limit": queue.limit, "segment": queue.segment}
 
@@ -240,7 +244,8 @@ def tbf_details(rate_mbit: float) -> dict[str, Any]:
 def measure_link(rank: Rank, message: tuple[int, int, str, str]) -> list[float]:
     """Measure the link's rate on this rank with :func:`exchange`, and return the rates in Mbit/s.
 
-    This function has the form of a supervisor's work (:mod:`harness.cluster.node_supervisors`).
+    Supervisors can run this function on their ranks (:mod:`harness.cluster.node_supervisors`); it therefore takes two
+    arguments only.
 
     Args:
         rank: This rank.

@@ -39,8 +39,9 @@ _LOG_LETTERS: Final = 200_000  # last letters of a node's log that are sent to n
 Answer = dict[str, Any]
 """A node's answer to a command.
 
-After success, it has the ranks' ``results`` and the ``shaped`` interface.  After a failure, it has the failure's
-``kind``, ``message`` and ``log``, and whether the failure is only the ``effect`` of another one.
+After success, the answer has the keys ``results`` (of the node's ranks) and ``shaped`` (facts about the interface whose
+rate was limited; {} if none was).  After a failure, it has the keys ``kind``, ``message`` and ``log`` of the failure,
+and ``effect``: whether the failure is only the effect of another failure.
 """
 _SILENT: Final[Answer] = {"kind": "timeout", "message": "no answer from another node"}
 Work = Callable[[Rank, Any], Any]  # a module-level function (rank, argument) -> result
@@ -67,7 +68,8 @@ class Nodes:
 
     channel: Channel
     nodes: list[Node]
-    # For each node, facts about its interface from before it was shaped for the latest work; {} if it was not shaped.
+    # For each node, facts about its network interface, from before the interface's rate was limited for the latest
+    # work; {} if the rate was not limited.
     shaped: list[dict[str, Any]] = field(default_factory=list)
     status: int = 1  # exit status with which the other supervisors will end
     together: bool = True  # whether all nodes have met
@@ -264,7 +266,7 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit
             return int(command["status"])
     except ChannelError as error:
         message = f"node {place.node}: the supervisor of node 0 has ended, or is lost ({error})"
-        raise Refusal(message) from error
+        raise Refusal(f"{message}; start the run again on all nodes") from error
 
 
 def _meet(channel: Channel) -> int | None:

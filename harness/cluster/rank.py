@@ -48,7 +48,7 @@ Report = Callable[[Progress], None]
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of a running process group."""
+    """One rank of a running trial: a process of a process group, or a thread."""
 
     rank: int  # number of the rank: node * ranks_per_node + local
     topology: Topology
@@ -139,7 +139,7 @@ def lift_rate(control: str) -> Iterator[None]:
 
 
 def _request(keeper: socket.socket, send: Callable[[], None], expected: bytes) -> None:
-    """Send a request to the keeper with ``send()``, and wait for its answer.
+    """Send a request with ``send()`` to the keeper, the process that limits the link's rate, and wait for its answer.
 
     Raises:
         LinkError: If the keeper does not answer, or if the answer is not ``expected``.
@@ -148,8 +148,11 @@ def _request(keeper: socket.socket, send: Callable[[], None], expected: bytes) -
         send()
         answer = keeper.recv(len(expected), socket.MSG_WAITALL)
     except OSError as error:
-        raise LinkError(f"the keeper of the link does not answer: {error}: run the trial again") from error
+        raise LinkError(
+            f"the process that keeps the link does not answer: {error}; run the trial again"
+        ) from error
     if answer != expected:
         raise LinkError(
-            f"the link's keeper ended: it answered {answer!r} instead of {expected.decode()!r}: run the trial again"
+            f"the process that keeps the link has ended: it answered {answer!r} instead of {expected!r}; run the trial "
+            "again"
         )

@@ -425,9 +425,10 @@ def _rank_main(  # noqa: PLR0917  # a new process needs all of them
 
 
 def _traces(launch: Launch) -> str:
-    """Return the path with which the names of the files of NCCL's latest calls begin, and make their folder.
+    """Return a path prefix for files of NCCL's latest calls, one file for each rank, and make the folder of the files.
 
-    The file of a rank is this path with the rank's number at the end: ``trial.log.nccl3`` for rank 3.
+    A file's path is this prefix and the rank's number: if the prefix is ``trial.log.nccl``, rank 3 has the file
+    ``trial.log.nccl3``.
     """
     launch.log.parent.mkdir(parents=True, exist_ok=True)
     return f"{launch.log}.nccl"

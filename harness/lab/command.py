@@ -72,7 +72,7 @@ def formats(
         float | None,
         typer.Option(
             help="Also choose a codec for each unit, so that elements take at most this many bits on average and "
-            "the error is least.",
+            "the sum of errors is small.",
             min=0.1,
         ),
     ] = None,

@@ -241,8 +241,9 @@ def lossless_bits(units: Sequence[Unit], kind: str) -> float:
 def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
     """Yield lines of text on the best codecs that take at most ``bits`` an element on average.
 
-    For each kind of values, the first line compares the error of the choice of :func:`choose_codecs` with the error of
-    the best single codec.  The next lines name the codec that was chosen for each unit.
+    There are several lines for each kind of values.  The first line compares two errors: the error if each unit has the
+    codec that :func:`choose_codecs` chooses for it, and the error if all units have the best single codec.  The next
+    lines name the codec that was chosen for each unit.
     """
     for kind, group in rows.groupby("kind"):
         (chosen, cost), codecs = choose_codecs(group, bits), rank_codecs(group)

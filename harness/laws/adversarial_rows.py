@@ -125,9 +125,11 @@ def long_row(block: Block, numel: int) -> Tensor:
 def fixed_cases(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> list[Case]:
     """Return the cases on which a claim is always tried, before cases are drawn.
 
-    These are simple rows, all ties of several number formats, and a row whose blocks have three scales.  For our own
-    codecs, rows at the rounding edges between levels are added if the claim is ``BITS`` or the subject is the
-    reference.  If ``elements`` is above :data:`LONGEST`, rows of ``elements`` elements are added at the end.
+    These are simple rows, rows of ties of several number formats, and a row whose blocks have three scales.  A tie is
+    the middle between two neighbouring values that the codec can represent.  For a built-in codec with blocks, rows of
+    ties and of the floats next to them (:func:`~harness.laws.rounding_edges.edge_rows`) are added if the claim is
+    ``BITS``, or if the subject is the reference.  If ``elements`` is above :data:`LONGEST`, rows of ``elements``
+    elements are added at the end.
     """
     ties = [torch.stack([torch.full_like(tie, top), tie], dim=1).flatten() for top, tie in _TIES]
     size = 16 if subject.promises.block == "shard" else min(subject.promises.block, LONGEST // 3)

@@ -184,7 +184,9 @@ def _unstarted(own: OwnMethod, case: Case) -> None:
         return False
 
     if not all(on_ranks(case, body)):
-        raise Violation("finish() of a new object returned weights, although nothing was started")
+        raise Violation(
+            "finish() of a new object returned weights, although start() was not called; expected an error"
+        )
 
 
 def _bytes(own: OwnMethod, case: Case) -> None:

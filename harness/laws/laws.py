@@ -230,7 +230,7 @@ def _zero(subject: Subject, case: Case) -> None:
 def _idempotent(subject: Subject, case: Case) -> None:
     """Check that decoded elements change by at most 2^-22 of their magnitude if they are encoded and decoded again.
 
-    So much may come from the last bit of a scale.
+    The last bit of a scale may cause a change of this size.
     """
     trip = _round_trip(subject, case.x, case.noise)
     once, twice = trip.decoded, _round_trip(subject, trip.decoded, case.noise).decoded

@@ -47,7 +47,7 @@ class MethodDuty(enum.Enum):
     ADVANCE = "the mean does not depend on how often advance() is called"
     RESUME = "a new object that loads the state goes on as the old one would have, bit by bit"
     APART = "the mean of a unit does not depend on other units"
-    KEEP = "later reductions do not change a mean, so that those of micro-batches can be added up"
+    KEEP = "later reductions do not change a mean that finish() has returned"
     UNSTARTED = "finish() without start() raises an error"
     BYTES = "the ledger has the messages that bytes() declares"
 
@@ -259,7 +259,9 @@ def _unstarted(own: OwnMethod, case: Case) -> None:
         return False
 
     if not all(on_ranks(case, body)):
-        raise Violation("finish() of a new object returned a mean, although nothing was started")
+        raise Violation(
+            "finish() of a new object returned a mean, although start() was not called; expected an error"
+        )
 
 
 def _bytes(own: OwnMethod, case: Case) -> None:

@@ -62,11 +62,11 @@ def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
 
 
 def spans(codec: Blocked, kind: Dtype) -> list[Span]:
-    """Return the spans for which rows are made.
+    """Return the spans for which :func:`edge_rows` makes rows: extremes of a block with the scale that they determine.
 
-    There is one span for each scale in ``_SCALES`` or, for an asymmetric codec, one for each such scale and each offset
-    in ``_OFFSETS``.  Two more spans follow: the first has the smallest normal number of ``kind`` as its scale, the
-    second has the largest number of ``kind`` as its largest element.
+    For a symmetric codec, there is one span for each scale in ``_SCALES``.  For an asymmetric codec, there is one span
+    for each of these scales with each offset in ``_OFFSETS``.  Two more spans follow: the first has the smallest normal
+    number of ``kind`` as its scale, the second has the largest number of ``kind`` as its largest element.
     """
     small = 2.0**-8 if codec.steps * max(_SCALES) > LARGEST[kind] else 1.0
     ranges = torch.tensor(_SCALES) * codec.steps * small

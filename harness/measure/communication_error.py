@@ -78,14 +78,21 @@ class ReductionObserver(Observer):
         self.unlike: str | None = None
 
     def local(self, unit: str, gradient: Tensor) -> None:
-        """See :class:`~impl.comm.wire.Observer`."""
+        """Add this rank's gradient (P,) of a unit, whose reduction begins, to ``gradients``."""
         if self._unit not in (None, unit):
             return
         total = gradient.detach().to(torch.float32, copy=True)
         self.gradients[unit] = total.add_(self.gradients[unit]) if unit in self.gradients else total
 
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
-        """See :class:`~impl.comm.wire.Observer`."""
+        """Add the errors of one message to ``hops`` or, if only one unit is observed, check the message's bytes.
+
+        Args:
+            unit: Name of the unit whose gradients the message has.
+            hop: The hop of the reduction in which the message is sent.
+            values: (..., n) exact values of the message.
+            frames: (..., F) uint8, the encoded values; None if the values are sent without encoding.
+        """
         if self._unit not in (None, unit):
             return
         exact = values.detach().float()
@@ -103,7 +110,7 @@ class ReductionObserver(Observer):
         self.hops[unit, hop] += squared_sums(decoded, exact)
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
-        """See :class:`~impl.comm.wire.Observer`."""
+        """Add the mean gradient (n,) fp32 of a unit's elements [start, start + n) to ``means``."""
         if self._unit not in (None, unit):
             return
         total = mean.detach().clone()
@@ -368,8 +375,8 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy, ranks: int) ->
     - gradients with error feedback or a user's own reduction;
     - weights with a user's own gather;
     - weights or gradients whose codecs a budget changes;
-    - weights sent as differences.  Step 0 sends whole weights, so it is left out, and the next measured step counts as
-      the first.  With a schedule, all steps are left out.
+    - weights of a policy that sends differences, in step 0.  This step sends whole weights, so the next measured step
+      counts as the first.  With a schedule, rule 1 is applied to such weights in no step.
 
     With a schedule, rule 1 compares only steps that have the same policy.  Rule 2 is not applied with ``planes`` other
     than 1, where hpZ's copy holds another plane than forward passes compute with.
@@ -401,9 +408,7 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy, ranks: int) ->
         key = now, error.purpose, error.unit, error.codec
         allowed = growth(ranks) * max(first.setdefault(key, vnmse), BF16_VNMSE)
         if vnmse > allowed:
-            return (
-                f"{sentence}, but after the error in the first measured step at most {allowed:.3g} is allowed"
-            )
+            return f"{sentence}: more than {allowed:.3g}, the limit that follows from the first measured step"
     return None
 
 

@@ -163,9 +163,10 @@ def composed(codecs: Sequence[Codec]) -> float:
 
 @dataclass(slots=True)
 class FirstGradient:
-    """Holds the single process's gradient of one step, in the windows that are compared.
+    """Holds a single process's gradient of one step, to compare the sharded model's reduced gradients with it.
 
-    Call :meth:`add` for each micro-batch, then :meth:`average`, then :meth:`compare`.
+    A window is a run of consecutive elements.  Only windows that are drawn at random are held and compared.  Call
+    :meth:`add` for each micro-batch, then :meth:`average`, then :meth:`compare`.
     """
 
     layouts: Sequence[Layout]  # the layouts of everything that is reduced

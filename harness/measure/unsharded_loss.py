@@ -1,4 +1,4 @@
-"""Computes an unsharded model's loss as a sharded engine would: with weights that went through its codecs.
+"""Computes an unsharded model's loss as a sharded engine would: with weights that went through the engine's codecs.
 
 The context managers here change the weights of an unsharded model in place and restore them afterwards.
 """

@@ -59,10 +59,8 @@ def pack(folder: Path, into: Path) -> Path:
                 entry.size = len(content)
                 total += entry.size
                 if _NAME.fullmatch(entry.name) is None or entry.size > _MOST:
-                    reason = (
-                        f"has a name that no record, run or trace has, or is larger than {_MOST >> 20} MiB"
-                    )
-                    raise RecordError(f"{path}: {reason}; move it out of the folder")
+                    reason = f"is larger than {_MOST >> 20} MiB, or an archive cannot hold its name or its folder's"
+                    raise RecordError(f"{path}: {reason}; move the file elsewhere, or rename the folder")
                 if total > _MOST_IN_ALL or len(files) > _MOST_ENTRIES:
                     limits = f"{_MOST_ENTRIES} files or {_MOST_IN_ALL >> 30} GiB in all"
                     raise RecordError(
@@ -77,9 +75,10 @@ def pack(folder: Path, into: Path) -> Path:
 
 
 def unpack(archive: Path, into: Path | None = None) -> Path:
-    """Write an archive's records into a folder named after its suite.
+    """Write the files of an archive into the folder of its suite, which has the suite's name.
 
-    All checks are made before the folder is changed.
+    Files of the archive replace files of the same name in this folder.  All checks are made before any file in
+    the folder is changed.
 
     Args:
         archive: Path of the archive; its file name is the suite's name and ``.tar.xz``.
@@ -103,7 +102,8 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
     except _OtherEntryError as error:
         raise RecordError(
             f"{archive}: holds {error.args[0]!r}, which is no file of suite {suite} or is larger than {_MOST >> 20} "
-            "MiB; give the archive the name of the folder that was packed, or pack the folder again"
+            f"MiB; rename the archive to FOLDER{SUFFIX}, where FOLDER is the name of the packed folder, or pack "
+            "the folder again"
         ) from None
     except (OSError, tarfile.TarError, lzma.LZMAError, EOFError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

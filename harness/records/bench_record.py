@@ -49,7 +49,7 @@ class Sample(BaseModel, extra="forbid", frozen=True):
 
     @property
     def timed(self) -> dict[str, list[float]]:
-        """All lists of seconds, by name."""
+        """All lists of seconds, by name: ``seconds``, ``reference_seconds``, and the names of ``parts``."""
         return {"seconds": self.seconds, "reference_seconds": self.reference_seconds} | self.parts
 
     @property
@@ -62,11 +62,14 @@ class Sample(BaseModel, extra="forbid", frozen=True):
 
 
 def merge_ranks(ranks: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Merge the samples of all ranks.
+    """Merge the samples of all ranks into one list, with one sample for each candidate.
 
-    In each round, the merged sample has the seconds of the slowest rank.  The slowest rank is found for each list of
-    seconds by itself: it may be rank 0 for the candidate, and rank 1 for the reference.  The bytes that the ranks sent
-    are added up.
+    In each round, the merged sample has the seconds of the rank that was slowest in this round.  This may be rank 0 for
+    the seconds of the candidate, and rank 1 for the seconds of the reference.  The bytes that the ranks sent are added
+    up.
+
+    Args:
+        ranks: The samples of each rank; all ranks have the same candidates in the same order.
     """
     merged = []
     for samples in zip(*ranks, strict=True):
@@ -113,7 +116,8 @@ def write(folder: Path, bench: Bench) -> Path:
 def holds(folder: Path) -> bool:
     """Return whether ``folder`` holds records of benchmarks.
 
-    The first readable JSON file decides; if there is none, the folder's name does, such as ``bench-codecs``.
+    If the folder has readable JSON files, the first of them must have the key ``subject``.  If it has none, the
+    folder must have the name of a folder for such records, such as ``bench-codecs``.
     """
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, RecursionError, TypeError):

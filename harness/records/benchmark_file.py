@@ -67,11 +67,11 @@ def holds(folder: Path) -> bool:
 
 
 def read_all(folder: Path) -> list[BenchmarkFile]:
-    """Read all files of a folder, in the order in which they were written.
+    """Read all JSON files of pytest-benchmark in a folder, in the order in which they were written.
 
     Raises:
-        RecordError: If the folder holds no such files, or if a file was not written by pytest-benchmark or lacks a
-            field that report pages need; the message names this file.
+        RecordError: If the folder has no JSON file.  Also if one of its JSON files was not written by pytest-benchmark,
+            or lacks a field that report pages need; the message names this file.
     """
     files = []
     for path in paths_in(folder):

@@ -3,8 +3,8 @@
 Each line holds the SHA-256 of the line before it, so that no line can be removed or changed unnoticed.  A report
 compares the records with the journal (:func:`verify`).  It names records that were deleted or edited, even if the
 edited record has a new digest.  It also names trials that were run again although they had a result.  The journal thus
-reveals mistakes, and the choice of results after they were seen.  It does not reveal that somebody has written a whole
-new journal with this program.
+reveals mistakes, and it reveals results that were discarded after somebody had seen them.  It does not reveal that
+somebody has written a whole new journal with this program.
 
 A record is written before its line.  If a run is killed, or its disk is full, after the record and before the line, the
 record's ``entry`` is the number of a line that the journal does not have yet.  The next run adds this line
@@ -77,9 +77,9 @@ def append(results: Path, record: Record) -> Record:
 
 
 def complete(results: Path) -> None:
-    """Add the line of a record whose run ended before it wrote the line.
+    """Add to the journal the line of the last record, if the run that wrote this record ended before it wrote the line.
 
-    If there is no such record, the journal stays as it is.
+    Otherwise the journal stays as it is.
 
     Raises:
         RecordError: If the journal cannot be read or written.
@@ -91,10 +91,11 @@ def complete(results: Path) -> None:
 
 
 def _without_line(lines: Sequence[str], records: Sequence[Record]) -> Record | None:
-    """Return the record that was written without its line; None if there is none.
+    """Return the record whose run ended after it wrote the record and before it wrote the record's line.
 
-    A run that is killed leaves at most one such record, and its line is the next one of the journal.  If the journal
-    lacks the lines of several records, or is not intact, somebody has cut it, and None is returned.
+    A run that is killed leaves at most one such record, whose line is the next line of the journal.  Returns None if
+    there is no such record.  Returns None too if the journal lacks the lines of several records or is not intact, since
+    somebody has cut the journal then.
     """
     without = [record for record in records if record.entry is not None and record.entry >= len(lines)]
     if len(without) != 1 or without[0].entry != len(lines) or len(_entries(lines)) < len(lines):
@@ -118,7 +119,14 @@ def _write(results: Path, lines: Sequence[str]) -> None:
 
 
 def verify(results: Path, records: Sequence[Record]) -> list[str]:
-    """Return sentences about records that do not match their folder's journal; empty if all do.
+    """Compare the records of a folder with the folder's journal.
+
+    Args:
+        results: The folder.
+        records: The folder's records.
+
+    Returns:
+        A sentence for each kind of mismatch, such as records that were edited.  The list is empty if there is none.
 
     Raises:
         RecordError: If the journal cannot be read.

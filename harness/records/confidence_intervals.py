@@ -4,10 +4,10 @@ The formulas are in docs/reference/metrics.md.  How many values an interval need
 
 - At least :data:`FEWEST` values or pairs must have been measured.  Where some are left out because other programs
   disturbed them, :data:`FEWEST_UNDISTURBED` must remain.
-- Seconds depend on the occasion at which they were measured: a start of a machine, or runs more than an hour apart.
-  From several occasions, each occasion's mean or median counts as one value, because values of one occasion share the
-  machine's state.  Medians then need :data:`FEWEST` occasions, because the range of five values holds the median in
-  less than 95 % of samples.
+- Seconds depend on the occasion at which they were measured.  A new occasion begins when a machine is started, and
+  after a pause of more than an hour between runs.  If values are from several occasions, each occasion's mean or median
+  counts as one value, because values of one occasion share the machine's state.  Medians then need :data:`FEWEST`
+  occasions, because the median lies between the smallest and the largest of five values in less than 95 % of samples.
 - If all values are from one occasion, the interval is computed from them, and holds within this start of the machine
   only.
 
@@ -26,7 +26,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 CONFIDENCE: Final = 0.95
-FEWEST: Final = 6  # fewest values; the range of five values holds the median in only 94 % of samples
+FEWEST: Final = 6  # fewest values; the median lies between the ends of five values in only 94 % of samples
 FEWEST_UNDISTURBED: Final = 3  # of these, how many must remain if disturbed ones are left out
 FEWEST_FOR_LINE: Final = 4  # fewest occasions for a prediction by a covariate
 WITHIN_START: Final = "within this start"  # says that an interval is over the values of one occasion
@@ -96,7 +96,8 @@ class Interval:
 def enough(n: int, left_out: int = 0) -> bool:
     """Return whether ``n`` values are enough for an interval.
 
-    ``left_out`` is the number of further values that were left out because other programs disturbed them.
+    ``left_out`` is the number of further values that were left out because other programs disturbed them.  With them,
+    there must be at least :data:`FEWEST` values; without them, at least :data:`FEWEST_UNDISTURBED`.
     """
     return n + left_out >= FEWEST and n >= FEWEST_UNDISTURBED
 
@@ -105,9 +106,12 @@ def of_another_run(interval: Interval, *, ratio: bool) -> Interval:
     """Return Student's prediction interval for the result of one further run, at a further occasion.
 
     The width of ``interval`` is multiplied by sqrt(1 + occasions): with values of 3 occasions, it doubles.  If the
-    values do not depend on the occasion, all of them count as one run, and the width is multiplied by sqrt(2).  For a
-    ratio the interval is computed from its logarithm.  If the values are of one occasion, the ends are NaN, since one
-    occasion says nothing about other occasions.
+    values do not depend on the occasion, all of them count as one run, and the width is multiplied by sqrt(2).  If the
+    values are of one occasion, the ends are NaN, since one occasion says nothing about other occasions.
+
+    Args:
+        interval: The interval of the values that are known.
+        ratio: Whether the values are ratios.  The width is then that of the interval of their logarithms.
     """
     if interval.occasions == 1:
         return replace(interval, low=math.nan, high=math.nan)
@@ -130,15 +134,17 @@ class Prediction:
 
 
 def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]]) -> Prediction:
-    """Return the prediction interval of a ratio, using a covariate if it explains how occasions differ.
+    """Return the interval in which a ratio is expected in a further run at another occasion.
 
-    From four occasions on, the logarithm of the ratio is also fitted by a straight line over the covariate.  Each
-    occasion is then predicted twice from all other occasions: by the line, and by their mean.  The line is used if the
-    sum of its squared errors is smaller; the returned prediction then holds at the mean of the covariate.  Otherwise
-    the prediction is made by :func:`of_another_run`.
+    A covariate, such as the speed of the machine, may explain how the ratios of occasions differ.  With four occasions
+    or more, and three different values of the covariate or more, a straight line over the covariate is fitted to the
+    logarithms of the ratios.  Each occasion is then predicted twice from all other occasions: by a line, and by their
+    mean.  If the line's predictions have the smaller sum of squared errors, the returned interval is Student's
+    prediction interval around the line, at the mean of the covariate.  In all other cases the interval is that of
+    :func:`of_another_run`, which uses no covariate.
 
     Args:
-        ratio: The ratio with its interval over occasions.
+        ratio: The mean ratio, with its interval over occasions.
         points: For each occasion, the pair (covariate, ratio).
     """
     if len(points) >= FEWEST_FOR_LINE and len({x for x, _ in points}) > 2:
@@ -157,11 +163,12 @@ def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]])
 
 
 def median_interval(values: Sequence[float], occasions: Sequence[int] | None = None) -> Interval:
-    """Return the median and its interval between two order statistics, interpolated to exactly 95 %.
+    """Return the median of all values, with its 95 % confidence interval.
 
-    If the values are of several occasions, the interval is computed from the occasions' medians, and needs
-    :data:`FEWEST` occasions.  Otherwise it is computed from the values, and needs :data:`FEWEST` values.  The
-    interpolation is Hettmansperger and Sheather's (1986).
+    The interval is computed from the sorted values.  Each end lies between two neighbouring values, so that the
+    interval covers the median with a probability of 95 % (the interpolation of Hettmansperger and Sheather, 1986).  If
+    the values are of several occasions, the interval is computed from the medians of the occasions instead of the
+    values.  With fewer than :data:`FEWEST` values, or fewer than :data:`FEWEST` medians, the ends are NaN.
 
     Args:
         values: At least one value.
@@ -202,8 +209,8 @@ def paired_ratio_interval(
     Args:
         above: Positive numerators by key.
         below: Positive denominators by key.  Keys that only one side has are left out.
-        occasions: The occasion of each key; with several, the occasions' mean logarithms are the values.  None if
-            ratios do not depend on the occasion.
+        occasions: The occasion of each key; None if ratios do not depend on the occasion.  With several occasions, the
+            mean logarithm of each occasion counts as one value.
         left_out: Number of further pairs that were left out because other programs disturbed them.
 
     Raises:
@@ -221,9 +228,15 @@ def paired_ratio_interval(
 def geometric_interval(
     values: Sequence[float], occasions: Sequence[int] | None = None, left_out: int = 0
 ) -> Interval:
-    """Return the geometric mean of positive values with its interval; raises a ValueError for other values.
+    """Return the geometric mean of positive values with its interval, by Student's t on their logarithms.
 
-    ``occasions`` has the occasion of each value; ``left_out`` is as in :func:`paired_ratio_interval`.
+    Args:
+        values: At least one value.
+        occasions: The occasion of each value; None if values do not depend on the occasion.
+        left_out: Number of further values that were left out because other programs disturbed them.
+
+    Raises:
+        ValueError: If there are no values, or if a value is NaN, zero or negative.
     """
     by_index = None if occasions is None else dict(enumerate(occasions))
     ones = dict.fromkeys(range(len(values)), 1.0)
@@ -266,9 +279,15 @@ def product_interval(left: Interval, right: Interval) -> Interval:
 def mean_interval(
     values: Sequence[float] | _Floats, occasions: Sequence[int] | None = None, left_out: int = 0
 ) -> Interval:
-    """Return the mean with Student's interval; with several occasions, both are computed from the occasions' means.
+    """Return the mean of the values with its interval by Student's t.
 
-    ``left_out`` is the number of further values that were left out because other programs disturbed them.
+    With several occasions, the mean of each occasion counts as one value.  If there are too few values
+    (:func:`enough`), the ends of the interval are NaN.
+
+    Args:
+        values: At least one value.
+        occasions: The occasion of each value; None if values do not depend on the occasion.
+        left_out: Number of further values that were left out because other programs disturbed them.
 
     Raises:
         ValueError: If there are no values.
@@ -319,7 +338,8 @@ def undecided(
     Args:
         left: Values by key at 0; keys that only one side has are left out.
         right: Values by key at 1.
-        occasions: The occasion of each key; with several, the occasions' means are the values.
+        occasions: The occasion of each key.  With several occasions, the means of an occasion count as one pair of
+            values.
         left_out: Number of further keys that were left out because other programs disturbed them.
 
     Returns:

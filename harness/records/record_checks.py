@@ -38,18 +38,21 @@ CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # rate that probes may measure, as a share of the requested rate
 # In a trial of at least so many steps, warm-up included, the training loss must fall, and reports judge the losses.
 _LEARNS: Final = 100
-# Number of barriers around the timed steps.  There are as many around each validation, which itself is not counted.
+# Number of barriers around the timed steps.  There are as many around each validation, whose own messages do not count.
 _BARRIERS: Final = 4
 
 
 def ledger_mismatch(record: Record) -> str | None:
     """Return a sentence on the first difference between the recorded ledgers and the predicted ledgers.
 
-    Returns None if they are equal, or if the record has no predictions.  Messages whose purpose was measured and not
-    predicted are not compared.  If there are no such messages, the bytes of each step of a schedule are compared too.
+    Returns None if there is no difference, or if the record has no predictions.
 
-    The record's field ``predicted.equal`` must be True or, if there are such messages, None.  If it has another value,
-    a sentence says so.
+    ``predicted.unpredicted`` of the record lists purposes of messages that were not predicted.  Messages of these
+    purposes are not compared.  If the list is empty, the bytes of each step are compared too, in a trial with a
+    schedule.
+
+    The record also states the result of this comparison, in its field ``predicted.equal``.  The field must be True if
+    the list is empty, and None if it is not.  If the field has another value, the returned sentence says so.
     """
     if record.predicted is None:
         return None
@@ -107,7 +110,8 @@ def interface_mismatch(record: Record) -> str | None:
 def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> str | None:
     """Return a sentence if an interface counted other bytes than the ledger and the packet headers explain; else None.
 
-    The bytes may differ by the shares in :data:`INTERFACE_WITHIN`.
+    The counted bytes may be 0.99 to 1.02 times the sum of ``ledger`` and ``headers`` (:data:`INTERFACE_WITHIN`), plus
+    the bytes of gloo's own messages.
 
     Args:
         counted: Bytes that the interface sent.
@@ -121,8 +125,8 @@ def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> 
         return None
     return (
         f"sent {counted} bytes in the timed steps; its ledger holds {ledger}, and packet headers take {headers}: "
-        f"{counted / stated if stated else math.nan:.3f} of their sum, where {low:g} to {high:g} is allowed, "
-        f"plus {control} bytes of gloo's own messages"
+        f"it sent {counted / stated if stated else math.nan:.3f} times their sum, where {low:g} to {high:g} times is "
+        f"allowed, plus {control} bytes of gloo's own messages"
     )
 
 
@@ -147,7 +151,7 @@ def codec_mismatch(record: Record) -> str | None:
 
 
 def _codecs_of(policy: Policy) -> set[str]:
-    """Return the texts of all codecs that messages of a policy may be encoded in; the policy has no schedule."""
+    """Return the texts of all codecs that messages of ``policy``, a policy without a schedule, may be encoded in."""
     policies = [policy, policy.for_kind(persistent=True), policy.for_kind(trainable=False)]
     known = {str(codec) for variant in policies for codec in (*variant.codecs, variant.copy_codec)}
     if policy.blocks == "shape":  # the size of blocks then differs from unit to unit
@@ -181,7 +185,9 @@ def secondary_mismatch(record: Record) -> str | None:
 
 
 def flat_loss(record: Record) -> str | None:
-    """Return an error if the training loss did not fall; None if it did, or if the trial has too few steps to tell.
+    """Return an error if the training loss did not fall; None if it did.
+
+    Returns None too if the trial does not train, or trains fewer than 100 steps.
 
     The means over the first and over the last tenth of the steps are compared, warm-up steps included.  A report marks
     a trial whose loss did not fall.  The trial still is a result, because a configuration may fail to learn.

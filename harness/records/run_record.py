@@ -76,7 +76,10 @@ def path_of(results: Path, run: str) -> Path:
 
 
 def write(results: Path, run: Run) -> str:
-    """Write ``run`` atomically, unless its file exists; returns the hash of its content, which is the file's name.
+    """Write ``run`` atomically, unless its file exists.
+
+    Returns:
+        The hash of its content, which is the file's name: the first 16 hex digits of the SHA-256.
 
     Raises:
         RecordError: If the file cannot be written.

@@ -25,7 +25,10 @@ _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Event(BaseModel, extra="ignore", frozen=True):
-    """One event of Chrome's format: a span in a rank's lane (``ph`` is ``X``), or a rank's or lane's name (``M``)."""
+    """One event of Chrome's format.
+
+    If ``ph`` is ``X``, the event is a span in a rank's lane.  If ``ph`` is ``M``, it names a rank or a lane.
+    """
 
     ph: Literal["X", "M"]
     name: str

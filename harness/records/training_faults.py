@@ -30,8 +30,8 @@ _AWAKE: Final = 0.5  # a rank must have recorded at least this share of its slee
 # CPU seconds that a step may take on a rank: a multiple of the model's computation alone, seconds for each byte that
 # the rank sends, and seconds for each micro-batch.  False is for policies that encode nothing, True for all others.  In
 # the 9,760 ranks of the reference results, on busy machines too, the largest shares of these limits were 0.69 and 0.59.
-# The last number is for messages: steps of a tiny model that 4 ranks took on 2 processors needed 0.01 to 0.04 s each,
-# where the model alone needed 0.003 s.
+# The seconds for each micro-batch cover what messages cost whatever their size: steps of a tiny model that 4 ranks took
+# on 2 processors needed 0.01 to 0.04 s each, where the model alone needed 0.003 s.
 _COMPUTED: Final = {False: (1.5, 12e-9, 0.05), True: (2.0, 20e-9, 0.07)}
 # Allowed idle time: a share of the steps' time, plus seconds for each step.  Idle time is the steps' time, less the
 # time in which ranks ran or were ready to run (summed over ranks), less the time in which the link was busy.  Without a
@@ -85,7 +85,10 @@ class Norms(NamedTuple):
 
 
 class OuterNote(NamedTuple):
-    """Watched masters of one unit on one rank, before and after an outer step (``policy.local_steps``)."""
+    """Some of the master weights of one unit on one rank, before and after an outer step (``policy.local_steps``).
+
+    The same 64 or fewer elements are noted at every outer step (:mod:`harness.witness.outer_witness`).
+    """
 
     step: int  # index of the step after which the outer step was taken
     unit: str
@@ -114,7 +117,7 @@ class Checked:
     validated: list[float] = field(default_factory=list)
     warmup: int = 0  # warm-up steps that the trial asks for
     timed: int = 0  # timed steps that the trial asks for
-    clip: float | None = None  # largest norm of the gradient that the trial asks for
+    clip: float | None = None  # norm to which the trial clips the gradient; None without clipping
     replayed: int = 0  # number of the optimizer's steps that were computed again
     # Number of steps whose gradients were compared with the gradients of a rehearsal just before the step.
     linked: int = 0
@@ -126,7 +129,7 @@ class Checked:
     elements: int = 0  # number of elements that this rank's optimizer steps, padding included; 0 if not known
     trainable: int = 0  # elements of the unsharded model that are trained
     outer: OuterRules | None = None  # what outer steps should do, with local steps
-    # By unit: watched masters before training.
+    # By unit: the masters of an :class:`OuterNote`, before training.
     outer_start: dict[str, list[float]] = field(default_factory=dict)
     outer_notes: list[OuterNote] = field(default_factory=list)  # by outer step and unit
     steps: list[Spent] = field(default_factory=list)  # of every step, by a second clock
@@ -136,7 +139,7 @@ class Checked:
     checks: Spent = field(default_factory=Spent)
     seconds: float = 0.0  # seconds of all checks, also in warm-up steps
     costs: dict[str, float] = field(default_factory=dict)  # CPU seconds by check, also in warm-up steps
-    laps: float = 0.0  # seconds of all laps from the first timed step to the last
+    laps: float = 0.0  # seconds of all laps of the witness clock from the first timed step to the last
     passed: float = 0.0  # the same seconds as measured by another clock of the system
     encodes: bool = False  # whether the policy has codecs other than casts, or a reduction of the user's own
     random: str = ""  # digest of the state of torch's generator when training begins
@@ -190,7 +193,10 @@ def _faults(
 
 
 def _wrong_steps(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
-    """Yield an error for each step that is missing, has another loss than was computed, or has a wrong ``warmup``."""
+    """Yield an error if the recorded steps are not as many as the trial asks for, or are not numbered from 0.
+
+    Also yields an error for each recorded step whose loss is not the computed loss, or whose ``warmup`` is wrong.
+    """
     if not record.steps:  # generations have no steps
         return
     total = check.warmup + check.timed
@@ -244,7 +250,7 @@ def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[st
     if check.between.used > allowed:
         yield (
             f"rank {rank} ran for {check.between.ran:.3f} s and slept for {check.between.slept:.3f} s between the "
-            f"timed steps, of which {allowed:.3f} s is allowed: the clock misses a part of them"
+            f"timed steps, and {allowed:.3f} s of both together are allowed: the clock misses a part of the steps"
         )
     if check.checks.slept > allowed:
         yield (
@@ -323,8 +329,8 @@ def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iter
         if rules.error < _TELLS and not off <= (rules.error + _SAME_NORM) * scale + rounding:
             yield (
                 f"{where} the masters of rank {ranks[0]} are not what outer_rate = {rate:g} and outer_momentum = "
-                f"{momentum:g} give: by them the groups' mean difference was wrong by {off / max(scale, 1e-30):.3f} of "
-                f"what groups moved by, where codecs explain {rules.error:.3f}; was the momentum forgotten?"
+                f"{momentum:g} give: with these, the groups' mean movement has a relative error of "
+                f"{off / max(scale, 1e-30):.3f}, of which codecs explain {rules.error:.3f}; was the momentum forgotten?"
             )
         speeds[unit] = [momentum * v + x for v, x in zip(speed, had, strict=True)]
         anchors[unit] = after
@@ -422,9 +428,9 @@ class Computed(NamedTuple):
 def computed(own: RankRecord, accumulation: int, *, encodes: bool, timed: int) -> Computed | None:
     """Return the CPU seconds of a rank's median step, with the seconds that are allowed (:data:`_COMPUTED`).
 
-    Returns None if the rank has no ledger, if the model alone was not measured, or if fewer than :data:`_STEPS` steps
-    remain.  Warm-up steps and the first step of the process are left out: the first step has costs that no later step
-    has, such as imports and fresh memory.
+    Warm-up steps and the first step of the process are left out: the first step has costs that no later step has, such
+    as imports and fresh memory.  Returns None if fewer than :data:`_STEPS` other steps remain, if the rank has no
+    ledger, or if the model alone was not measured.
 
     Args:
         own: The rank's record.

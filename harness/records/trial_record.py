@@ -156,12 +156,12 @@ class RankRecord(_Part):
 
 
 class GradientCheck(_Part):
-    """Comparison of a unit's reduced gradient with the gradient that a single process computes, before a step."""
+    """Comparison of a unit's reduced gradient with the gradient that a single process computes for the same batches."""
 
     unit: str
     elements: int  # number of elements compared
-    share: float  # the largest |found - expected| / allowed
-    step: int = 0
+    share: float  # largest difference of an element, |found - expected|, divided by the allowed difference
+    step: int = 0  # number of the step before which the comparison was made
 
 
 class QuantisationError(_Part):
@@ -230,7 +230,7 @@ class LinkRecord(_Part):
     requested_mbit: float | None  # None for no limit
     calibrated_mbit: list[float]  # measured when the link was opened
     probed_mbit: list[float]  # measured after the trial
-    message_bytes: int  # of a calibration or probe
+    message_bytes: int  # size of one message of a calibration or probe
     details: dict[str, Any] = {}
 
 
@@ -312,7 +312,7 @@ class Predicted(_Part):
 
 
 PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")
-"""Kinds of failure that may not happen again, so that the next run repeats the trial."""
+"""Kinds of failure whose cause may have passed by the next run, so that the next run repeats the trial."""
 
 
 class Failure(_Part):
@@ -533,7 +533,7 @@ def read_all(results: Path) -> list[Record]:
     """Return all records of a folder, sorted by the time at which their trials started.
 
     Raises:
-        RecordError: If a JSON file of the folder is no valid record; the error is the first file's.
+        RecordError: If a JSON file of the folder is no valid record.  The error is about the first such file.
     """
     records, errors = read_valid(results)
     if errors:

@@ -95,10 +95,13 @@ class Forecast:
     problems: tuple[str, ...] = ()  # why the trial cannot run here
     failure: Failure | None = None  # the failure that is recorded, if the trial is not to be run
     copied: int = 0  # bytes that one rank copies between host and device in one step, both ways
-    secondary: tuple[int, int] | None = None  # bytes of hpZ's copy on one rank, as frames and in 16 bits
+    # Bytes of hpZ's copy of the weights on one rank, for two ways of keeping the copy: encoded in the codec of the
+    # weights, and in bf16.  None without hpZ.
+    secondary: tuple[int, int] | None = None
     findings: tuple[Finding, ...] = ()  # what becomes of each key of a DeepSpeed configuration
     step: Step | None = None  # work of a step, to predict its time; None for peers and generation
-    # The suite's own objects, by role, that were not imported to size the trial; numbers that need them are None.
+    # Names of the user's own objects that were not imported, by their role in the trial: ``{"model": "mine:Net"}``.
+    # Fields of this prediction that depend on one of these objects are None.
     unread: dict[str, str] = field(default_factory=dict)
     paced: str | None = None  # why link ``auto`` becomes ``paced`` on this machine; None if it does not
 
@@ -128,7 +131,10 @@ def any_host() -> Host:
 
 
 def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
-    """Predict every trial on ``host``; repeats and seeds of a trial share one prediction."""
+    """Predict for each trial what it sends and holds, and whether it can run on ``host``.
+
+    Trials that differ only in their seed or repeat share one prediction.  The forecasts have the order of ``trials``.
+    """
     models, shared = Models(), dict[str, Forecast]()
     forecasts = []
     for trial in trials:
@@ -211,7 +217,7 @@ def _matrices(trial: Trial, model: nn.Module | Listed) -> list[tuple[str, tuple[
 
 
 def _matrix_elements(trial: Trial, model: nn.Module | Listed) -> int:
-    """Return the number of elements that Muon steps."""
+    """Return the number of elements in all parameters that Muon steps."""
     return sum(math.prod(shape) for _, shape in _matrices(trial, model))
 
 
@@ -228,24 +234,27 @@ def _why_not_muon(trial: Trial, model: nn.Module | Listed) -> str | None:
         which = (
             f"a name like optimizer.matrices = {pattern!r}"
             if pattern
-            else "the shape and place of a hidden matrix"
+            else "2 dimensions and lies in a block of the model, as Muon needs"
         )
         missing = f"optimizer.name = {MUON!r}: no trained parameter of the model has {which}"
-        return f"{missing}; change optimizer.matrices, or choose another optimizer"
+        return (
+            f"{missing}; set optimizer.matrices to a pattern of matrices' names, or choose another optimizer"
+        )
     for name, shape in chosen:
         if len(shape) != 2:
             return (
-                f"optimizer.matrices = {pattern!r} also names {name!r} of shape {shape}, and Muon steps only matrices, "
-                "of 2 dimensions: choose a pattern of matrices alone, or remove optimizer.matrices for the hidden "
-                "matrices"
+                f"optimizer.matrices = {pattern!r} also names {name!r} of shape {shape}, and Muon can step only "
+                "parameters of 2 dimensions: set optimizer.matrices to a pattern that only such parameters match, or "
+                "remove optimizer.matrices, so that Muon steps the matrices in the model's blocks"
             )
     return None
 
 
 def _unread(trial: Trial) -> dict[str, str]:
-    """Return the user's objects of a trial that must not be imported, such as ``{"model": "mine:Net"}``.
+    """Return the names of a trial's user objects, by their role in the trial, while user code must not be imported.
 
-    The keys are the roles of the objects in the trial.  Returns an empty dict where imports are allowed.
+    A user object is the user's own model, optimizer, codec or the like: ``{"model": "mine:Net"}``.  While user code may
+    be imported, the returned dict is empty.
     """
     if named_object.allowed():
         return {}
@@ -278,9 +287,9 @@ def _check_strategy(name: str) -> None:
 
 
 def _check_blocks(model: nn.Module) -> None:
-    """Raise a Refusal if a model has no blocks.
+    """Raise a Refusal if a model has no blocks, that is, no repeated parts.
 
-    It is called for trials that checkpoint activations, since this is done block by block.
+    Only trials that checkpoint activations need this check, since activations are checkpointed block by block.
     """
     from harness.workloads.models import check_blocks
 
@@ -292,7 +301,8 @@ def _units(
 ) -> tuple[Sequence[UnitGeometry | GroupGeometry], list[UnitGeometry]]:
     """Return the units of a trial's model, and the units of the frozen models that score in workload ``rlhf``.
 
-    The second list is empty in other workloads.  Inside FSDP2, the first list has parameter groups.
+    The second list is empty in other workloads.  If FSDP2 is the trial's host engine, the first list has FSDP2's
+    parameter groups in place of units.
     """
     topology = trial.topology()
     if isinstance(model, Listed):
@@ -316,10 +326,12 @@ def _units(
 def _plan(
     prediction: Forecast, policy: Policy, model: nn.Module | Listed, state: int
 ) -> dict[str, int] | None:
-    """Write into ``prediction`` what a trial with a policy sends.
+    """Predict what a trial with a policy sends and holds.
+
+    The bytes that are sent, and what follows from them, are written into ``prediction``.  The memory is returned.
 
     Args:
-        prediction: The prediction of the trial.
+        prediction: The prediction of the trial, which this function completes.
         policy: The trial's policy.
         model: The trial's model.
         state: Number of bytes that the optimizer keeps for each element.
@@ -400,7 +412,15 @@ def failure_after(trial: Trial, record: Record) -> Failure | None:
 
 
 def check_feasible(file: Path, forecasts: Sequence[Forecast]) -> None:
-    """Raise a Refusal that names the first trial of a suite that cannot run here; ``zeropp plan`` shows all of them."""
+    """Raise a Refusal if any of a suite's trials cannot run here.
+
+    The message says which settings the first such trial has, and why it cannot run.  ``zeropp plan`` shows all such
+    trials.
+
+    Args:
+        file: The suite's file, for the message.
+        forecasts: The forecasts of all trials of the suite.
+    """
     if not (impossible := [forecast for forecast in forecasts if forecast.problems]):
         return
     first = impossible[0].trial.canonical()
@@ -491,7 +511,8 @@ def _advice(path: Path) -> str:
 def _layout_problem(trial: Trial, error: Exception) -> str:
     """Return why a trial's units cannot be planned.
 
-    If the reason is too much padding, the text also has the key that allows the padding, and the padding's cause.
+    If the reason is too much padding, the text also names the setting that allows this padding.  If other policies of
+    the suite cause the padding, the text says so.
     """
     if not isinstance(error, PaddingError):
         return str(error)
@@ -502,7 +523,7 @@ def _layout_problem(trial: Trial, error: Exception) -> str:
         return problem
     return (
         f"{problem} (its units are aligned to {align} elements, a multiple of the blocks of all policies in the "
-        f"suite; its own blocks need {policy.grain})"
+        f"suite; the blocks of this trial's policy need a multiple of {policy.grain} only)"
     )
 
 
@@ -608,11 +629,18 @@ def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
             yield f"{name} needs network namespaces: {why}"
     if nodes > 1 and rate is not None and trial.strategy in PEERS and trial.strategy != "single":
         why = host.namespaces() if link in ("auto", "namespaces") else None
-        why = "link 'paced' delays only our own engine's messages" if link == "paced" else why
+        paced = (
+            "link 'paced' delays only our own engine's messages; set cluster.link = 'namespaces', or remove "
+            "cluster.rate"
+        )
+        why = paced if link == "paced" else why
         if why:
             yield f"strategy = {trial.strategy!r} at {rate:g} Mbit/s needs network namespaces: {why}"
     if cluster.launcher == "hosts" and (count := len(cluster.hosts)) < nodes:
-        yield f"cluster.hosts has {count} names; expected one for each of {nodes} nodes"
+        yield (
+            f"cluster.hosts has {count} names; expected one for each of {nodes} nodes: add names, or set a smaller "
+            "cluster.nodes"
+        )
 
 
 def _refusal(check: Callable[[], object]) -> str | None:

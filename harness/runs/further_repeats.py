@@ -37,7 +37,8 @@ def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None])
     Args:
         suite: The suite.
         sweeps: Number of sweeps.
-        seconds: Returns the seconds of a trial that has run; None if it failed.
+        seconds: Returns, for a trial that has run, the seconds of its step or generation (:func:`seconds_of`); None if
+            the trial failed.
     """
     for sweep in range(sweeps):
         yield Batch(sweep, suite.sweep(sweep))
@@ -58,11 +59,13 @@ def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None])
 
 
 def seconds_of(record: Record | None) -> float | None:
-    """Return one number of seconds for a trial, from its record.
+    """Return the typical seconds of a trial's step, or of its generation, from its record.
 
-    If the trial trains, the number is the median over steps, where each step has the seconds of its slowest rank.  If
-    the trial generates, the number is the geometric mean over generations, where each token has the seconds of its
-    slowest rank.  Returns None if the record is missing or has no result.
+    If the trial trains, this is the median over its timed steps.  A step has the seconds of the rank that was slowest
+    in it.  If the trial generates, this is the geometric mean over its timed generations.  The seconds of a generation
+    are the sum over its tokens, and each token has the seconds of the rank that was slowest for this token.
+
+    Returns None if the record is missing or has no result.
     """
     if record is None or record.failure is not None or not record.ranks:
         return None
@@ -83,10 +86,12 @@ def _wide_trials(
     done: range,
     seconds: Callable[[Trial], float | None],
 ) -> list[Trial]:
-    """Return a setting's trials that have to run once more; empty if all intervals are narrow enough.
+    """Return the trials of one setting that have to run once more.
 
-    If one ratio needs a further repeat, all trials of the setting run, so that each repeat contains the baseline.
-    Configurations that failed are left out.  Of several baselines, the baseline that changes fewest fields of its
+    For each configuration, the setting has the ratio of the baseline's seconds to the configuration's, with a
+    confidence interval.  If all intervals are narrow enough, or if the baseline failed, the returned list is empty.  If
+    one interval is too wide, all trials of the setting run again, so that each repeat contains the baseline;
+    configurations that failed are left out.  Of several baselines, the baseline that changes the fewest fields of its
     preset is used.
 
     Args:
@@ -94,7 +99,7 @@ def _wide_trials(
         setting: The trials of one setting.
         within: Half the width of an interval that is narrow enough, as a share of the ratio.
         done: Numbers of the repeats that have run in this sweep.
-        seconds: Returns the seconds of a trial that has run; None if it failed.
+        seconds: Returns, for a trial that has run, the seconds of its step or generation; None if the trial failed.
     """
     of_configuration = partial(configuration_of, also=suite.compared_also)
     times: dict[str, _Seconds] = defaultdict(dict)  # by configuration
@@ -114,10 +119,10 @@ def _wide_trials(
 
 
 def narrow(halves: Sequence[float], within: float) -> bool:
-    """Return whether an interval is narrow now, and already was narrow :data:`BEYOND` or more repeats ago.
+    """Return whether a confidence interval is narrow now, and already was narrow :data:`BEYOND` or more repeats ago.
 
-    To stop as soon as an interval is narrow would prefer intervals that are narrow by chance.  Of the 95 % intervals
-    that are chosen in this way, only 92.6 % hold the true ratio.
+    The second condition is necessary.  A sweep that stopped as soon as an interval is narrow would often stop at an
+    interval that is narrow by chance: only 92.6 % of its 95 % intervals would contain the true ratio.
 
     Args:
         halves: Half the interval's width after each number of repeats, in order.
@@ -128,9 +133,15 @@ def narrow(halves: Sequence[float], within: float) -> bool:
 
 
 def _half_widths(base: _Seconds, configuration: _Seconds, done: range) -> list[float]:
-    """Return the half width of the ratio's interval after each number of repeats, as a share of the ratio.
+    """Return the half width of a ratio's confidence interval after each number of repeats, as a share of the ratio.
 
-    The first entry is for FEWEST repeats, the next for one more, and the last for all repeats in ``done``.
+    The ratio is the seconds of the baseline over the seconds of the configuration.  The first entry is for the first
+    FEWEST repeats, the next for one repeat more, and the last for all repeats in ``done``.
+
+    Args:
+        base: Seconds of the baseline by (seed, repeat).
+        configuration: Seconds of the configuration by (seed, repeat).
+        done: Numbers of the repeats that have run.
     """
     halves = []
     for count in range(FEWEST, len(done) + 1):

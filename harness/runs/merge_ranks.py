@@ -89,10 +89,13 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
 
 
 def _with_ledger(adapters: AdapterCounters, ranks: Sequence[RankRecord], trained: bool) -> AdapterCounters:
-    """Return a node's counters together with the bytes that the node's ranks booked to other nodes.
+    """Return a node's counters together with the bytes that the node's ranks have booked to other nodes.
 
-    Without ledgers, the counters are returned unchanged.  With ``trained``, the trial's workload is training.
-    Evaluations then run between steps; neither the counters nor the booked bytes include them.
+    Args:
+        adapters: The counters of the node's network adapters.
+        ranks: Records of all ranks.  If a rank of the node has no ledger, ``adapters`` is returned unchanged.
+        trained: Whether the trial's workload is training.  If so, the ranks' evaluations are left out of the booked
+            bytes, since the counters do not include them either.
     """
     ledgers = [rank.ledger for rank in ranks if rank.node == adapters.node]
     if None in ledgers:
@@ -163,7 +166,7 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
             if digest != (expected := first.ran["own_codecs"][codec]):
                 yield (
                     f"codec {codec} decodes the same elements differently on rank {rank} (SHA-256 "
-                    f"{digest[:12]}) than on rank 0 ({expected[:12]}); it must not depend on the machine"
+                    f"{digest[:12]}) than on rank 0 ({expected[:12]}): a codec must give equal values on all machines"
                 )
         digest = outcome.ran["corpus_sha256"]
         if tokens is not None and digest not in ("", tokens):
@@ -180,8 +183,9 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
                 yield error
     if scaler is not None and count and scaler["skipped"] >= count:
         yield (
-            f"all {count} steps were skipped because gradients overflowed, the last one at a loss scale of "
-            f"{scaler['scale']:g}; start policy.loss_scale from a smaller scale"
+            f"all {count} steps were skipped because gradients overflowed, the last step at a loss scale of "
+            f"{scaler['scale']:g}; set policy.loss_scale to a smaller number, or to 'dynamic:from' followed by a "
+            "smaller number"
         )
     for rank, outcome in enumerate(outcomes):
         if outcome.compared.wrong is not None:

@@ -42,10 +42,10 @@ Models = dict[str, "nn.Module | Refusal"]
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The parameters of a preset, from which it is planned without torch."""
+    """The parameters and blocks of a preset model, from which its units are planned without torch."""
 
-    placed: Sequence[Placed]
-    blocks: Sequence[str]
+    placed: Sequence[Placed]  # the parameters
+    blocks: Sequence[str]  # names of the blocks
 
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -108,10 +108,11 @@ def per_node_bytes(
         units: Units of the model that trains or decodes, or FSDP2's groups; with ``judges``, the units of the judges.
         trial: The trial.
         judges: Whether ``units`` are the units of the frozen models that score in workload ``rlhf``.
-        methods: By unit, the messages of each reduction that a user's own method declares.
-        gathers: By unit, a function that returns the messages that a user's own gather declares.
-        owners: The owners of matrices, if Muon steps them.  Nodes send different numbers of bytes to owners; these
-            bytes are averaged over nodes.
+        methods: The messages that a user's own reduction declares, by unit name; None without such a reduction.
+        gathers: Functions that return the messages that a user's own gather declares, by unit name; None without such a
+            gather.
+        owners: For Muon, the rank that orthogonalises each matrix (its owner); None for other optimizers.  Nodes send
+            different numbers of bytes to owners; these bytes are averaged over nodes.
 
     Returns:
         (bytes to other nodes, bytes inside the node).
@@ -131,9 +132,10 @@ def per_node_bytes(
     zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # without FSDP2's groups
 
     def of_rank(rank: int, phase: Policy, before: list[Event]) -> tuple[list[Book], dict[Link, int]]:
-        """Return a rank's books (empty for a host engine), and the bytes of one step by kind of link.
+        """Return the ledgers that were predicted for a rank, and the bytes of one step by kind of link.
 
-        The step has the policy ``phase`` and follows the events ``before``.
+        The step has the policy ``phase`` and follows the events ``before``.  For a host engine, the list of ledgers is
+        empty.
         """
         books = list[Book]()
 
@@ -193,13 +195,14 @@ def _step(
 
 
 def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]], int]:
-    """Return passes of a step, from which the bytes of all its micro-batches are extrapolated.
+    """Return the passes (``forward``, ``backward`` and so on) of a step with one micro-batch, and of a step with two.
 
-    In workloads ``generate`` and ``rlhf``, tokens take the place of micro-batches.
+    The bytes of a step with more micro-batches are extrapolated from the bytes of these two steps.  In workloads
+    ``generate`` and ``rlhf``, generated tokens take the place of micro-batches.
 
     Returns:
-        ``((first, both), later)``.  ``first`` are the passes of a step with one micro-batch, and ``both`` the passes of
-        a step with two.  ``later`` is the number of the trial's micro-batches after the first.
+        ``((first, both), later)``.  ``first`` has the passes of the step with one micro-batch, and ``both`` the passes
+        of the step with two.  ``later`` is the number of micro-batches after the first in a step of the trial.
     """
     if trial.workload == "generate":
         return (["evaluate"], ["evaluate"] * 2), trial.generate.tokens - 1
@@ -246,10 +249,12 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
 
 
 def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[tuple[int, list[Event]]]:
-    """Return (number of timed steps, events that precede the step) for each kind of step in a round of local steps.
+    """Return (number of timed steps, events that precede the step) for each kind of step of a trial with local steps.
 
-    Each step of a round after which groups exchange something is a kind of its own.  All other steps are one kind.
-    With 4 steps in a round and an exchange after the 4th, there are two kinds: the 4th steps, and all others.
+    A round is ``local`` consecutive steps.  In each round, state groups exchange weights after the steps whose numbers
+    are in ``meeting``.  Each of these numbers is a kind of its own.  All steps that no exchange follows are one further
+    kind.  With 4 steps in a round and an exchange after the 4th, there are two kinds: the 4th steps of all rounds, and
+    all other steps.
 
     Args:
         local: Number of steps in a round.
@@ -280,7 +285,9 @@ def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometr
 
 
 def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
-    """Return the bytes that one rank of a peer holds, by part.  The peer may be the host engine of a policy.
+    """Return the bytes of ``masters``, ``gradients`` and ``optimizer`` state that one rank of a peer holds.
+
+    A peer is another engine: a single process, DDP, FSDP2 or DeepSpeed.  It may be the host engine of a policy.
 
     Weights and gradients are fp32.  FSDP2 shards weights, gradients and optimizer state over all ranks or, with
     ``peer.group = "node"``, over the ranks of a node.  DeepSpeed shards the optimizer state from stage 1, gradients

@@ -51,7 +51,7 @@ class Display:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def batch(self, trials: Sequence[Trial], missing: int, why: str, failures: Sequence[Record]) -> None:
-        """Begin a batch, and print what is known about it.
+        """Begin a batch of trials; print how many are done already, why the others run, and which have failed.
 
         Args:
             trials: All trials of the batch.

@@ -93,8 +93,10 @@ class Outcome:
 
     record: RankRecord
     validations: list[Validation]
-    predicted: list[LedgerRow] | None  # messages of the timed steps by ``impl.plan.traffic``; None for peers
-    predicted_by_step: list[StepsSent]  # for a schedule, bytes of each step by ``impl.plan.traffic``
+    # Messages of the timed steps as ``impl.plan.traffic`` predicts them; None for peers.
+    predicted: list[LedgerRow] | None
+    # For a policy with a schedule: bytes of each step as ``impl.plan.traffic`` predicts them.
+    predicted_by_step: list[StepsSent]
     unpredicted: list[str]  # purposes of messages that are measured and not predicted
     # What the node's interface sent in the timed steps, without evaluations; only the node's first rank has it.
     sent: InterfaceCounters | None
@@ -131,10 +133,12 @@ WORKS: Final = {work.__name__: work for work in (run, measure_link)}
 def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
     """Return a function that checks a command which this node receives from node 0, before the node carries it out.
 
-    The function is called with the command's argument and its :class:`~harness.cluster.rank_processes.Launch`.  A
-    command may only name trials of ``suite``, by id.  The function returns the argument with the trial of this node's
-    own suite file, so that no name of a module comes from another process.  It raises a Refusal if the suite has no
-    trial with this id, or if none of its trials uses the command's transport.
+    The function is called with the command's argument and its :class:`~harness.cluster.rank_processes.Launch`.  If the
+    argument is an :class:`Assignment`, the function looks up the id of its trial in ``suite``, and returns the argument
+    with the trial that ``suite`` has under this id.  Modules that a trial names are imported; they are therefore always
+    named by this node's own file, and never by another process.  Any other argument is returned unchanged.
+
+    The function raises a Refusal if ``suite`` has no trial with this id, or none that uses the command's transport.
 
     Args:
         suite: The suite as this node has read it from its own file.
@@ -336,11 +340,15 @@ class TrialRun:
         return outcome if trial.measures_time else without_seconds(outcome)
 
     def _note_clock(self, before: dict[Kind, Spent], laps: float, passed: float) -> None:
-        """Note what the witness clock has measured during the timed steps.
+        """Note in ``checked`` the seconds that the witness clock has measured during the timed steps.
+
+        The witness clock (:mod:`harness.witness.witness_clock`) is a second clock, by which the seconds of the steps
+        are checked later.
 
         Args:
-            before: What the clock had measured of each kind of time before the timed steps.
-            laps: Seconds from the first timed step to the last, validations included, by the witness clock.
+            before: What the witness clock had measured of each kind of time when the first timed step began.
+            laps: Seconds from the beginning of the first timed step to the end of the last, by the witness clock.
+                Validations between these steps are included.
             passed: The same seconds, by ``time.monotonic()``.
         """
         checked, witness = self.checked, self.witness
@@ -364,10 +372,13 @@ class TrialRun:
         return gpu_use.sampling(self.rank.node, uuids)
 
     def _compute_alone(self, model: nn.Module | None, when: Literal["before", "after"]) -> list[Alone]:
-        """Return timings of the unsharded model's training without messages.
+        """Time training steps of the unsharded model, which send no messages, and return the timings.
 
-        Returns an empty list if the trial takes no timings of this kind.  If ``model`` is None, a new model of the
-        trial is made.
+        Returns an empty list if the trial takes no such timings.
+
+        Args:
+            model: The unsharded model; None to make a new model of the trial.
+            when: Whether this is before or after the trial's timed steps.
         """
         trial = self.trial
         count = compute_alone.samples(trial.steps * trial.accumulation, when)
@@ -406,14 +417,17 @@ class TrialRun:
         return collect(self.trial, self.data, model, judges, rank=rank, index=index, clock=clock)
 
     def _predicted(self) -> Books:
-        """Predict the messages and copies of all passes so far with :mod:`impl.plan.traffic`."""
+        """Predict the messages, and the copies between host and device, of all passes of this rank so far."""
         sent, copied = self.strategy.predicted(self.events)
         if self.judges is not None:
             sent = (sent or {}) | (self.judges.predicted(self.judge_events)[0] or {})  # no unit is in both
         return sent, copied
 
     def _predicted_by_step(self) -> list[StepsSent]:
-        """Predict the bytes of each step of a schedule; empty without one."""
+        """Predict the bytes that each step sends, for a policy with a schedule.
+
+        Returns an empty list if the policy has no schedule, or if some of the messages cannot be predicted.
+        """
         if not self.scheduled or self.strategy.unpredicted:
             return []
         events = self.events
@@ -422,7 +436,7 @@ class TrialRun:
         )
 
     def _generator(self) -> Generator:
-        """Return a generator whose prompts are the beginnings of this rank's first batch."""
+        """Return a generator whose prompts are the beginnings of the sequences in this rank's first batches."""
         generate = self.trial.generate
         prompts = [tokens[:, : generate.prompt] for tokens, _ in batches_of(self.data)]
         shape = shape_of(self.trial.model)
@@ -482,9 +496,9 @@ class TrialRun:
 
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
-        """Leave the messages and the time of the body out of all steps, and lift the link's rate during the body.
+        """Leave the messages and the time of the body out of what is measured, and lift the link's rate in the body.
 
-        All ranks must call this.
+        All ranks must call this method.
         """
         with self.witness.lap("apart"):
             self.counted_untimed -= self._count()
@@ -534,7 +548,10 @@ class TrialRun:
         return self._moved_so_far() - self.moved_untimed
 
     def _moved_so_far(self) -> NDArray[np.int64]:
-        """Return the array (bytes carried, bytes booked) since set-up, also outside of training; zeros for peers."""
+        """Return the array (bytes that this rank's transports carried, bytes that its ledger booked) since set-up.
+
+        Messages outside of training count too.  For peers, both numbers are 0.
+        """
         wire, ledger = self.strategy.wire, self.strategy.ledger()
         booked = sum(sent.bytes for sent in ledger.values()) if ledger else 0
         return np.array([0 if wire is None else wire.carried, booked])
@@ -566,9 +583,9 @@ class TrialRun:
         return nbytes["inter"], nbytes["intra"]
 
     def _compare(self, index: int) -> None:
-        """If step ``index`` is to be checked, note the errors of its messages.
+        """If step ``index`` is one of the steps to be checked, check its messages before the step begins.
 
-        The check runs before the step, and outside of the timed steps.
+        The time and the messages of the check are not counted.
         """
         comparison, zero = self.comparison, self.strategy.zero
         drawn = zero is not None and index == comparison.drawn
@@ -648,7 +665,7 @@ def without_seconds(outcome: Outcome) -> Outcome:
 
 
 def _since(before: Books, now: Books) -> tuple[list[LedgerRow] | None, dict[str, int]]:
-    """Return what was booked between two states of the books.
+    """Return the messages and the copies between host and device that were counted from ``before`` to ``now``.
 
     Returns:
         Two values.  The first has the messages as rows of a ledger; it is None without a ledger.  The second has the

@@ -114,16 +114,12 @@ class TrialError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ComparedLoss:
-    """Mean losses over one rank's batches of one step, computed in several ways.
-
-    All are computed in evaluation mode, except ``trained``.  For a drawn step, ``trained`` is computed in evaluation
-    mode too, and only for presets: they have no dropout, so the mode does not change their loss.
-    """
+    """Mean losses over one rank's batches of one step, computed in several ways, all in evaluation mode."""
 
     reference: float  # of a single process in fp32
     expected: float  # of a single process with the weights as the ranks gather them (quantised, cast)
-    # ``expected`` in training mode, to be compared with the loss of the step itself.  None if ``expected`` and the
-    # step's loss could differ at random, as with dropout.
+    # The loss that the step itself should have in training.  None before training, and if the loss in training mode may
+    # differ from the loss in evaluation mode, as with dropout.
     trained: float | None = None
     step: int = 0  # the step before which they were compared; 0 is before training
     # Loss of the sharded model; NaN until it has run, None if only the loss of the step itself is compared.
@@ -149,7 +145,10 @@ class Compared:
 
 
 class Comparison:
-    """Makes the comparisons of one rank; all ranks must call each of its methods."""
+    """Compares one rank's losses, gradients and messages with those of a single process and with exact values.
+
+    The results are noted in ``compared``.  All ranks must call each of the methods.
+    """
 
     def __init__(self, trial: Trial, model: nn.Module, data: Batches, rank: Rank) -> None:
         self.trial, self.data, self.rank = trial, data, rank
@@ -202,7 +201,17 @@ class Comparison:
         self.compared.losses.append(replace(self.expected, sharded=loss))
 
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
-        """Rehearse step ``index``, and note in ``compared`` how its messages differ from exact values."""
+        """Rehearse step ``index``, and note in ``compared`` how its messages differ from exact values.
+
+        A rehearsal runs the passes of the step, but leaves no trace in training.  Before all steps but the first, the
+        loss and the gradients of our engine are compared with a single process too.
+
+        Args:
+            index: Number of the step.
+            strategy: The strategy.
+            checks: The rank's checks of training.  They keep the rehearsed gradients, and compare the step's gradients
+                with them later.
+        """
         self.rank.report(Progress("measuring errors", self.steps.index(index) + 1, len(self.steps)))
         policy, errors = self.trial.resolved_policy(), SumsByPlace()
         differ = policy is not None and communication_error.outcomes_differ(policy.policy_at(index))
@@ -224,16 +233,21 @@ class Comparison:
     ) -> None:
         """Compare one unit's gathered weights with its masters, and prepare the comparison of step ``index``.
 
-        A single process computes the loss and gradient that the step should give; :meth:`compare_drawn_step` compares
-        the step with them later.  Differences are noted in ``compared``.  The unit is drawn by the trial's seed and
-        repeat.  If the trial's model or method is the user's own, a rehearsal of the step is compared here instead.  In
-        this rehearsal, ranks read only the first sequence of each of their batches.
+        The unit is drawn by the trial's seed and repeat.  Differences are noted in ``compared``.
+
+        To prepare the comparison, a single process computes the loss and the gradient that the step should give.  Later
+        :meth:`compare_drawn_step` compares the step with them.  If the trial's model or method is the user's own, the
+        step is not compared later.  Instead, this method rehearses the step, and compares the rehearsal with a single
+        process.  In this rehearsal, ranks read only the first sequence of each of their batches.
+
+        If the policy sends differences or has a bit budget, the step is not compared at all.
 
         Args:
             index: Number of the step.
             strategy: The strategy.
             zero: The strategy's engine.
-            count: Returns the (bytes, packets) that the node's interface has sent so far, or zeros; all ranks call it.
+            count: Returns counts of what this node has sent so far; element 0 has the bytes of the node's interface, or
+                0 if they are not known.  All ranks must call this function at once.
         """
         self.rank.report(Progress("checking a drawn step"))
         units = [unit for unit in zero.units if unit.geometry.trainable] or zero.units
@@ -277,10 +291,11 @@ class Comparison:
         self._awaited = replace(expected, sharded=None), gradient
 
     def compare_drawn_step(self, index: int, strategy: Strategy, zero: Zero) -> None:
-        """Compare the reduced gradient of step ``index`` with the single process's, before the optimizer changes it.
+        """Compare the reduced gradient of step ``index`` with the gradient that a single process has computed for it.
 
-        The difference is noted in ``compared``.  Does nothing unless :meth:`before_drawn_step` has prepared this step.
-        Sends no message.  The step's loss is compared later, by :mod:`harness.runs.merge_ranks`.
+        Call this method after the step's backward passes and before its optimizer step.  It does nothing unless
+        :meth:`before_drawn_step` has prepared this step.  It sends no message.  The difference is noted in
+        ``compared``.  The step's loss is compared later, by :mod:`harness.runs.merge_ranks`.
         """
         if self._awaited is None or index != self.drawn:
             return
@@ -341,7 +356,7 @@ class Comparison:
         at = int(off.argmax())
         return (
             f"after step {index} element {at} of matrix {slot.spec.name!r} is {float(after.view(-1)[at]):.9g}, but "
-            f"Muon gives {float(expected.view(-1)[at]):.9g} from its whole momentum and gradient"
+            f"Muon gives {float(expected.view(-1)[at]):.9g} from the matrix's whole momentum and gradient"
         )
 
     def _compare_later_step(self, index: int, strategy: Strategy, zero: Zero, checks: TrainingChecks) -> None:
@@ -366,11 +381,13 @@ class Comparison:
         Args:
             index: Number of the step.
             strategy: The strategy, inside a rehearsal.
-            zero: Its engine, which has the masters.
-            data: Where batches come from.
-            unit: The only unit whose gradient is compared; None for all.  ``data`` may then have only a part of each of
-                the step's batches, but the result's ``trained`` is the loss on the whole batches.  It is None for a
-                user's model.
+            zero: The strategy's engine, which has the masters.
+            data: Where batches come from.  With a ``unit``, ``data`` may give only a part of each batch of the step.
+            unit: The only unit whose gradient is compared; None for all units.
+
+        Returns:
+            The losses of the single process.  With a ``unit``, the field ``trained`` is computed from the step's whole
+            batches; it is None for a user's own model.
         """
         model, gathered = self._same_masters(zero)
         clock = Clock(self.trial.seed, zero.clock.step)
@@ -576,7 +593,9 @@ def muon_step(  # noqa: PLR0917  # its arguments are one step
     owned: tuple[Codec, Codec],
     places: Sequence[tuple[int, int]],
 ) -> tuple[Tensor, float]:
-    """Take one step of a whole matrix by the formula of ``torch.optim.Muon``, with messages in the codecs ``owned``.
+    """Take one step of a whole matrix by the formula of ``torch.optim.Muon``.
+
+    As in training, each rank's part of momentum and update is encoded and decoded, with the codecs ``owned``.
 
     Args:
         trial: The trial, whose optimizer is Muon.
@@ -640,7 +659,8 @@ def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.
     Args:
         zero: The engine.
         name: Name of the unit.
-        count: Returns the (bytes, packets) that the node's interface has sent so far, or zeros; all ranks call it.
+        count: Returns counts of what this node has sent so far; element 0 has the bytes of the node's interface, or 0
+            if they are not known.  All ranks must call this function at once.
     """
     topology = zero.wire.mesh.topology
     if (
@@ -675,9 +695,9 @@ def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[Gradie
 
 
 def _type_of(trial: Trial) -> Dtype:
-    """Return the coarser of the types in which a peer computes and sends.
+    """Return the less precise of the two types in which a trial's peer computes and sends.
 
-    If FSDP2 or DDP are hosts of our collectives, it is fp32, because there the codecs do the rounding.
+    Returns fp32 if the trial's strategy is not a peer.
     """
     if trial.strategy not in PEERS:
         return "fp32"

@@ -77,7 +77,8 @@ def run_sweep(
 
     Raises:
         RecordError: If ``results`` cannot be read or written.
-        Refusal: If a sweep was begun on another machine, or a module was edited during the run.
+        Refusal: If a sweep was begun on another machine or with other versions of Python, torch or the code, or if a
+            user's module was edited during the run.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(locked(results))
@@ -122,9 +123,12 @@ def locked(results: Path) -> Iterator[None]:
 def finished(results: Path, trial: Trial, pool: str) -> Record | None:
     """Return the record of a trial if the trial need not run again, else None.
 
-    A trial must run again if it has no record, or if its record has a failure that may not happen again
-    (:data:`~harness.records.trial_record.PASSING`).  It must also run again if its record has no measurements and,
-    in addition, the trial's inputs, the machine or the code have changed since.
+    A trial must run again in three cases:
+
+    - it has no record;
+    - its record has a failure that may not happen again (:data:`~harness.records.trial_record.PASSING`);
+    - its record has no measurements, and the trial's inputs, the machine or the code have changed since the record was
+      written.
 
     Args:
         results: The results folder.
@@ -164,8 +168,8 @@ class _Sweep:
         """Return the trials of a batch that have to run, and prepare a blank (a record to fill in) for each.
 
         Raises:
-            Refusal: If other trials of the sweep ran on another machine.  The pairs of the sweep would then compare two
-                machines.
+            Refusal: If other trials of the sweep ran on another machine, or with other versions of Python, torch or the
+                code.  The pairs of the sweep would then compare more than the configurations.
         """
         why, pool = "some intervals are not narrow enough", machine.pool_key(self._machine, self._code)
         if batch.sweep != self._number:
@@ -188,9 +192,10 @@ class _Sweep:
         pools |= {record.pool for record in done.values() if record.measured}
         if missing and (others := pools - {pool}):
             raise Refusal(
-                f"{self.results}: sweep {batch.sweep + 1} was begun on another machine (hash {min(others)}, "
-                f"here {pool}), and must be finished on one machine: finish it there, or choose another "
-                "folder with --results; once it is finished, --sweeps can add sweeps of this machine"
+                f"{self.results}: sweep {batch.sweep + 1} was begun on another machine or with other versions of "
+                f"Python, torch or the code (hash {min(others)}, here {pool}): finish this sweep where it was begun, "
+                "or choose another folder with --results; once the sweep is finished, --sweeps can add sweeps of "
+                "this machine"
             )
         self.tally.failed += len(failures)
         self.tally.skipped += len(batch.trials) - len(missing)
@@ -228,7 +233,7 @@ class _Sweep:
         return SKIP if failure is None else self.suite.on_failure.get(cast("Kind", failure.kind), SKIP)
 
     def _question_fields(self, trial: Trial) -> dict[str, Any]:
-        """Return the fields of a record that follow from the suite's question."""
+        """Return the fields ``role``, ``answer`` and ``margin`` of a trial's record, which the suite determines."""
         suite = self.suite
         return {"role": suite.role_of(trial), "answer": suite.answer, "margin": suite.margin}
 

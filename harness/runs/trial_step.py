@@ -20,9 +20,10 @@ BYTES_PER_MBIT: Final = 1e6 / 8
 def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
     """Return what a trial's step computes and sends, from which :func:`predict` computes the step's seconds.
 
-    Returns None unless our own engine trains the trial's model, and gathers and reduces in hops.  With Muon, the
-    parameters of the units must be known.  The units that a record names have no parameters, and are planned anew; for
-    models that are not presets, this is not possible, and None is returned.
+    Returns None unless our own engine trains the trial's model with built-in gathers and reductions.
+
+    With Muon, the parameters of the units must be known.  Units that come from a record have no parameters, and are
+    therefore planned anew.  Only presets can be planned anew; for other models, None is returned.
 
     Args:
         trial: The trial.

@@ -26,10 +26,21 @@ _ROOT: Final = Path(__file__).resolve().parents[2]  # folder from which harness 
 
 
 class Keeper:
-    """Starts a keeper process, reads its answer, and ends it."""
+    """Starts a *keeper*, reads its answer, and ends it.
+
+    A keeper is a child process that holds a resource of the kernel, such as network namespaces, until it ends.
+    """
 
     def __init__(self, module: str, request: str) -> None:
-        """Start a keeper and read its ``answer``; raises a LinkError if the keeper refuses the request or dies."""
+        """Start a keeper, and wait for its ``answer`` to the request.
+
+        Args:
+            module: Name of the keeper's module, which is run with ``python -m``.
+            request: The request, which is the module's only argument.
+
+        Raises:
+            LinkError: If the keeper refuses the request, dies, or does not answer within :data:`ANSWER_SECONDS`.
+        """
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, request],
             stdin=subprocess.PIPE,
@@ -75,13 +86,16 @@ class Keeper:
 
 
 def send_answer(answer: dict[str, Any]) -> None:
-    """In the keeper: send the answer to the parent."""
+    """Send ``answer`` from a keeper to its parent process, as one line of JSON on standard output."""
     print(json.dumps(answer), flush=True)
 
 
 @contextlib.contextmanager
 def report_errors() -> Iterator[None]:
-    """In the keeper: send the parent any error of the ``with`` block; ignore Ctrl-C, which the parent handles."""
+    """In a keeper, send any error of the ``with`` block to the parent process, and raise the error again.
+
+    From now on, the keeper ignores Ctrl-C, which the parent process handles.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield

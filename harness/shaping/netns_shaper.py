@@ -272,7 +272,8 @@ def _stdin_ends_before(ready: socket.socket) -> bool:
 def _serve(queues: Sequence[_Queue], listening: socket.socket) -> None:
     """Lift the link's rate for each process that connects, one after another, until standard input ends.
 
-    An error in restoring the rate ends the keeper and with it the link, so that no trial runs on an open link.
+    If the rate cannot be restored, the error ends this process, and the link with it.  No trial can then run on a link
+    without its rate.
     """
     while not _stdin_ends_before(listening):
         with listening.accept()[0] as client:

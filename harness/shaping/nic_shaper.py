@@ -58,8 +58,8 @@ def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Ite
         change), ``before`` (the kind of the queue that it had), and ``congestion`` (the host's congestion control).
 
     Raises:
-        LinkError: If the interface may not be shaped.  Also if the keeper's queue could not be removed afterwards; this
-            message has the command that removes the queue.
+        LinkError: If the rate cannot be limited.  Also if the queue that limits it could not be removed after the body;
+            the message then has the command that removes the queue.
     """
     try:
         keeper = Keeper("harness.shaping.nic_shaper", json.dumps([interface, rate_mbit, others]))

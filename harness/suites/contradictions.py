@@ -137,15 +137,22 @@ def _cluster(trial: Trial) -> Iterator[str]:
     joined = cluster.transport == "gloo" and cluster.ranks_per_node > 1 and cluster.nodes > 1
     if cluster.inner_rate is not None and not (shapes and rate is not None and joined):
         needed = (
-            "a cluster.rate, 2 nodes of 2 ranks or more, transport 'gloo', and link 'auto' or 'namespaces'"
+            "a cluster.rate, 2 nodes of 2 ranks or more, cluster.transport = 'gloo', and cluster.link = 'auto' or "
+            "'namespaces'"
         )
-        yield f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: needs {needed}; set these, or remove it"
+        way_out = "set all of these, or remove cluster.inner_rate"
+        yield f"cluster.inner_rate = {cluster.inner_rate:g} Mbit/s: needs {needed}; {way_out}"
     if cluster.device == "cuda" and trial.host == "ddp":
         yield f"cluster.device = 'cuda': strategy {trial.strategy!r} runs on the CPU only; set cluster.device = 'cpu'"
     cuda, threads = cluster.device == "cuda", cluster.ranks == "threads"
     if cuda != (cluster.transport in ("nccl", "staged")) and not threads:
         needed = "device 'cuda' needs transport 'nccl' or 'staged', and these two need device 'cuda'"
-        yield f"cluster.device = {cluster.device!r}, {transport}: {needed}"
+        for_cuda, for_cpu = (
+            "transport = 'nccl', or cluster.device = 'cpu'",
+            "transport = 'shm', or cluster.device = 'cuda'",
+        )
+        way_out = for_cuda if cuda else for_cpu
+        yield f"cluster.device = {cluster.device!r}, {transport}: {needed}; set cluster.{way_out}"
     if cluster.transport == "staged" and trial.strategy in PEERS and trial.strategy != "single":
         conflict = f"strategy {trial.strategy!r} sends its own messages, which this transport cannot carry"
         yield f"{transport}: {conflict}; set cluster.transport = 'nccl'"
@@ -159,7 +166,8 @@ def _cluster(trial: Trial) -> Iterator[str]:
     # A backend of the user's own may send bytes that the ledger does not count, which the comparison with a
     # network interface's counters would report as a fault.
     if "." in cluster.transport and (cluster.link not in ("none", "paced") or cluster.device != "cpu"):
-        yield f"{transport}: a backend of your own needs cluster.link = 'none' or 'paced', and device 'cpu'"
+        needed = "cluster.link = 'none' or 'paced', and cluster.device = 'cpu'"
+        yield f"{transport}: a backend of your own needs {needed}; set both, or remove cluster.transport"
     if len(set(cluster.hosts)) < len(cluster.hosts):
         yield f"cluster.hosts = {list(cluster.hosts)}: lists a host twice; list each host once"
 
@@ -197,7 +205,8 @@ def _workload(trial: Trial) -> Iterator[str]:
     if trial.workload == "generate":
         return
     if (policy := trial.resolved_policy()) is None or trial.host is not None:
-        yield f"{workload}: strategy {trial.strategy!r} cannot shard frozen models; choose a policy with our own engine"
+        conflict = f"strategy {trial.strategy!r} cannot shard frozen models"
+        yield f"{workload}: {conflict}; choose a strategy of this project's own engine, such as 'zero3' or 'zeropp'"
     elif policy.offload != Offload():
         yield f"policy.offload_optimizer and policy.offload_weights are not supported with {workload}; remove them"
     if (sequences := trial.tokens_per_rank // trial.sequence) % (group := trial.rlhf.group):
@@ -208,7 +217,7 @@ def _workload(trial: Trial) -> Iterator[str]:
 def _muon(trial: Trial) -> Iterator[str]:
     """Yield why Muon cannot step the trial's model.
 
-    If the trial does not use Muon, yield an error if ``optimizer.matrices`` is set.
+    For a trial with another optimizer, yield an error if ``optimizer.matrices`` is set, which only Muon reads.
     """
     optimizer, strategy = trial.optimizer, f"strategy {trial.strategy!r}"
     if not optimizer.orthogonalises:
@@ -223,8 +232,8 @@ def _muon(trial: Trial) -> Iterator[str]:
     family = trial.host or family_of(trial.strategy)
     if family in ("fsdp2", DEEPSPEED):
         yield (
-            f"{name}: {strategy} gives the optimizer shards of matrices, and no owner gathers them; choose a policy "
-            "with our own engine, 'ddp' or 'single'"
+            f"{name}: {strategy} gives the optimizer shards of matrices, and Muon needs whole matrices; choose a "
+            "strategy of this project's own engine, such as 'zero3' or 'zeropp', or choose 'ddp' or 'single'"
         )
     policy = trial.resolved_policy()
     if policy is not None and (share := policy.offload.optimizer):
@@ -236,11 +245,13 @@ def _own_gather(trial: Trial) -> Iterator[str]:
     """Yield an error if a trial of workload rlhf gathers weights with a class of the user's own.
 
     If a user's class gathers weights, the first training loss is compared with the loss of a single process.  With rlhf
-    the training batch is generated, and the single process does not generate it.
+    the training batch is generated, and the single process does not generate it, so that there is nothing to compare.
     """
     if trial.own_gather is not None and trial.workload == "rlhf":
         gather = f"policy.gather = {trial.policy.gather!r}"
-        conflict = "a single process checks the weights that your class gathers, and it generates no batch"
+        conflict = (
+            "your class is checked by the loss of a single process, which cannot generate the training batch"
+        )
         way_out = "set workload = 'train', or policy.gather = 'hierarchical'"
         yield f"{gather}: not supported with workload = 'rlhf': {conflict}; {way_out}"
 
@@ -248,7 +259,8 @@ def _own_gather(trial: Trial) -> Iterator[str]:
 def _local_steps(trial: Trial) -> Iterator[str]:
     """Yield an error for each field that prevents local steps, such as the workload or the optimizer.
 
-    Yield nothing if the trial takes no local steps.
+    In local steps (``policy.local_steps``), groups of ranks train apart from one another.  Yield nothing if the trial
+    takes no local steps.
     """
     policy, total = trial.resolved_policy(), trial.warmup + trial.steps
     if policy is None or (every := policy.local_steps) is None:
@@ -306,7 +318,7 @@ def _control(trial: Trial) -> Iterator[str]:
 def _configured(trial: Trial) -> Iterator[str]:
     """Yield an error for each field that contradicts the trial's DeepSpeed configuration.
 
-    If the strategy does not read a DeepSpeed configuration, yield an error if the trial has one.
+    A trial whose strategy reads no DeepSpeed configuration must not have one; yield an error if it has.
     """
     sequences = trial.tokens_per_rank // trial.sequence
     if family_of(trial.strategy) == DEEPSPEED:

@@ -218,7 +218,10 @@ def _trial(point: Point) -> Trial:
 
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return the dotted paths of all fields of a trial that a suite may set."""
+    """Return the dotted paths of all fields of ``model``, a trial or a part of it, that a suite may set.
+
+    Every path begins with ``prefix``, the path of the part: ``cluster.`` for the model ``Cluster``.
+    """
     paths: list[str] = []
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -298,23 +301,23 @@ def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[
 
 
 def _readable(trial: Trial) -> bool:
-    """Return whether the block sizes of all codecs of a trial may be read.
+    """Return whether this command can read the block sizes of all codecs of a trial.
 
-    The block size of a user's codec may not be read by a command that imports no modules of the suite.
+    The block size of a user's codec is in a module of the suite, and some commands import no such modules.
     """
     policy = trial.resolved_policy()
     return policy is None or policy.readable
 
 
 def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
-    """Return the trials with one common alignment, and without the fields that a trial does not use.
+    """Return the trials with one common alignment, and with defaults in the fields that a trial does not use.
 
     The alignment is ``align`` or, if that is None, the least common multiple of the block sizes of all policies.  A
-    policy whose block sizes may not be read (:attr:`impl.policy.policy.Policy.readable`) is left out of this multiple.
+    policy whose block sizes this command cannot read (:attr:`impl.policy.policy.Policy.readable`) does not count.
 
-    A field that the trial does not use gets its default, so that the field does not change the trial's id.  A peer uses
-    no policy, and only the ``peer`` fields that its library reads; other trials use no ``peer`` fields.  ``method`` and
-    ``gather_method`` are used only with a class of the user's own.
+    A field that has its default does not change the trial's id.  A peer uses no policy, and only the ``peer`` fields
+    that its library reads; other trials use no ``peer`` fields.  ``method`` and ``gather_method`` are used only with a
+    class of the user's own.
     """
     try:
         policies = [trial.resolved_policy() for trial in trials if _readable(trial)]
@@ -379,9 +382,19 @@ def _run_key(trial: Trial) -> str:
 def _check_baselines(
     repeats: Repeats, trials: Sequence[Trial], roles: dict[str, str], also: Sequence[str]
 ) -> None:
-    """Refuse ``repeats = "until ..."`` if a setting has no baseline.
+    """Refuse ``repeats = "until ..."`` if some trials have no baseline with which they may be compared.
 
-    With ``until``, the number of repeats depends on the intervals of ratios to the baseline.
+    With ``until``, the number of repeats depends on the intervals of ratios to the baseline.  Trials may be compared if
+    they differ only in their configuration, such as strategy and policy, and in the fields ``also``.
+
+    Args:
+        repeats: The suite's key ``repeats``.
+        trials: All trials of the suite.
+        roles: ``baseline`` or ``contrast`` by the id of a trial; empty if the suite names no baseline.
+        also: Further fields that belong to the configuration in this suite.
+
+    Raises:
+        SuiteError: If ``repeats`` is ``until ...``, and some trials have no baseline.
     """
     if repeats.within is None:
         return
@@ -389,9 +402,10 @@ def _check_baselines(
     for setting in comparable_groups(trials, "repeat", "seed", *also):
         if not any(is_baseline(trial, roles) for trial in setting):
             present = ", ".join(dict.fromkeys(trial.strategy for trial in setting))
-            why = f"needs ratios over {named}, which is missing in the setting of {present}"
+            why = f"needs ratios over {named}, but {named} has no trial in the setting of {present}"
             raise SuiteError(
-                f'repeats = "until ..." {why}; add it to this setting, or set repeats to a number'
+                f'repeats = "until ..." {why}: a trial with equal cluster, model, batch and so on; add this trial, '
+                "or set repeats to a number"
             )
 
 
@@ -457,9 +471,20 @@ def _roles(
 def _check_nearest(
     key: str, file: SuiteTables, bases: Sequence[Trial], others: Sequence[Trial], also: Sequence[str]
 ) -> None:
-    """Refuse several baselines in one setting if a trial of the contrast is equally near to two of them.
+    """Refuse several baselines for the same trials, unless each trial of the contrast is nearest to one of them.
 
-    ``repeats = "until ..."`` does not allow several baselines in one setting at all.
+    The nearest baseline is the one that differs from the trial in the fewest fields.  With ``repeats = "until ..."``,
+    several baselines for the same trials are always refused.
+
+    Args:
+        key: The suite's key ``baseline`` with its value, for the message.
+        file: The suite file's tables.
+        bases: All baselines.
+        others: All trials of the contrast.
+        also: Further fields that belong to the configuration in this suite, in addition to strategy, policy and so on.
+
+    Raises:
+        SuiteError: If baselines are refused.
     """
     several = f"{key}: matches several configurations of one setting"
     if file.repeats.within is not None:
@@ -473,8 +498,8 @@ def _check_nearest(
         if len(nearest_baselines(trial, here)) > 1:
             where = _difference(trial, [other for other in others if other is not trial] or bases)
             raise SuiteError(
-                f"{several}, and a trial with {where} is equally near to two of these baselines; let the baseline "
-                "match only one of them, or name a contrast"
+                f"{several}, and a trial with {where} differs from two of them in equally many fields; let the "
+                "baseline match only one of them, or name a contrast"
             )
 
 

@@ -316,7 +316,7 @@ def _has_curve(trial: Trial) -> bool:
 
 
 def _check_untimed(file: SuiteTables, trials: Sequence[Trial]) -> None:
-    """Refuse a quantity that needs seconds, and ``repeats = "until ..."``, in a suite whose ranks are threads."""
+    """Refuse a suite whose ranks are threads if its answer or its ``repeats = "until ..."`` needs measured seconds."""
     why = "cluster.ranks = 'threads' measures no seconds"
     if (found := quantity(trials, file.answer)) in _OF_SECONDS:
         given = f'answer = "{file.answer}"' if file.answer else f"the suite's answer would be {found!r}"

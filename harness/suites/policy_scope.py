@@ -11,11 +11,15 @@ from typing import Final
 from harness.suites.trial import KEYS, Trial
 from impl.adapters.traffic import carries
 
-_CODECS: Final = ("weights", "gradients")  # fields that an exact strategy keeps, whatever a suite sets
+# Fields that a strategy whose name ends in ``exact`` keeps, whatever a suite sets.
+_CODECS: Final = ("weights", "gradients")
 
 
 def unfitting_changes(trial: Trial) -> dict[str, str]:
     """Return the policy fields that a trial sets although they do not fit its strategy.
+
+    A field does not fit if it would turn the strategy into another strategy, or if the strategy runs inside FSDP2 or
+    DDP, and this engine cannot carry the field out.
 
     Returns:
         A dict from the dotted path of each such field, such as ``policy.weights``, to the reason.  A reason is the

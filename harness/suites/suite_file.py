@@ -31,7 +31,8 @@ def load(path: Path, align: int | None = None) -> Suite:
 
     Args:
         path: The suite file.
-        align: As in :func:`harness.suites.expand_suite.expand`.
+        align: The alignment of all policies: every parameter and every shard starts on a multiple of so many elements.
+            With None, the alignment is the least common multiple of the block sizes of all codecs in the suite.
 
     Raises:
         SuiteError: For the first mistake, with one line that begins with the file.

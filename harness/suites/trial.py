@@ -291,8 +291,9 @@ class SpanChanges(_Varying):
     until: Annotated[int, Field(strict=True)] | str | None = None
     every: int = Field(1, ge=1)
 
-    # Unknown fields are refused by _may_change(): a validator that runs before, which could do without this, would turn
-    # JSON into Python's objects, and a list is no tuple then.
+    # Unknown fields are allowed here, and refused by _may_change(), whose message says more than pydantic's.  A
+    # validator of mode "before" could refuse them without this line.  But pydantic would then turn JSON into Python
+    # objects before it validates them, and in strict mode it refuses such a list where a tuple is expected.
     model_config = ConfigDict(extra="allow")
 
     @field_validator("until")
@@ -306,7 +307,7 @@ class SpanChanges(_Varying):
     def _may_change(self) -> Self:
         """Refuse fields that a span does not have.
 
-        The field may be a ``policy.*`` key that must not change during a run.  The error then says why.
+        If the refused field is a ``policy.*`` key, the error says why this key must not change during a run.
         """
         for name in self.model_extra or {}:
             if name in PolicyChanges.model_fields:
@@ -407,10 +408,10 @@ class PolicyChanges(_Keys):
 
 
 def following_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a trial's fields.  If the model is a vision preset, add the defaults for images.
+    """Return a trial's fields, with the defaults for images if the model is a vision preset.
 
-    The defaults are corpus ``glyphs`` and ``sequence`` 64, the number of patches of an image.  A value in ``fields``
-    takes precedence over its default.
+    These defaults are corpus ``glyphs`` and ``sequence`` 64, the number of patches of an image.  They are added only
+    for fields that ``fields`` does not have.
     """
     model = fields.get("model")
     name = model.get("name") if isinstance(model, dict) else None
@@ -465,7 +466,10 @@ class PeerSettings(_Frozen):
     bucket_mb: float = Field(BUCKET_MB, gt=0)  # DDP: largest bucket of gradients, in MB
 
     def read_by(self, family: Family) -> PeerSettings:
-        """Return a copy of these settings in which every setting that ``family`` does not read has its default."""
+        """Return a copy of these settings in which every setting that ``family`` does not read has its default.
+
+        ``reduce_dtype`` gets its default also if ``compute`` is fp32, since gradients are reduced in fp32 then anyway.
+        """
         unread = {name for name, families in READ_BY.items() if family not in families}
         unread |= {"reduce_dtype"} if self.compute == "fp32" else set()  # gradients are fp32 then in any case
         return self.model_copy(update={name: getattr(PeerSettings(), name) for name in unread})
@@ -535,7 +539,8 @@ class Trial(_Frozen):
 
         A field that was added after the first version is left out if it has its default, so that older trials keep
         their ids.  The names of hosts and Slurm's options are left out, and so are ``generate`` and ``rlhf`` for
-        workloads that do not use them.
+        workloads that do not use them.  Policy fields with :attr:`impl.policy.setting.Setting.implied` are also left
+        out if they have the value that they have in the strategy's preset.
         """
         data = self.used()
         parts = ("cluster", "optimizer", "policy", *(("peer",) if "peer" in data else ()))

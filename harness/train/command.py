@@ -150,7 +150,7 @@ class Settings:
 def train(**flags: Any) -> None:
     """Train a GPT as a DeepSpeed configuration describes; print a line for each step.
 
-    The flags are those of DeepSpeed's ZeRO tutorials.
+    Most flags have the names that DeepSpeed's ZeRO tutorials use.
     """
     try:
         _train(Settings(**flags))
@@ -184,7 +184,7 @@ def _train(settings: Settings) -> None:
         return
     if excess:
         raise Refusal(
-            f"too big for memory: {excess}; choose another stage from the table, or a smaller model"
+            f"too big for memory: {excess}; choose another --zero-stage from the table, or a smaller model"
         )
     check_data(trial)
     _run(Job(trial, settings.resume, settings.save, every=settings.save_every, keep=settings.keep))
@@ -324,9 +324,10 @@ def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]
 def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, bool]:
     """Return the topology, and whether torchrun has started the ranks.
 
-    ``nodes`` and ``ranks_per_node`` are flags, or None.  Without torchrun, the defaults are 1 node and 2 ranks per
-    node.  Under torchrun, a flag that is None follows from the number of ranks that torchrun started: 8 ranks with 2
-    nodes are 4 ranks per node.
+    ``nodes`` and ``ranks_per_node`` are the values of the flags, or None for a flag that was not given.  Without
+    torchrun, the defaults are 1 node and 2 ranks per node.  Under torchrun, a flag that is None follows from the other
+    flag and the number of ranks that torchrun started: with 8 ranks and ``--nodes 2``, a node has 4 ranks.  If both are
+    None, nodes and ranks per node are those of torchrun.
 
     Raises:
         Refusal: If torchrun has started another number of ranks than the flags give.

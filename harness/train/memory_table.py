@@ -59,8 +59,8 @@ class Need:
 def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
     """Predict the memory of a rank at each of the stages 0 to 3.
 
-    The policy's own stage is predicted with all options of the policy.  The other stages are predicted without the
-    options that they may not support: a secondary shard, state groups, and limits on memory.
+    The policy's own stage is predicted with all options of the policy.  The other stages are predicted without options
+    that not every stage supports: a secondary shard, state groups, ``reduce_every``, and limits on memory.
     """
     stages, topology, activations = [], trial.topology(), _activation_bytes(trial, policy)
     for stage in get_args(Stage):
@@ -160,5 +160,6 @@ def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, ranks: 
     whole = ranks * (held + PROCESS_BYTES)
     if whole <= host.memory:
         return None
-    needed = f"{(held + PROCESS_BYTES) / GB:.2f} GB = {whole / GB:.2f} GB at stage {need.stage}"
-    return f"{ranks} of {topology.world} ranks x {needed}, and this machine has {host.memory / GB:.2f} GB"
+    each = f"each needs {(held + PROCESS_BYTES) / GB:.2f} GB at stage {need.stage}"
+    needed = f"together they need {whole / GB:.2f} GB, and this machine has {host.memory / GB:.2f} GB"
+    return f"{ranks} of {topology.world} ranks run on this machine, and {each}; {needed}"

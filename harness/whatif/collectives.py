@@ -108,7 +108,7 @@ class Marks:
 
     @classmethod
     def of(cls, step: Step) -> Marks:
-        """Return the marks that the trace of a step shows."""
+        """Find in the events of a step the moments that they name, such as the beginning of the backward pass."""
         passes = [event for event in step.host if event.name.startswith(_BACKWARD)]
         units = [
             event for event in step.host if event.category == "user_annotation" and _UNIT.match(event.name)
@@ -142,9 +142,10 @@ class Marks:
         return self.windows[place][1] if place >= 0 else ""
 
     def unit(self, moment: float) -> str:
-        """Return the name of the FSDP module that FSDP's annotation around a moment names.
+        """Return the name of the module that FSDP works on at a moment, such as a module whose weights it gathers.
 
-        If several annotations are around the moment, the innermost counts.  Returns an empty text if there is none.
+        The name is taken from the annotation of FSDP that is in progress at the moment; of several, from the innermost.
+        Returns an empty text if no annotation is in progress.
         """
         around = [event for event in self.units if event.begin <= moment <= event.end]
         match = _UNIT.match(max(around, key=lambda event: event.begin).name) if around else None

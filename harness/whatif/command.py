@@ -174,7 +174,7 @@ def whatif(
 
 
 def _rate(option: str, text: str) -> float:
-    """Return the bytes a second that the text of an option gives, such as ``100 Gbit/s``.
+    """Return the bytes a second that ``text`` states, the value of ``option``, such as ``100 Gbit/s``.
 
     Raises:
         Refusal: If the text is no rate; the message begins with ``option``.

@@ -18,7 +18,7 @@ from harness.whatif.collectives import Collective, Marks, copies_out
 from harness.whatif.kineto import DEVICE, Event, Step, Trace
 from harness.whatif.tasks import RankStep, Rule, Task, note_computing
 
-# Most seconds from the end of the kernel that a stream waited for to the stream's next kernel.
+# Most seconds between the end of a kernel and the beginning of the kernel of another stream that waited for it.
 _SOON: Final = 20e-6
 _CLOSE: Final = 1e-6  # seconds by which the times of two streams may be wrong
 _SYNCHRONISED: Final = 20e-6  # shortest synchronisation of the host with a device that counts as waiting
@@ -39,13 +39,13 @@ def on_device(
     Args:
         trace: The rank's trace.
         step: The step.
-        marks: The marks of the step.
+        marks: Moments of the step that the trace names, such as the beginning of the backward pass.
         collectives: The collectives of the step.
-        begin: When the step begins on the GPU: the end of the last kernel of the step before.  The step ends with its
-            last kernel.
+        begin: Seconds of the rank's clock at which the step begins on the GPU: the end of the last kernel of the step
+            before.  The step ends with its last kernel.
 
     Raises:
-        Refusal: if streams are idle for reasons that the trace does not show.
+        Refusal: if a stream is idle for more than 10 % of the step for reasons that the trace does not show.
     """
     end = max(event.end for event in step.device)
     result = RankStep(begin, end, marks, collectives=list(collectives))
@@ -58,7 +58,7 @@ def on_device(
         share = idle / (end - begin)
         raise Refusal(
             f"{trace.path}: step {step.number}: a stream is idle for {share:.0%} of the step, and the trace does not "
-            "show what it waits for, so its overlap cannot be attributed: trace the activities CPU and CUDA"
+            "show what the stream waits for, so its overlap cannot be predicted: trace the activities CPU and CUDA"
         )
     return result
 
@@ -80,14 +80,15 @@ class _Streams:
         self._ends = [self._kernels[place].end for place in self._by_end]
 
     def find_waits(self) -> float:
-        """Find the kernel of another stream that each kernel waited for.
+        """Find for each kernel the kernel of another stream that it waited for, if there is one.
 
-        If a stream was idle before a kernel, the kernel waited for a kernel that ended right before it began.  A
-        collective waits as :meth:`_wait_as_issued` says, even if its stream was not idle.
+        If a stream was idle before its next kernel K began, K is taken to have waited for the kernel of another stream
+        that ended right before K began.  A collective waits as :meth:`_wait_as_issued` says, even if its stream was not
+        idle.
 
         Returns:
-            The seconds in which a stream was idle although no kernel was found that it waited for.  They are summed for
-            each stream, and the largest sum is returned.
+            The seconds for which a stream was idle before kernels for which no such other kernel was found.  They are
+            summed for each stream, and the largest sum is returned.
         """
         before, unexplained = dict[object, float](), defaultdict[object, float](float)
         for place, event in enumerate(self._kernels):
@@ -106,10 +107,10 @@ class _Streams:
         return max(unexplained.values(), default=0.0)
 
     def _wait_as_issued(self, place: int) -> None:
-        """Note that the collective at ``place`` waits for a kernel of another stream.
+        """Note the kernel of another stream that the collective at ``place`` waits for, if there is one.
 
-        Of the kernels that were launched before the collective and ended before it began, it waits for the kernel that
-        ended last.
+        Candidates are the kernels of other streams that were launched before the collective was launched, and that
+        ended before the collective began.  The collective waits for the candidate that ended last.
         """
         earlier = [
             other
@@ -137,9 +138,15 @@ class _Streams:
         return None
 
     def attribute(self, marks: Marks) -> None:
-        """Find the kernel that waits for each collective, even if the collective ended before its result was used.
+        """Find for each collective the kernel that uses its output, and therefore waits for it.
 
-        The result's ``rules`` count the collectives by the rule that was applied to them.
+        The first of these rules that applies finds the kernel, and ``rules`` of the :class:`RankStep` counts the
+        collectives by rule:
+
+        1. ``copy-out``: of an all-gather, the first kernel that the host launched after FSDP had begun to copy the
+           gathered weights to their places;
+        2. ``gap``: a kernel that began right after the collective (:meth:`find_waits`);
+        3. ``optimizer``: the first kernel that the host launched after the optimizer's step had begun.
         """
         waited = {other for others in self._waits.values() for other in others}
         by_launch = sorted(range(len(self._kernels)), key=lambda place: self._launched[place])
@@ -165,11 +172,11 @@ class _Streams:
         return self._collective[other] is None and self._stream[other] != self._stream[place] and begins_later
 
     def note_computing(self) -> None:
-        """Note the seconds of computation of each kernel that is no collective, at the moment of the kernel's launch.
+        """Add the computing seconds of each kernel to the :class:`RankStep`, with the moment of the kernel's launch.
 
-        The seconds of a kernel are counted from the time at which all earlier kernels, except collectives, had ended.
-        They therefore include idle time before the kernel, such as the time in which the host had not launched it yet.
-        If the kernel waited for a collective, this idle time is not counted.
+        Kernels of collectives are left out.  The seconds of a kernel are counted from the time at which all earlier
+        kernels, except collectives, had ended.  They therefore include idle time before the kernel, such as the time in
+        which the host had not launched it yet.  If the kernel waited for a collective, this idle time is not counted.
         """
         reached = self._result.begin
         for place, event in enumerate(self._kernels):
@@ -215,9 +222,10 @@ class _Streams:
         return segments
 
     def cut(self, host_begin: float) -> None:
-        """Add the tasks of the streams and of the host to the result.
+        """Divide the step into tasks of the streams and of the host, and add them to the :class:`RankStep`.
 
-        The time of a task includes the gaps between its kernels.  ``host_begin`` is when the host began the step.
+        The time of a task includes the gaps between its kernels.  ``host_begin`` is the moment in seconds at which the
+        host began the step.
         """
         result, syncs = self._result, list(self._synchronisations())
         waited = {other for others in self._waits.values() for other in others}
@@ -255,7 +263,7 @@ class _Streams:
     def _host(
         self, begin: float, segments: Sequence[Sequence[int]], syncs: Sequence[tuple[float, float, int]]
     ) -> tuple[dict[int, int], list[tuple[int, int]]]:
-        """Add the tasks of the host to the result.
+        """Add the tasks of the host to the :class:`RankStep`.
 
         A task of the host ends when the host launches the first kernel of a segment, or waits for a kernel.
 

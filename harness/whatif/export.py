@@ -275,10 +275,11 @@ class _Events:
         return facts | ({"codec": message.codec} if message.codec else {})
 
     def _stream(self, track: str) -> int:
-        """Return the number of the stream that stands for a track.
+        """Return the number of the stream as which a track is written.
 
-        The track ``stream 7`` has the number of the traced stream, 7.  The track of computation has the number 7 too,
-        and all other tracks get numbers from 101 on.
+        A track is a row of activities, such as the rank's computation or a link.  The track of computation becomes
+        stream 7.  A track that is a traced stream, such as ``stream 20``, keeps its number.  Other tracks get numbers
+        from 101 on.
         """
         if track not in self.streams:
             own = track.removeprefix("stream ")

@@ -37,8 +37,8 @@ _APART: Final = 0.1
 class Joined:
     """One collective, as the traces of all its ranks together show it; times are in seconds."""
 
-    # The collective as its rank with the lowest number saw it, but with the pure time of all ranks as the time in which
-    # it ran.
+    # The collective as its rank with the lowest number saw it.  Only ``ran`` differs: it lasts from when the last rank
+    # entered the collective to when the first rank left it.
     seen: Collective
     between: bool  # whether the collective has ranks on several nodes
     link: float  # seconds on the link at the traced rate
@@ -205,8 +205,9 @@ def _check_alike(traces: Sequence[Trace], ranks: Mapping[int, RankStep]) -> None
             other, known = seen.setdefault(group, (rank, signatures))
             if known != signatures:
                 raise Refusal(
-                    f"{traces[0].path}: ranks {other} and {rank} issued different collectives in their group and step, "
-                    f"{len(known)} and {len(signatures)} in number: give traces of one run and of the same steps"
+                    f"{traces[0].path}: ranks {other} and {rank} issued different collectives in the same step and "
+                    f"process group ({len(known)} and {len(signatures)} of them): give traces "
+                    "of one run and of the same steps"
                 )
 
 
@@ -238,7 +239,8 @@ def _offsets(
 
     A collective ends on all hosts at about the same time.  The difference between the clocks of two hosts is therefore
     the median difference between the times at which collectives ended on them.  Ranks of one host have the same clock.
-    If all traces name the same host, and the clocks of two ranks differ by 0.1 s or more, each rank counts as a host.
+    If all traces name the same host, but the clocks of two ranks differ by 0.1 s or more, the name is taken to stand
+    for several hosts, and each rank is aligned as if it had a host of its own.
 
     Args:
         traces: The traces of all ranks.
@@ -288,8 +290,9 @@ def _aligned(
 def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[int, float]) -> JointStep:
     """Join one step of all ranks.
 
-    :func:`_timed` must still divide the times of collectives into time on the link and overhead.  ``offsets`` are the
-    seconds to subtract from all times of each rank.
+    In the result, the ``link`` of each collective is 0, and its ``overhead`` has the times at which the collective
+    ended on each rank; :func:`_timed` then computes both.  ``offsets`` are the seconds to subtract from all times of
+    each rank.
     """
     alone = len(ranks) == 1
     begins = {rank: step.begin - offsets.get(rank, 0.0) for rank, step in ranks.items()}
@@ -346,8 +349,9 @@ def _rate(steps: Sequence[JointStep]) -> float:
 def _timed(step: JointStep, rate: float) -> JointStep:
     """Return the step with the time of each collective divided into time on the link and overhead.
 
-    The time on the link of a collective between nodes is its bytes divided by ``rate``, in bytes a second.  The pure
-    time of a collective inside a node is not divided: all of it counts as time on the link.
+    The time on the link of a collective between nodes is its bytes divided by ``rate``, in bytes a second.  For a
+    collective inside a node, the whole time from the last rank's beginning to the first rank's end counts as time on
+    the link.
     """
     by_number, free = dict[int, Joined](), 0.0
     order = sorted(range(len(step.collectives)), key=lambda number: step.collectives[number].seen.ran[0])
@@ -448,7 +452,7 @@ class _Replay:
         return Replayed(max(self._done.values()) - skew, max(self._exposed.values()), busy, spans)
 
     def _start(self, key: tuple[int, int]) -> None:
-        """Start the task ``key`` (rank, number of the task), whose awaited tasks are done.
+        """Start the task ``key`` (rank, number of the task), after all tasks that it waits for are done.
 
         A computation, or a collective that is left out, is finished at once.  Any other collective becomes pending when
         the last of its ranks has started it.

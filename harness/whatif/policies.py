@@ -55,7 +55,7 @@ class Predicted:
     """A predicted step, in seconds."""
 
     seconds: float  # duration of the step
-    exposed: float  # seconds that the rank with the longest waits waits for messages
+    exposed: float  # seconds of waiting for messages, on the rank that waits longest
     link: float  # seconds in which the link between nodes is busy
 
 
@@ -85,7 +85,7 @@ def check(policy: str, traced: Traced) -> None:
 
 
 def rewritten(step: JointStep, traced: Traced, target: Target, overheads: Overheads) -> list[Run]:
-    """Return how the collectives of a step run under a policy of :data:`REWRITES`.
+    """Return how each collective of a step runs under a policy of :data:`REWRITES`, in the order of the collectives.
 
     The result is the argument ``runs`` of :func:`harness.whatif.joint.replay`.
     """
@@ -163,7 +163,7 @@ def _again(collectives: Sequence[Joined]) -> set[int]:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """One unit of the traced model."""
+    """A part of the traced model whose weights are gathered, or whose gradients are reduced, by one collective."""
 
     name: str
     elements: int  # number of elements of the unit's parameters
@@ -344,9 +344,10 @@ def _geometry(unit: Unit, policy: Policy, topology: Topology) -> UnitGeometry:
 
 
 def _optimizer_share(step: JointStep, policy: Policy, traced: Traced, topology: Topology) -> float:
-    """Return the factor by which a rank's optimizer steps more elements under the policy than in the traced run.
+    """Return how many times as many elements a rank's optimizer steps under ``policy`` as it did in the traced run.
 
-    The traced optimizer steps a shard of 1 / ranks if the trace has reduce-scatters; otherwise it steps all elements.
+    If the trace has reduce-scatters, a traced rank is taken to have stepped a shard, the elements divided by the number
+    of ranks.  Otherwise it is taken to have stepped all elements.
     """
     sharded = any(joined.seen.kind == "reduce_scatter" for joined in step.collectives)
     ours = policy.group_ranks(topology) if policy.stage else 1

@@ -32,7 +32,7 @@ class Prediction:
     seconds: float  # duration of the step, if overheads scale with bytes over the rate
     low: float  # the shortest duration under both hypotheses on overheads and all fits of the machine
     high: float  # the longest duration under both hypotheses on overheads and all fits of the machine
-    exposed: float  # seconds that the rank with the longest waits waits for messages
+    exposed: float  # seconds of waiting for messages, on the rank that waits longest
     link: float  # seconds in which the link between nodes is busy
     speed_up: float  # over the policy "same", the program as traced, at the same rate and topology
     low_speed_up: float  # the smallest speed-up under both hypotheses on overheads and all fits
@@ -53,7 +53,7 @@ def check_replay(traced: Traced) -> list[float]:
 
     Raises:
         Refusal: If the median of the errors' absolute values is above :data:`CLOSE`, if a traced step lasts 0 s or
-            less, or if one rank ended a step with collectives before another rank began this step.  A traced rate that
+            less, or if a step has collectives, but one rank ended it before another rank began it.  A traced rate that
             the user gave is also refused if it is too low: a step's messages would take longer at this rate than the
             whole step.
     """
@@ -82,7 +82,7 @@ def check_replay(traced: Traced) -> list[float]:
 
 
 def _check_overlap(step: JointStep) -> None:
-    """Raise a Refusal if one rank ended a step with collectives before another rank began this step."""
+    """Raise a Refusal if the step has collectives, but one rank ended the step before another rank began it."""
     ends = {rank: step.skew[rank] + own.end - own.begin for rank, own in step.ranks.items()}
     earliest, latest = min(ends, key=ends.__getitem__), max(step.skew, key=step.skew.__getitem__)
     if step.collectives and ends[earliest] <= step.skew[latest]:

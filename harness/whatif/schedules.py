@@ -65,7 +65,8 @@ class RankSchedule:
 def ranks_of(traced: Traced, target: Target) -> list[int]:
     """Return the ranks for which a prediction has a schedule.
 
-    They are all ranks of the target or, if the trace of only one rank was given, a single rank.
+    They are all ranks of the target.  If the trace of only one rank was given, they are one rank: the traced rank, or
+    its number modulo the number of the target's ranks.
     """
     world = target.topology.world
     return [min(traced.steps[0].ranks) % world] if traced.alone else [*range(world)]
@@ -74,7 +75,8 @@ def ranks_of(traced: Traced, target: Target) -> list[int]:
 def schedules(traced: Traced, target: Target) -> Iterator[Callable[[int], RankSchedule]]:
     """Yield for each predicted step a function that returns the schedule of a rank; its argument is the rank's number.
 
-    Of the two hypotheses on overheads, the schedules follow ``scale``.
+    The overhead of a collective is assumed to grow in proportion to its time on the link: ``scale`` of
+    :data:`harness.whatif.policies.Overheads`.
     """
     for step in traced.steps:
         if target.policy in REWRITES:

@@ -128,10 +128,10 @@ def _note_host(result: RankStep, begin: float, end: float) -> None:
 
 
 def note_computing(result: RankStep, moment: float, seconds: float) -> None:
-    """Add seconds of computation to a step's record.
+    """Add ``seconds`` of computation that the host began or launched at ``moment`` to ``result``.
 
-    The seconds count as the optimizer's step if ``moment`` is not before the beginning of this step.  Otherwise they
-    count as forward and backward.
+    If the optimizer had begun by then, the seconds are added to ``optimizer``.  Otherwise they are part of forward or
+    backward, and are appended to ``computed``.
     """
     if moment < result.marks.optimizer:
         result.computed.append((moment, seconds))
@@ -182,7 +182,10 @@ class _Gaps(NamedTuple):
 
 
 def _gaps(step: Step) -> _Gaps:
-    """Return the stretches of time in which the thread that called ``profiler.step()`` ran no operation."""
+    """Return the stretches of more than 150 us in which the thread that called ``profiler.step()`` ran no operation.
+
+    The last stretch, up to the end of the step, may be shorter.
+    """
     events = sorted(
         (
             (event.begin, event.end)

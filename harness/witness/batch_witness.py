@@ -78,10 +78,10 @@ class BatchWitness:
 def shared_split(dataset: Dataset) -> str | None:
     """Return a sentence if the validation part of a data set is also part of its training data; else None.
 
-    The two parts may not be the same object, or share memory.  In a text, a few windows of the validation part are also
-    searched for in the training part.  The search is left out if the training part has more than 64 MiB.  The result of
-    the search is ignored if the training part repeats itself, so that equal windows prove nothing.  To find this, a few
-    windows of the training part are searched for in the training part.
+    The two parts must not be the same object, and must not share memory.  In a text, a few windows of the validation
+    part are also searched for in the training part.  The search is left out if the training part has more than 64 MiB.
+    If the training part repeats itself, equal windows prove nothing, and the result of the search is ignored.  To find
+    out whether it repeats itself, a few of its own windows are searched for in it.
     """
     shared = "validation samples are part of the training data"
     if isinstance(dataset, OwnPairs):

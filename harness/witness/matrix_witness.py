@@ -28,7 +28,10 @@ class MatrixParts:
 
 
 class MatrixWitness:
-    """Watches this rank's part of a matrix.
+    """Checks in each step this rank's part of one matrix that Muon steps.
+
+    Only Muon may change the weights and the momentum of this part, and the momentum must follow Muon's formula.  For
+    one drawn step, the witness also keeps what is needed to repeat the step (``parts``).
 
     Args:
         optimizer: The optimizer, which has ``momentum_buffer`` as the state of ``master``.

@@ -52,10 +52,10 @@ class _Drawn:
 
 
 class OptimizerWitness:
-    """Watches the optimizer of one rank.
+    """Computes each step of one rank's AdamW a second time for a few elements, and reports the first difference.
 
-    The caller calls :meth:`before` before each of the optimizer's steps, and :meth:`after` after it.  Elements are
-    watched if torch's AdamW steps them; with Muon these are the elements that Muon leaves to AdamW.  No elements are
+    The caller calls :meth:`before` before each step of the optimizer, and :meth:`after` after each step.  Only elements
+    that torch's AdamW steps are watched; with Muon these are the elements that Muon leaves to AdamW.  No elements are
     watched if the trial gives AdamW an argument that is not in :data:`_SETTINGS`, such as ``amsgrad``.  DeepSpeed and
     strategies of the user's own are not watched.
     """
@@ -94,15 +94,18 @@ class OptimizerWitness:
         self.replayed = self.linked = 0
 
     def note_rehearsal(self, index: int) -> None:
-        """Keep the present gradients, which come from a rehearsal of step ``index``."""
+        """Keep the present gradients, which come from a rehearsal of step ``index``, to compare the step with them."""
         if (gradient := self._gradients()) is not None:
             self._rehearsed[index] = gradient
 
     def before(self, index: int) -> str | None:
-        """Keep the present gradients, which the backward passes of step ``index`` have just left.
+        """Check that nothing has changed the elements drawn for step ``index`` since the optimizer's previous step.
+
+        Call this method when the backward passes of the step have ended.  It also keeps the present gradients, which
+        :meth:`after` compares with the gradients that the optimizer gets.
 
         Returns:
-            An error if the drawn elements or their moments have changed since the optimizer's previous step; else None.
+            A sentence if a drawn element or one of its moments has changed; else None.
         """
         self._reduced, drawn = self._gradients(), self._drawn
         if drawn is None:
@@ -214,8 +217,9 @@ class OptimizerWitness:
             return None
         at = int(wrong.nonzero()[0])
         return (
-            f"after step {index} element {at} of those {which} on rank {self._rank} is {float(trained[at]):.9g}, but "
-            f"the trial's AdamW gives {float(expected[at]):.9g}: they differ by more than {float(allowed[at]):.2g}"
+            f"after step {index} element {at} of the {which} elements on rank {self._rank} is "
+            f"{float(trained[at]):.9g}, but the trial's AdamW gives {float(expected[at]):.9g}: they differ by more "
+            f"than {float(allowed[at]):.2g}"
         )
 
     def _differs(

@@ -30,7 +30,11 @@ _FEEDBACK: Final = 2.0  # carried errors come on top of an encoding's own
 
 
 class OuterWitness:
-    """Watches the outer steps of one rank; the caller calls :meth:`after` after each of the optimizer's steps."""
+    """Notes, for one rank, a few masters of each unit before and after each outer step of local steps.
+
+    In an outer step, groups of ranks exchange how far their masters have moved.  The caller calls :meth:`after` when
+    the optimizer has taken a step; :attr:`notes` has the notes.
+    """
 
     def __init__(self, zero: Zero, optimizer: torch.optim.Optimizer) -> None:
         policy, topology = zero.policy, zero.wire.mesh.topology

@@ -101,7 +101,7 @@ class TrainingChecks:
         self.checked.wrong = self.checked.wrong or wrong
 
     def note_rehearsal(self, index: int) -> None:
-        """Keep the present gradients, which come from a rehearsal of step ``index``."""
+        """Keep the present gradients, which come from a rehearsal of step ``index``, to compare the step with them."""
         self._optimizer.note_rehearsal(index)
 
     def note_reduced(self, index: int, loss: float, scale: float) -> None:
@@ -209,5 +209,5 @@ def wrong_kernel(codecs: Iterable[Codec], device: torch.device) -> str | None:
         if not torch.equal(expected, frame.cpu()) or not torch.equal(elements, decoded.cpu()):
             wrong = f"the {ops.backend_of(device)} kernels of {codec} do not equal the reference"
             off = float((elements - decoded.cpu()).abs().max())
-            return f"{wrong}: of {numel} elements, decoded ones differ by up to {off:.3g}"
+            return f"{wrong}: the largest difference of {numel} decoded elements is {off:.3g}"
     return None

@@ -1,8 +1,9 @@
 """Reduces DDP's gradients with this project's collectives, through DDP's communication hook.
 
-Gradients are averaged as by a policy of stage 0: they are reduced in hops, then the mean is gathered.
-:mod:`impl.adapters.traffic` predicts the bytes.  The model stays an ordinary ``DistributedDataParallel``, with
-its own training loop.
+Gradients are averaged as under a policy of stage 0, in which nothing is sharded: they are reduced to one piece for each
+rank, in one or more hops (exchanges between nodes or inside a node), and then all ranks gather the means of all pieces.
+:mod:`impl.adapters.traffic` predicts the bytes.  The model stays an ordinary ``DistributedDataParallel``, and the
+training loop does not change.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from impl.policy.shard_layout import Slot, UnitGeometry
 
 @dataclass(slots=True)
 class _Unit:
-    """The gradients of one unit: they are copied from DDP's buckets, reduced together, and copied back."""
+    """The gradients of one unit (parameters whose gradients are sent together).
+
+    The gradients are copied from DDP's buckets to ``flat``, reduced there, and copied back to the buckets.
+    """
 
     geometry: UnitGeometry
     flat: Tensor  # (padded,) fp32; the padding is always zero
@@ -41,10 +45,11 @@ class InDDP(Joined):
 
     Every rank must create an InDDP before the first backward pass, and keep a reference to it.
 
-    Gradients are sent in units, so the bytes do not depend on DDP's buckets.  Each block of the model is a unit, and
-    the parameters outside all blocks are one more unit.  DDP's buckets fill the units in the same order on all ranks.
-    When a unit has all its gradients, the reductions of earlier units post their next hop, and the reduction of this
-    unit starts.  After DDP's last bucket, DDP's communication hook waits for all reductions.
+    Gradients are sent in units, so the bytes do not depend on DDP's buckets.  A unit is the parameters of one block (a
+    repeated part of the model); the parameters outside all blocks are one more unit.  DDP's buckets fill the units in
+    the same order on all ranks.  When the buckets have filled a unit, the reductions of earlier units post the messages
+    of their next hop (exchange), and the reduction of this unit starts.  After DDP's last bucket, DDP's communication
+    hook waits for all reductions.
 
     Args:
         model: a model in DDP over all ranks of ``wire.mesh``.
@@ -54,7 +59,7 @@ class InDDP(Joined):
             :mod:`impl.adapters.traffic`.
 
     Raises:
-        HostError: if the mesh has other ranks than DDP, or is not on the CPU.
+        HostError: if ``wire.mesh`` has other ranks than DDP, or is not on the CPU.
         PolicyError: if DDP cannot carry out the policy.
         GeometryError: if the policy does not fit the model.
     """
@@ -134,8 +139,8 @@ class InDDP(Joined):
             if len(unit.back) != len(unit.geometry.slots):
                 raise HostError(
                     f"DDP reduced only {len(unit.back)} of {len(unit.geometry.slots)} gradients of unit "
-                    f"{unit.geometry.name!r}: freeze the other parameters, or have DDP ignore them, before you create "
-                    "InDDP"
+                    f"{unit.geometry.name!r}: before you create InDDP, call requires_grad_(False) on the parameters "
+                    "that DDP does not reduce"
                 )
         for unit, under_way in self._under_way:
             mean = under_way.finish()  # (padded,) fp32

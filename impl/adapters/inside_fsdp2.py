@@ -159,7 +159,7 @@ class InFSDP2(Joined):
         return self.wire.ledger
 
     def predict(self, events: Iterable[Event], *, kept: Collection[str] = (ROOT,)) -> dict[LedgerKey, Sent]:
-        """Predict the bytes and messages that this rank sends, by key of the ledger.
+        """Predict the bytes and messages that this rank sends, by phase, purpose, unit, hop and link (LedgerKey).
 
         ``events`` are the passes in their order, such as ``["forward", "backward", "step"]``.  ``kept`` are the names
         of the parameter groups that FSDP2 keeps gathered from forward to backward (``reshard_after_forward=False``).
@@ -172,7 +172,7 @@ class InFSDP2(Joined):
         """Scale all gradients so that their global 2-norm is at most ``max_norm``; all ranks must call it.
 
         Unlike ``torch.nn.utils.clip_grad_norm_``, this method sends its messages over the wire, so the ledger
-        counts them.  Returns the norm before scaling.
+        counts them.  Returns the norm before scaling, () fp64.
         """
         gradients = [p.grad.to_local() for p in self._model.parameters() if isinstance(p.grad, DTensor)]
         total = torch.zeros(1, dtype=torch.float64, device=self.wire.mesh.device)
@@ -241,14 +241,17 @@ def _not_sharded(model: nn.Module) -> HostError:
 
 
 class _Pending(dist.Work):
-    """A gather under way as a ``Work``, on which FSDP2 waits; the first wait calls ``finish``."""
+    """The ``Work`` of an all-gather that is under way.
+
+    FSDP2 waits for the all-gather by calling ``wait()``.  The first call finishes the all-gather with ``finish``.
+    """
 
     def __init__(self, finish: Callable[[], object]) -> None:
         super().__init__()
         self._finish: Callable[[], object] | None = finish
 
     def wait(self, timeout: Any = None) -> bool:
-        """Finish the gather, if that was not done before, and return True.
+        """Finish the all-gather, unless an earlier call has finished it, and return True.
 
         ``timeout`` is ignored, since the wire has its own timeout.
         """

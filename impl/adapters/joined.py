@@ -54,15 +54,16 @@ class Joined:
             )
 
     def predict(self, events: Iterable[Event]) -> dict[LedgerKey, Sent]:
-        """Predicts the bytes and messages that this rank sends, by key of the ledger.
+        """Predicts the bytes and messages that this rank sends, by phase, purpose, unit, hop and link (LedgerKey).
 
-        ``events`` are the passes in their order; see :func:`predict_hosted`.
+        ``events`` are the passes in their order, such as ``["forward", "backward", "step"]``; see
+        :func:`predict_hosted`.
         """
         layout = self.policy, self.wire.mesh.topology, self.units
         return predict_hosted(self._host, *layout, rank=self.wire.mesh.rank, events=events)
 
     def describe(self) -> dict[str, Any]:
-        """Returns what the adapter uses, for a trial's record, as JSON's types.
+        """Returns, in JSON's types, which collectives, transports and kernels the adapter uses; records keep this.
 
         The keys are ``host``, ``gather``, ``reduce``, ``transports`` (by axis) and ``kernels`` (name of the backend).
         ``kernels_warning`` is there only if the backend is the reference.
@@ -81,7 +82,8 @@ class Joined:
     def _reduction(self, name: str, piece: int) -> Reduction:
         """Returns the reduction of the gradients of unit ``name``, which have ``world * piece`` elements.
 
-        After the reduction a rank inside FSDP2 has ``piece`` elements of the mean, and a rank inside DDP has all.
+        The reduction has not started.  If the host is FSDP2, it gives each rank ``piece`` elements of the mean.  If the
+        host is DDP, it gives each rank all elements of the mean.
         """
         tag, grain = Tag("backward", "gradients", name), common_grain(*self.policy.gradients)
         return reduction_of(self.policy, self.wire, tag, piece, grain)
@@ -92,7 +94,7 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 
     ``blocks`` are the modules on which ``fully_shard`` is called in addition to ``model``.  A block may contain other
     blocks: then the parameters of the inner block belong to the inner block's group.  The root's group holds the
-    parameters outside all blocks.  A module without parameters for its group has no group.
+    parameters outside all blocks.  Groups without parameters are left out.
 
     ``model`` may be sharded already or not yet.
 
@@ -127,7 +129,7 @@ def hosted_units(
     With ``fsdp2``, these parts are FSDP2's parameter groups.  With ``ddp``, they are units.  The host must not have
     wrapped the model yet.  The model may be on the meta device.
 
-    Raises PolicyError, HostError, GeometryError: for the same reasons as the host's adapter.
+    Raises PolicyError, HostError, GeometryError: for the same reasons as the host's adapter, ``InFSDP2`` or ``InDDP``.
     """
     check_host(host, policy)
     if host == "fsdp2":

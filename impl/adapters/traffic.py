@@ -35,7 +35,7 @@ HOSTED: Final[dict[str, tuple[Host, Policy]]] = {
     "ddp+bf16": ("ddp", BASES["ddp"]),
     "ddp+qgz": ("ddp", replace(BASES["ddp"], gradients=PRESETS["qgz"].gradients)),
 }
-"""The named strategies that run inside a host, with their policies."""
+"""For each named strategy that runs inside FSDP2 or DDP: the host that it runs inside, and its policy."""
 
 # Fields that lay out DDP's units.  They change nothing inside FSDP2, which lays out its groups by itself.
 _LAYOUT: Final = ("align", "memory.max_padding")
@@ -68,7 +68,8 @@ def check_host(host: Host, policy: Policy) -> None:
             why = _WHY.get(name, "the host decides this itself")
             value, expected = (policy.schedule_in_words, "none") if name == "schedule" else (value, expected)
             raise PolicyError(
-                f"{name} = {value} inside {host}: {why}; expected {expected}, or a strategy of this project's engine"
+                f"{name} = {value} inside {host}: {why}; expected {expected}; other values need this project's engine "
+                "(zeropp.shard)"
             )
     for name, own, known in (
         ("reduce", policy.own_reduce, "ring, one_hop, two_hop"),
@@ -76,8 +77,8 @@ def check_host(host: Host, policy: Policy) -> None:
     ):
         if own is not None:
             raise PolicyError(
-                f"{name} = {own} inside {host}: a method of your own needs units of this project's engine; "
-                f"expected one of {known}, or a strategy of this project's engine"
+                f"{name} = {own} inside {host}: a method of your own needs the units of this project's engine; "
+                f"expected one of {known}, or use this project's engine (zeropp.shard)"
             )
     for codec in (policy.weights, *policy.gradients):
         if (not isinstance(codec, OwnCodec) or codec.readable) and codec.stochastic:
@@ -142,15 +143,16 @@ def predict_hosted(
     events: Iterable[Event],
     kept: Collection[str] = (ROOT,),
 ) -> dict[LedgerKey, Sent]:
-    """Predicts the bytes and messages that ``rank`` sends inside ``host``, by key of the ledger.
+    """Predicts the bytes and messages that ``rank`` sends inside ``host``, by phase, purpose, unit, hop and link.
 
-    Inside FSDP2, a backward pass reduces every group, and each pass gathers every group.  The groups named in ``kept``
-    are an exception: after a forward or evaluation pass they stay gathered, until a backward pass ends or the weights
-    change.  With FSDP2's default settings, the root's group is the only one in ``kept``.  A norm sends one small
+    Inside FSDP2, each pass (forward, backward, evaluation) gathers the weights of every parameter group, and a backward
+    pass also reduces the gradients of every group.  The groups named in ``kept`` are an exception: after a forward or
+    evaluation pass they stay gathered until a backward pass ends, or an event ``changed`` or ``forgotten`` comes.  With
+    FSDP2's default settings, the root's group is the only one in ``kept``.  For a gradient norm, a rank sends one small
     message to each other rank.
 
-    Inside DDP, every unit is reduced once a step, in the last micro-batch.  No weights are gathered, and a norm sends
-    nothing.
+    Inside DDP, the gradients of every unit are reduced once in each optimizer step, in its last micro-batch.  No
+    weights are gathered, and a norm sends nothing.
 
     Args:
         host: ``fsdp2`` or ``ddp``.

@@ -80,9 +80,14 @@ def begin(folder: Path) -> Path:
 
 
 def commit(partial: Path, manifest: str) -> Path:
-    """Write a checkpoint's manifest, and complete the checkpoint by one rename; returns the checkpoint's folder.
+    """Write a checkpoint's manifest, and complete the checkpoint by renaming its folder.
 
-    All other files of the checkpoint must be in the folder ``partial`` already, and synced to disk.
+    ``partial`` is the folder with a temporary name that :func:`begin` returned.  It must contain all other files of the
+    checkpoint already, synced to disk.  ``manifest`` is the text of the manifest's file.
+
+    Returns the checkpoint's folder, ``checkpoint-NNNNNN``.
+
+    Raises CheckpointError: if the manifest cannot be written.
     """
     path = partial.with_name(partial.name.split(".")[1])
     try:
@@ -114,9 +119,9 @@ def sync(path: Path) -> None:
 def thin(folder: Path, keep: int) -> None:
     """Remove all complete checkpoints in ``folder`` except the ``keep`` newest.
 
-    Each checkpoint first gets a temporary name, so that an interrupted removal leaves no incomplete checkpoint.  If the
-    name cannot be changed, a warning is logged, and the checkpoint stays.  If the renamed folder cannot be removed, a
-    warning is logged, and the next :func:`begin` tries again.
+    Each of these checkpoints first gets a temporary name, so that an interrupted removal leaves no incomplete
+    checkpoint.  If the name cannot be changed, a warning is logged, and the checkpoint stays.  If the renamed folder
+    cannot be removed, a warning is logged, and the next :func:`begin` tries again.
     """
     for path in checkpoints(folder)[:-keep]:
         try:
@@ -125,7 +130,7 @@ def thin(folder: Path, keep: int) -> None:
             remove(gone)
         except OSError as error:
             _log.warning(
-                "%s: not kept with keep=%d, but cannot be removed: %s",
+                "%s: should be removed, since keep=%d, but cannot be removed: %s",
                 path,
                 keep,
                 error.strerror,
@@ -133,14 +138,14 @@ def thin(folder: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove the leftover folder ``path``, which is not a checkpoint; a failure is logged.
+    """Remove the folder ``path``, an incomplete or no longer wanted checkpoint under a temporary name.
 
-    If ``path`` is a link, only the link is removed.
+    If ``path`` is a link, only the link is removed.  If ``path`` cannot be removed, a warning is logged.
     """
     try:
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except OSError as error:
-        _log.warning("%s: left over, not a checkpoint, and cannot be removed: %s", path, error.strerror)
+        _log.warning("%s: is a leftover, not a checkpoint, and cannot be removed: %s", path, error.strerror)
 
 
 def digest_of(path: Path) -> tuple[int, str]:

@@ -76,7 +76,7 @@ class Manifest:
 
 
 def file_name(rank: int) -> str:
-    """Returns the name of a rank's file."""
+    """Returns the name of the file into which ``rank`` saves its tensors, such as ``rank-00003.safetensors``."""
     return f"rank-{rank:05d}.safetensors"
 
 
@@ -178,8 +178,8 @@ def _is_file(value: Any) -> bool:
 def check_names(model_names: Collection[str], saved_names: Collection[str], kind: str) -> None:
     """Raise CheckpointError unless ``model_names`` and ``saved_names`` are the same.
 
-    The message counts the names that are in only one of the two, and cites the first.  ``kind`` says in the message
-    what has these names, such as ``parameters of optimizer 0``.
+    The message says how many names only the model or only the checkpoint has, and cites the first of them.  ``kind``
+    says in the message what has these names, such as ``parameters of optimizer 0``.
     """
     if different := sorted(set(model_names) ^ set(saved_names)):
         side = "only in the model" if different[0] in model_names else "only in the checkpoint"

@@ -23,7 +23,7 @@ from impl.unit.unit import Unit
 
 
 class MasterRanges(NamedTuple):
-    """The parameters of one master, the parts of them that this rank holds, and the parts that this rank saves."""
+    """What one master holds and what this rank saves of it; a master is an fp32 tensor that an optimizer steps."""
 
     names: list[str]  # the parameters with elements in this master on any rank
     ranges: list[Range]  # the parts of the parameters in this rank's master
@@ -31,10 +31,11 @@ class MasterRanges(NamedTuple):
 
 
 class SavedMasters:
-    """The masters of one engine on one rank, with their optimizers.
+    """Saves and loads the states of the optimizers that step one engine's masters, on one rank.
 
-    ``copy`` is None without local steps: all ranks together save each element once.  With local steps each state group
-    saves all elements, and ``copy`` is the prefix of the names in this rank's file, such as ``group1:``.
+    ``units`` are the engine's units.  ``copy`` is None if all ranks together save each element once.  In a run with
+    local steps (DiLoCo), each state group (ranks that share one copy of all states) saves all elements.  Then ``copy``
+    is the prefix that names have in this rank's file, such as ``group1:``; for the first group it is empty.
 
     Raises CheckpointError: if an optimizer holds a tensor that is not a master of this engine, or if two optimizers
     hold the same master.
@@ -124,10 +125,10 @@ class SavedMasters:
                     self._shared(parameters, [master], "numbers")
 
     def _shared(self, parameters: dict[str, Any], masters: Sequence[Tensor], key: str) -> Any:
-        """Returns the saved value that all parameters of ``masters`` have in common.
+        """Returns the saved options or numbers, which are the same for all parameters of ``masters``.
 
-        ``key`` is ``options`` or ``numbers``, and says which value.  ``parameters`` is from the manifest: the options
-        and numbers of each parameter, by its name.
+        ``key`` is ``options`` or ``numbers``, and says which of the two is returned.  ``parameters`` is a part of the
+        manifest: a dict from each parameter's name to its options and numbers.
 
         Returns None if the masters hold no parameters.
 
@@ -146,8 +147,9 @@ class SavedMasters:
         """Load the states of the optimizers.
 
         Options and numbers come from ``saved``, the manifest's entries, which must have passed :meth:`check`.  States
-        with a value for each element, such as Adam's ``exp_avg``, come from the files ``parts``.  ``copy`` is the
-        prefix of the state group whose values are loaded.  It is empty for the first group, and without local steps.
+        with a value for each element, such as Adam's ``exp_avg``, come from the files ``parts``.  In a checkpoint of a
+        run with local steps, ``copy`` says which state group's values are loaded: it is the prefix of their names, such
+        as ``group1:``.  It is empty for the first group, and without local steps.
         """
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}

@@ -105,7 +105,7 @@ class Parts:
             for key in file.offset_keys():
                 kind, _, rest = key.partition("/")
                 name, at, start = rest.rpartition("@")
-                # Without the group of ranks that local steps put before it.
+                # The kind without a state group's prefix, such as ``group1:``.
                 _, _, plain = kind.rpartition(":")
                 if at and (plain == "weight" or plain.startswith("optimizer")):
                     self.ranges[name].setdefault(kind, []).append((int(start), number))

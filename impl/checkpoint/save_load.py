@@ -35,7 +35,9 @@ from impl.policy.spans import in_words
 from impl.unit.whole_values import WholeValues
 from impl.zero import Zero
 
-MESSAGE_BYTES: Final = 1024  # of a rank's message: a report in JSON, or "!" and an error's line (may be cut)
+# Size in bytes of the message in which a rank says how a step of saving or loading went.  The message is a report in
+# JSON, or "!" and the line of an error.  A longer line is cut to this size.
+MESSAGE_BYTES: Final = 1024
 _T = TypeVar("_T")
 
 __all__ = ["CheckpointError", "Loaded", "latest", "load", "save"]
@@ -210,7 +212,7 @@ def _identity(zero: Zero) -> dict[str, str]:
 
 
 def _local_steps(policy: Policy) -> str:
-    """Returns the settings of local steps in words; ``none`` without them."""
+    """Returns the policy's settings of local steps (DiLoCo) in words; ``none`` if it has no local steps."""
     if policy.local_steps is None:
         return "none"
     outer = f"outer rate {policy.outer_rate:g}, outer momentum {policy.outer_momentum:g}"
@@ -220,8 +222,9 @@ def _local_steps(policy: Policy) -> str:
 def _group(zero: Zero) -> str | None:
     """Returns the prefix of the names under which this rank's state group saves its values, such as ``group1:``.
 
-    Returns the empty prefix for the first group.  A run with another topology or policy looks for names without a
-    prefix, and so loads the first group's weights and optimizer states.
+    In a run with local steps (DiLoCo), each state group (ranks that share one copy of all states) saves values of its
+    own, and the first group's prefix is empty.  A run with another topology or policy looks for names without a prefix,
+    and so loads the first group's weights and optimizer states.
 
     Returns None in a run without local steps, whose names have no prefix either.
     """
@@ -233,17 +236,19 @@ def _group(zero: Zero) -> str | None:
 
 
 def _of_phases(policy: Policy, text: Callable[[Policy], str]) -> str:
-    """Returns what ``text`` returns for each phase of ``policy``, different texts joined by ``or``.
+    """Calls ``text`` with each phase of ``policy``, and returns the different texts joined by ``or``, ``none`` last.
 
-    A policy without a schedule has one phase.  The text ``none`` comes last.
+    The phases are the different policies that a schedule gives to the steps of a run; without a schedule, the only
+    phase is the policy.
     """
     return " or ".join(sorted(dict.fromkeys(map(text, policy.phases)), key=lambda each: each == "none"))
 
 
 def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
-    """Returns, by name, the manifest's entry for each entry of the model's state dict.
+    """Returns what the manifest says about each entry of the model's state dict, by the entry's name.
 
-    Extra states are not yet converted to JSON's types.
+    For a parameter this is its name and shape, for a buffer its type and shape, and for a module's extra state the
+    state itself, which is not yet converted to JSON's types.
     """
     names = state.parameter_names(zero.model, zero.units)
     entries: dict[str, dict[str, Any]] = {}
@@ -382,8 +387,9 @@ def _take_weights(zero: Zero, parts: Parts, group: str) -> None:
 def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
     """Load everything except weights, buffers and optimizers.
 
-    This is the loss scale, the numbers of the step and the micro-batch, the communication state, the codes of frozen
-    weights, and the random states.  Yields a line for each part that is dropped, with the reason.
+    These are the loss scale, the numbers of the step and the micro-batch, the communication state (such as carried
+    errors), the codes of frozen weights, and the states of the random generators.  Yields a line for each part that is
+    dropped, with the reason.
     """
     mesh, manifest = zero.wire.mesh, parts.manifest
     if manifest.loss_scale is not None:

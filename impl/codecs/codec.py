@@ -11,8 +11,9 @@ A codec is a frozen value with a text form, which suites use and :func:`parse` r
 - ``lossless:zstd``, ``lossless:zlib:bf16``: codecs whose number of bytes depends on the values.  They are measured and
   not sent (:mod:`impl.codecs.lossless`).
 
-An encoded shard is a *frame*: the codes, then a scale for each block, then, for codecs with offsets, an offset
-for each block.  The codes are padded to a multiple of 16 bytes, and so are the scales and offsets together.
+An encoded shard is a *frame*: the codes, then a scale for each block, then, for codecs with offsets (``:asym``), an
+offset for each block, which is the block's smallest value.  The frame of a cast has no scales.  The codes are padded to
+a multiple of 16 bytes, and so are the scales and offsets together.
 docs/reference/wire_format.md gives the bytes and the arithmetic.  This file imports no torch.
 """
 
@@ -59,7 +60,10 @@ def padded_bytes(n: int) -> int:
 
 
 class _Framed:
-    """The common part of all codecs: the sizes of a frame without scales.  :class:`_Scaled` adds scales."""
+    """Base class of all codecs, which computes the size of a frame (an encoded shard) that has codes and no scales.
+
+    :class:`_Scaled`, the base class of codecs with scales, overrides the methods that concern scales.
+    """
 
     __slots__ = ()
 
@@ -68,11 +72,11 @@ class _Framed:
     stochastic: bool = False
 
     def blocks(self, numel: int) -> int:
-        """Returns the number of blocks with a scale for ``numel`` elements: 0, since this codec has no scales."""
+        """Returns how many blocks with a scale a row of ``numel`` elements has: 0 for a codec without scales."""
         return 0
 
     def scale_bytes(self, numel: int) -> int:
-        """Returns how many bytes the scales and offsets of ``numel`` elements take, before padding."""
+        """Returns how many bytes the scales and offsets of ``numel`` elements take: 0 for a codec without scales."""
         return 0
 
     def code_bytes(self, numel: int) -> int:
@@ -143,7 +147,7 @@ class _Scaled(_Framed):
 
     @property
     def laws(self) -> frozenset[Law]:
-        """The laws that the codec promises."""
+        """The laws that the codec promises (:class:`Law`)."""
         broken = set() if self.stochastic else {Law.UNBIASED}
         if self.stochastic or self.asymmetric or self.clipped:
             broken |= {Law.IDEMPOTENT, Law.SIGN}
@@ -168,15 +172,16 @@ class _Scaled(_Framed):
         return self.blocks(numel) * width * (2 if self.asymmetric else 1)
 
     def _check(self, head: str) -> None:
-        """Raise CodecError if the block or the rotation has an impossible size.
+        """Raise CodecError unless ``block`` and ``hadamard`` have allowed values.
 
-        The block must also be a multiple of the rotation's size.
+        ``block`` is ``shard``, or a number of elements from 1 to MOST_BLOCK.  ``hadamard`` is 0 for no rotation, or a
+        power of two from 2 to MOST_HADAMARD that divides the block.
 
         ``head`` names the codec's type in the message, such as ``int8``.
         """
         block, hadamard = self.block, self.hadamard
         if block != "shard" and not 1 <= block <= MOST_BLOCK:
-            raise CodecError(f"{head}:{block}: a block must have 1 to {MOST_BLOCK} elements")
+            raise CodecError(f"{head}:{block}: a block must have 1 to {MOST_BLOCK} elements, or be 'shard'")
         if hadamard and (hadamard & (hadamard - 1) or not 2 <= hadamard <= MOST_HADAMARD):
             raise CodecError(f"{head}: hadamard{hadamard} is not a power of two from 2 to {MOST_HADAMARD}")
         if hadamard and block != "shard" and block % hadamard:
@@ -211,12 +216,13 @@ class IntCodec(_Scaled):
     decoded values once more therefore gives the same codes.  If ``clipped`` is True, the scale is DeepSpeed's
     ``2 absmax / 2^bits``: steps are smaller, but values near ``+absmax`` are cut off at the largest code.
 
-    Raises CodecError: if ``bits`` is not 2 to 8, or if a block or a rotation has an impossible size.  Also if
-    ``clipped`` is combined with an offset, or with stochastic rounding: clipping would change the mean.
+    Raises CodecError: if ``bits`` is not 2 to 8, or if ``block`` or ``hadamard`` has an impossible size.  Also if
+    ``clipped`` is combined with ``asymmetric``, whose codes have no sign, or with ``stochastic``, since clipping would
+    change the mean.
     """
 
     bits: int  # 2 to 8
-    block: Block  # elements that share a scale; "shard": all elements (the paper's non-blocked baseline)
+    block: Block  # elements that share a scale; "shard": all elements (the baseline without blocks in the ZeRO++ paper)
     asymmetric: bool = False  # whether each block also stores an offset, its smallest value
     hadamard: int = 0  # elements rotated together, a power of two that divides the block; 0: no rotation
     stochastic: bool = False  # whether to round up or down at random, so that the mean is the value
@@ -297,7 +303,10 @@ class FloatCodec(_Scaled):
         return self._head + ("" if self.scale == "e8m0" else f":{self.block}") + self._options()
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns an upper bound of |decoded - x| for every element x of a block; see :meth:`IntCodec.error_bound`."""
+        """Returns an upper bound of |decoded - x| for every element x of a block that is decoded to type ``out``.
+
+        All values of the block are finite, and lie in [low, high] after the codec's rotation.
+        """
         scale = max(max(abs(low), abs(high)) / self.largest, SMALLEST_NORMAL)
         if self.scale == "e8m0":
             scale = 2.0 ** math.ceil(math.log2(scale) - 1e-9)
@@ -380,9 +389,10 @@ class OwnCodec(_Framed):
 
     @property
     def readable(self) -> bool:
-        """Whether the codec's attributes can be read without a forbidden import.
+        """Whether the codec's attributes can be read here.
 
-        False only inside :func:`impl.named_object.forbidden`, if reading the attributes would import a user's module.
+        False only inside the context :func:`impl.named_object.forbidden`, where users' modules must not be imported,
+        and only for a codec whose attributes are in a user's module.
         """
         return self.instance is not None or self.name in _OURS or named_object.allowed()
 
@@ -397,15 +407,16 @@ class OwnCodec(_Framed):
 
     @property
     def _contract(self) -> BuiltIn | OwnObject:
-        """What defines the codec's sizes, laws and error bound.
+        """The object from which this codec's sizes, laws and error bound are read.
 
-        This is the built-in codec that the codec claims to equal.  Without this claim it is the codec's object.
+        If this codec claims to equal a built-in codec bit for bit, the object is this built-in codec.  Otherwise it is
+        :attr:`definition`.
         """
         return self.claimed or self.definition
 
     @property
     def block(self) -> Block:
-        """The number of elements that share a scale, or ``shard``."""
+        """The number of elements that share a scale; ``shard`` if all elements of a shard do."""
         return self._contract.block
 
     @property
@@ -415,7 +426,7 @@ class OwnCodec(_Framed):
 
     @property
     def laws(self) -> frozenset[Law]:
-        """The laws that the codec promises."""
+        """The laws that the codec promises (:class:`Law`)."""
         return self._contract.laws
 
     @property
@@ -446,7 +457,7 @@ class OwnCodec(_Framed):
 
 
 def user_codec(source: Any, name: str | None = None) -> OwnCodec:
-    """Returns the codec that a user's object or class defines (docs/reference/codecs.md).
+    """Returns the codec that ``source``, a user's object or class, defines (docs/reference/codecs.md).
 
     ``name`` is what error messages call the codec; the default is the module and name of the object's class.  All ranks
     must give the same name.
@@ -490,7 +501,7 @@ _HEAD: Final = re.compile(r"(fp32|bf16|fp16|int\d+|fp8\w*|mxfp\w*)(:|$)")  # suc
 _ALLOWED: Final = (
     "expected fp32, bf16 or fp16; or int<2..8>:<block or 'shard'>[:asym or :clip], fp8e4m3:<block>, "
     "fp8e5m2:<block>, mxfp8, mxfp8e5m2 or mxfp4, then [:hadamard<n>][:stochastic], e.g. int8:2048; or "
-    f"{', '.join(FORMATS)}; or, to be measured, {', '.join(LOSSLESS)}; "
+    f"{', '.join(FORMATS)}; or, for measurements only, {', '.join(LOSSLESS)}; "
     "a codec of your own is named as module:object, such as mykernels:Int4"
 )
 

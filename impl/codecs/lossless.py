@@ -5,9 +5,9 @@ most elements have one of a few exponents, so that about 2.6 of an exponent's 8 
 2604.27844).  Elements are therefore cut into planes of bytes, the exponents in a plane of their own, and each plane
 that is not random is compressed with an entropy coder: Huffman's code in zlib, or the coder in zstd.
 
-The number of bytes is known only after encoding.  A frame has room for the most, and :meth:`_Lossless.used_bytes`
-returns how many bytes of the frame are used.  The messages of a policy have fixed sizes, so policies refuse these
-codecs; ``examples/lossless.py`` sends sizes first and bytes afterwards.
+The number of bytes is known only after encoding.  A frame is therefore as large as the largest possible encoding, and
+:meth:`_Lossless.used_bytes` returns how many bytes of the frame are used.  The messages of a policy have fixed sizes,
+so policies refuse these codecs; ``examples/lossless.py`` sends sizes first and bytes afterwards.
 
 A frame consists of:
 
@@ -100,7 +100,7 @@ class _Lossless:
 
 
 class Zlib(_Lossless):
-    """Compresses planes with the Huffman code of zlib, which Python's standard library has."""
+    """Compresses byte planes (the bytes at one place of all elements) with the Huffman code of Python's module zlib."""
 
     def _compress(self, plain: bytes) -> bytes:
         # Exponents hardly repeat as strings: to search for such strings costs 30 times the time, and bytes too.
@@ -112,7 +112,7 @@ class Zlib(_Lossless):
 
 
 class Zstd(_Lossless):
-    """Compresses planes with zstd, of the package zstandard."""
+    """Compresses byte planes (the bytes at one place of all elements) with zstd, of the package zstandard."""
 
     def _compress(self, plain: bytes) -> bytes:
         from zstandard import STRATEGY_FAST, ZstdCompressionParameters, ZstdCompressor
@@ -148,11 +148,11 @@ class _Bf16(_Lossless):
 
 
 class ZlibBf16(_Bf16, Zlib):
-    """Casts to bf16, and compresses with zlib."""
+    """Casts elements to bf16, and compresses the byte planes of the result with zlib."""
 
 
 class ZstdBf16(_Bf16, Zstd):
-    """Casts to bf16, and compresses with zstd."""
+    """Casts elements to bf16, and compresses the byte planes of the result with zstd."""
 
 
 def _rounding(low: float, high: float, dtype: Dtype) -> float:
@@ -173,9 +173,11 @@ def _sizes(frame: NDArray[np.uint8]) -> list[int]:
 
 
 def _cut(x: Tensor) -> Planes:
-    """Return the planes of elements ``x`` (S,), (bytes of an element, S) uint8; the exponents are the first plane.
+    """Cut elements ``x`` (S,) into byte planes, (bytes of an element, S) uint8; the first plane has the exponents.
 
-    The sign is moved from the front to the end of an element, so that the eight bits of an exponent fill a byte.
+    Each element's sign is first moved from its front to its end.  So the first byte of an fp32 or bf16 element is
+    exactly the exponent, which has eight bits.  The first byte of an fp16 element is the exponent, which has five bits,
+    and three bits of the mantissa.
     """
     size = x.element_size()
     bits = x.detach().contiguous().view(_WORDS[size]).numpy().view(f"u{size}")

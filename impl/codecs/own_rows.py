@@ -23,7 +23,8 @@ def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Calla
     """Returns a function that calls ``function(row of source, row of target)`` for every row of two tensors.
 
     The returned function takes source and target, of equal leading dimensions, and optionally a noise.  If
-    ``stochastic`` is True and there is a noise, ``function`` gets the random bits of its row as a third argument.
+    ``stochastic`` is True and there is a noise, ``function`` gets the random bits of its row as a third argument.  The
+    returned function raises CodecError if ``function`` changes the shape of a row.
     """
 
     def all_rows(source: Tensor, target: Tensor, noise: Noise | None = None) -> None:

@@ -29,7 +29,7 @@ _NF4: Final = (
 
 
 class _Format:
-    """The common part of the formats: cutting a row into blocks, packing codes, and the frame's layout."""
+    """Base class of the published formats: cuts a row into blocks, packs codes, and lays out the frame."""
 
     device = "any"
     kinds: ClassVar = ["fp32"]
@@ -139,7 +139,11 @@ class _Table(_Format):
         return torch.tensor(self.table, device=codes.device)[codes.long()]
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Returns half of the largest distance between neighbouring entries of the table, times the largest scale."""
+        """Returns an upper bound of |decoded - x| in fp32 for a block with values in [low, high].
+
+        The bound is half of the largest distance between neighbouring entries of the table, times the largest scale
+        that such a block can have.
+        """
         scale = max(top / self.table[-1], SMALLEST_NORMAL)
         if self.beside == 1:
             scale = 2.0 ** math.ceil(math.log2(scale) - 1e-9)
@@ -209,10 +213,11 @@ class NVFP4(_Table):
     block = "shard"  # all elements of a shard share the fp32 scale
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Returns half of the largest step between levels.
+        """Returns an upper bound of |decoded - x| in fp32 for a shard whose largest magnitude is ``top``.
 
-        This step, from 4 to 6, is 2 scales, so half of it is one scale.  A scale is a sixth of the shard's
-        largest magnitude at most, and rounding to E4M3 makes it larger by up to 1/16.
+        The bound is half of the largest step between two neighbouring E2M1 numbers, times the largest scale.  The
+        largest step is from 4 to 6, so half of it is 1.  The largest scale is ``top / 6``; rounding the scale to E4M3
+        makes it larger by up to 1/16 of its value.
         """
         return max(17 / 16 * top / 6, SMALLEST_NORMAL) * (1 + 2.0**-9) * _ROOM
 
@@ -302,7 +307,10 @@ class Sign1(_Format):
     bits, size, beside = 1, 128, 4
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Returns the largest magnitude, since a small value decodes to the mean magnitude."""
+        """Returns an upper bound of |decoded - x| in fp32: ``top``, the largest magnitude of the block.
+
+        Every element decodes to plus or minus the mean magnitude, which is at most ``top``.
+        """
         return top * _ROOM
 
     def _codes(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -326,7 +334,10 @@ class BF16SR(_Format):
     stochastic = True
 
     def _bound(self, low: float, high: float, top: float) -> float:
-        """Returns a whole step of bf16, which is twice the error of rounding to nearest."""
+        """Returns an upper bound of |decoded - x| in fp32 for values of magnitude ``top`` or less.
+
+        The bound is a whole step of bf16 at ``top``, twice the largest error of rounding to nearest.
+        """
         relative, absolute = HALF_ULP["bf16"]
         return 2 * (top * relative + absolute)
 

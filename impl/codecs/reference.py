@@ -257,7 +257,8 @@ class Operations:
     def _fuses(self, first: BuiltIn, second: BuiltIn, numel: int, carried: Carried | None) -> bool:
         """Returns whether this backend's ``_decode_sum_encode`` supports the codecs ``first`` and ``second``.
 
-        If not, ``decode_sum`` and ``encode`` are called one after the other.
+        The answer may depend on ``numel``, the number of elements of a frame, and on the error feedback ``carried``.
+        If the answer is False, ``decode_sum`` and ``encode`` are called one after the other.
         """
         return False
 
@@ -317,12 +318,13 @@ def _sum_and_divide(repeat: Repeat, divisor: int, frames: Tensor, out: Tensor) -
 
 
 def key_of(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
-    """Returns the key under which an operation without noise and carried errors is remembered.
+    """Returns the key under which an operation is remembered, so that it can be repeated without checks.
 
-    Tensors of the same layout have the same key, wherever they lie in memory.
+    Tensors of equal shapes, strides, types and devices have the same key if their addresses are equal modulo 16 bytes.
+    Only operations without noise and error feedback are remembered.
 
-    Returns None if a tensor has no memory, or is negated lazily.  The operation must refuse such a tensor, even if it
-    has accepted other tensors of the same layout.
+    Returns None if a tensor has no memory, or is negated lazily by torch.  Such tensors must be checked each time, even
+    if the operation has accepted other tensors of the same layout.
     """
     addresses = _address(first), _address(second)
     if 0 in addresses or first.is_neg() or second.is_neg():
@@ -352,8 +354,8 @@ def _address(x: Tensor) -> int:
 def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, other: Tensor) -> None:
     """Raise ValueError unless ``codec`` can encode or decode these tensors.
 
-    The elements must be fp32, bf16 or fp16, the frames uint8 and of the right size.  Both tensors must be dense, have
-    memory, and be on the same device.
+    The elements must be fp32, bf16 or fp16.  The frames must be uint8, contiguous, and of the codec's size.  ``frames``
+    and ``other`` must be dense tensors with memory on the same device, and must not be negated lazily by torch.
 
     Args:
         codec: the codec.
@@ -380,7 +382,8 @@ def _check(codec: Codec, shape: torch.Size, kind: torch.dtype, frames: Tensor, o
     for tensor in (frames, other):
         if tensor.numel() and not _address(tensor):
             raise ValueError(
-                f"{codec}: a {type(tensor).__name__} has no memory of its own: pass a plain tensor"
+                f"{codec}: a {type(tensor).__name__} has no memory (it was freed, or wraps other tensors): pass a "
+                "torch.Tensor with its own storage"
             )
         if tensor.is_neg():  # kernels read memory and do not see torch's lazy negation
             raise ValueError(f"{codec}: torch negates this tensor lazily: pass tensor.resolve_neg()")
@@ -396,7 +399,10 @@ def _check_written(codec: Codec, target: Tensor) -> None:
 
 
 def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
-    """Raise ValueError if ``codec`` is stochastic, unless there is a ``noise`` that fits elements of ``shape``."""
+    """Raise ValueError if ``codec`` rounds stochastically and ``noise`` does not fit elements of ``shape`` (..., S).
+
+    The noise fits if it has one stride for each dimension but the last; None does not fit.
+    """
     if codec.stochastic and (noise is None or len(noise.strides) != len(shape) - 1):
         got = "none" if noise is None else f"noise with strides {noise.strides}"
         raise ValueError(

@@ -1,9 +1,9 @@
 """Runs codecs on CPU tensors in C++, on the calling thread, bit-equal to :mod:`impl.codecs.reference`.
 
-Every function of the library takes one structure, :class:`_Job`, which describes the rows and how they are
-coded.  Rows may lie anywhere in memory; if the elements of a row are not contiguous, the tensor is copied
-first.  Elements that are not quantised are copied, if their type does not change, or summed in one pass.  torch
-casts them to other types.
+Every function of the library that codes, copies or sums rows takes one structure, :class:`_Job`, which describes the
+rows and how they are coded.  Rows may lie anywhere in memory.  If the elements of a row are not contiguous, the tensor
+is copied first.  Elements that are not quantised are copied, if their type does not change, or summed in one pass.
+torch casts them to other types.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ _Dims: Final = ctypes.c_int64 * MOST_DIMS
 
 
 class _Plane(ctypes.Structure):
-    """The rows of one tensor: the address of the first row, and the bytes between rows in each leading dimension."""
+    """Where the rows of one tensor are: the address of the first row, and the leading dimensions' strides in bytes."""
 
     _fields_ = (("address", ctypes.c_int64), ("strides", _Dims))
 
 
 class _Coding(ctypes.Structure):
-    """The structure ``Code`` of job.hpp: how a row is coded.  The fields are the same."""
+    """The structure ``Code`` of job.hpp, which says how a row is coded.  The fields are the same, in the same order."""
 
     _fields_ = tuple((name, ctypes.c_int64) for name in _CODING)
 
 
 class _Job(ctypes.Structure):
-    """The structure ``Job`` of job.hpp: the argument of one call.  The fields are the same."""
+    """The structure ``Job`` of job.hpp, the argument of one call of the library.
+
+    The fields are the same, in the same order; ``kind`` and ``error_kind`` are named ``type`` and ``error_type`` there.
+    """
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("numel", "kind", "dims")),
@@ -61,7 +64,7 @@ class _Job(ctypes.Structure):
 
 
 class Kernels(Operations):
-    """Runs the operations in ``library``, which :mod:`impl.cpu.build` built.
+    """Runs the operations of codecs with the C++ functions of ``library``, a shared library built by impl/cpu/build.py.
 
     Raises OSError: if the library cannot be loaded, or was built from other sources.
     """
@@ -181,9 +184,12 @@ class Kernels(Operations):
 
 
 def _run_job(function: Callable[[Any], int], job: bytes, planes: Sequence[str], *tensors: Tensor) -> None:
-    """Call ``function`` with a copy of ``job`` that has the addresses of ``tensors``.
+    """Call ``function`` of the C++ library with a copy of ``job`` that has the addresses of ``tensors``.
 
-    ``planes`` are the names of the tensors' fields.  Each tensor must have the layout for which the job was prepared.
+    ``planes`` are the names of the job's fields for the tensors, in the order of the tensors.  Each tensor must have
+    the layout for which the job was prepared.
+
+    Raises MemoryError: if the function cannot allocate its buffers.
     """
     copy = _Job.from_buffer_copy(job)  # other threads may run the same job
     for name, tensor in zip(planes, tensors, strict=True):
@@ -198,7 +204,7 @@ def _has_whole_rows(x: Tensor) -> bool:
 
 
 def _is_copy(codec: Codec, x: Tensor) -> bool:
-    """Returns whether encoding ``x`` only copies whole rows of bytes.
+    """Returns whether encoding ``x`` to a frame, or decoding a frame to ``x``, only copies bytes, row by row.
 
     This is so if ``codec`` is a cast to the type that ``x`` has already, and the elements of each row are contiguous.
     """

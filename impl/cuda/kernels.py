@@ -19,8 +19,8 @@ others with lcm(block, 8) at most 8,192      ``encode_staged``: one read
 all others                                   ``encode_extents``, then ``encode_given``: two reads
 ===========================================  ==========================================================
 
-Tests switch a :data:`Part` off.  Then the kernels of the table's next row, the general kernel, or two launches in
-place of a fused launch are used.
+Tests may switch off a :data:`Part`: without ``held`` or ``staged``, the kernels of the table's next row are used;
+without ``plain``, the general kernels; and without ``fused``, two or more launches in place of one.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class _Call:
     """Fills in the argument of a kernel, and computes the grid of its launch.
 
     Args:
-        spread: the number of thread blocks to aim at.  If there are more parts of rows, and the launch may loop, each
-            thread block works on up to 16 parts.
+        spread: the number of thread blocks to aim at.  If all rows together have more parts than this, and the launch
+            may loop, each thread block works on up to 16 parts.
         numel: the number of elements of a row.
         tensors: tensors of equal leading dimensions, by the name of their field in the argument.
         codecs: codecs, by the name of their field in the argument.
         options: random bits and error feedback.
-        frames: (sources, ...), the frames of all sources, if several sources are summed.  ``tensors`` then has the
-            frames of the first source.
+        frames: (sources, ...), the frames that are summed, one from each source (sending rank).  The field ``frames``
+            of ``tensors`` is then the frame of the first source.  None if no frames are summed.
 
     Raises ValueError: if a row is too long, if there are more rows than a grid covers, or if the leading dimensions
         cannot be merged to three.
@@ -291,7 +291,8 @@ class Kernels(Operations):
         One launch can if neither codec quantises and no errors are carried.  It cannot if only one codec quantises.  If
         both quantise:
 
-        - The second codec's block must have at most 4,096 elements, and fit into registers (:func:`_holds`).
+        - The second codec's block must have at most 4,096 elements.  It must also be a multiple of 8 elements, or the
+          whole row (:func:`_holds`).
         - If errors are carried, the second codec must not rotate.
         - If the first codec rotates groups of more than 8 elements, several threads hold a group.  These threads must
           be neighbours also in the teams that encode the second codec's blocks.  They are neighbours if the

@@ -117,7 +117,7 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps:
 
 
 def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
-    """Returns ``base`` with the findings that depend on the model, whose units are ``units``.
+    """Returns the recipe ``base`` with its findings adapted to the model that has the units ``units``.
 
     If a unit has more elements than ``stage3_max_live_parameters``, the finding of this key becomes ``changed``: the
     unit cannot be cut, so more elements are gathered at once than the key allows.  Units that persist do not count.
@@ -189,7 +189,7 @@ class _Reading:
             raise DeepSpeedError(f"{both} are two spellings of one key with different values: remove one")
         off = key.path in SWITCHED and isinstance(typed, Mapping) and typed.get("enabled") is False
         if key.fate == "only the default" and typed != key.default and not off:
-            raise DeepSpeedError(f"{key.path} = {shown(value)} is not supported: {key.text}")
+            raise DeepSpeedError(f"{key.path} = {shown(value)} is not supported: {key.text}; remove this key")
         self.values[target] = typed
         self.spelt.setdefault(target, key.path)
 
@@ -251,7 +251,10 @@ class _Reading:
         if stage == 0:
             self.note(scatters, "without effect", "for stages 1 to 3 only; this is stage 0")
         elif not self.get(scatters):
-            self.refuse(scatters, "not supported: gradients are reduced to shards and never all-reduced")
+            self.refuse(
+                scatters,
+                "not supported: gradients are reduced to shards and never all-reduced; remove this key",
+            )
         compute, scale = self._precision()
         weights, gradients = self._codecs(compute)
         return Policy(
@@ -311,7 +314,7 @@ class _Reading:
     def _secondary(self) -> int:
         """Returns the number of ranks in an hpZ group, 2 or more; 0 without hpZ.
 
-        A number that exceeds the number of all ranks is lowered to it.
+        If the configuration asks for more ranks than there are, returns the number of all ranks.
         """
         path = f"{ZERO}.zero_hpz_partition_size"
         ranks, world, nodes = self.get(path), self.topology.world, self.topology.nodes

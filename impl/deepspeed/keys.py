@@ -47,7 +47,7 @@ SWITCHED: Final = (
     "elasticity", "compression_training", "data_efficiency", "curriculum_learning", "progressive_layer_drop",
     "eigenvalue", "quantize_training",
 )  # fmt: skip
-"""Tables that are not supported, unless they are switched off by ``"enabled": false``, as in DeepSpeed."""
+"""Tables that are refused as not supported, unless they contain ``"enabled": false``, which switches them off."""
 
 
 def _rows() -> Iterator[Key]:

@@ -70,7 +70,7 @@ def test_a_gather_that_is_no_longer_quantised_is_named() -> None:
         ("all_gather int7 <= 1 M", "unknown type 'int7'.*did you mean 'int8'"),
         ("all_gather in front <= 1 M", "unknown phase 'front'"),
         ("all_gather <= 1 MiB", "unknown unit 'MiB'"),
-        ("all_gather <= 1 calls sent", "calls have no bytes: remove 'sent'"),
+        ("all_gather <= 1 calls sent", "'sent' selects bytes, but the unit is calls: remove 'sent'"),
         ("all_gather <= 1 M between", "expected OPERATION"),
     ],
 )

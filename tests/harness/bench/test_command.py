@@ -36,8 +36,8 @@ ALONE = Rank(0, Topology(1, 1), None, None, lambda _: None, 1)  # type: ignore[a
 
 BAD = {
     "no codec": (("codecs", "--codec", "int9:64"), "2 to 8 bits"),
-    "no backend": (("codecs", "--backend", "gpu"), "unknown backend 'gpu'"),
-    "no type": (("codecs", "--kind", "fp64"), "unknown type of elements 'fp64'"),
+    "no backend": (("codecs", "--backend", "gpu"), "unknown --backend 'gpu'"),
+    "no type": (("codecs", "--kind", "fp64"), "unknown --kind 'fp64'"),
     "no size": (("codecs", "--megabytes", "0"), "--megabytes"),
     "negative size": (("collectives", "--megabytes", "1", "--megabytes", "-4"), "--megabytes"),
     "a rate without unit": (("collectives", "--rate", "50"), "with the unit"),
@@ -50,7 +50,7 @@ BAD = {
     ),
     "no GPU": pytest.param(
         ("codecs", "--backend", "cuda"),
-        "backend 'cuda' is not available here: torch finds no CUDA device",
+        "--backend 'cuda' is not available here: torch finds no CUDA device",
         marks=pytest.mark.needs("no CUDA device"),
     ),
 }

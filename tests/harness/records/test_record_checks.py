@@ -38,7 +38,7 @@ def test_a_halved_ledger_is_neither_the_prediction_nor_what_was_counted(strategy
     mismatch = record_checks.ledger_mismatch(wrong) or ""
     assert f"rank 0 sent {first.bytes // 2} bytes in {first.messages} messages" in mismatch
     assert f"predicted are {first.bytes} bytes" in mismatch
-    assert "where 0.99 to 1.02 is allowed" in (record_checks.interface_mismatch(wrong) or "")
+    assert "where 0.99 to 1.02 times is allowed" in (record_checks.interface_mismatch(wrong) or "")
 
 
 def test_prediction_and_ledger_of_other_ranks_differ() -> None:

@@ -56,7 +56,7 @@ def test_work_between_steps_is_judged_by_what_a_rank_did(
     """Outside of steps of 0.4 s a rank may run and sleep for 3 % of them and 5 ms each, and wait for a CPU at will."""
     wrong = fault(*clean(steps, between=Spent(ran + slept + waited, ran, slept, waited)))
     assert (wrong is not None) == (ran + slept > 0.03 * 0.4 * steps + 0.005 * steps)
-    assert wrong is None or "the clock misses a part of them" in wrong
+    assert wrong is None or "the clock misses a part of the steps" in wrong
 
 
 @pytest.mark.parametrize(

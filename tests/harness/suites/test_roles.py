@@ -97,7 +97,7 @@ def test_a_setting_may_have_several_baselines(read: Read) -> None:
         (
             "6",
             ', "int6:128"',
-            r"and a trial with .* is equally near to two of these baselines; let the baseline match only",
+            r"and a trial with .* differs from two of them in equally many fields; let the baseline match only",
         ),
         (
             '"until 2 %"',
@@ -173,7 +173,7 @@ def test_repeats_until_are_of_ratios_over_the_suites_baseline(read: Read) -> Non
     body = '[matrix]\nstrategy = ["hpz", "qgz"]\n'
     until = f'{HEAD}repeats = "until 5 %"\n'
     with pytest.raises(
-        SuiteError, match="needs ratios over zero3, which is missing in the setting of hpz, qgz"
+        SuiteError, match="needs ratios over zero3, but zero3 has no trial in the setting of hpz, qgz"
     ):
         read(body, until)
     assert read(body, f'{until}baseline = {{ strategy = "hpz" }}\n').roles

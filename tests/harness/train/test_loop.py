@@ -317,7 +317,10 @@ def test_too_large_a_shape_is_refused_with_its_numbers(
     """A model that does not fit is refused before anything is allocated, with a table of all stages."""
     assert main(["train", "--preset", preset_name, "--zero-stage", "0", "--ranks-per-node", "64"]) == 2
     captured = capfd.readouterr()
-    assert re.search(r"too big for memory: 64 of 64 ranks x [\d.]+ GB = [\d.]+ GB at stage 0", captured.err)
+    assert re.search(
+        r"too big for memory: 64 of 64 ranks run on this machine, and each needs [\d.]+ GB at stage 0",
+        captured.err,
+    )
     assert all(re.search(rf"^ +{stage}( <)? ", captured.out, re.MULTILINE) for stage in range(4))
 
 

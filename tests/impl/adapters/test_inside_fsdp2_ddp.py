@@ -305,3 +305,17 @@ def test_what_a_host_refuses_when_it_runs(mesh: Mesh) -> None:
     kept = InDDP(ddp, wire, EXACT["ddp"])
     with refused("gradients in DDP are sparse"):
         ddp(torch.tensor(kept.wire.mesh.rank)).sum().backward()
+    for unfrozen in (True, False):
+        layer = nn.Linear(4, 2)
+        layer.bias.requires_grad_(requires_grad=False)
+        ddp = wrapped("ddp", layer, ())  # never reduces the bias
+        layer.bias.requires_grad_(requires_grad=unfrozen)
+        kept = InDDP(ddp, wire, EXACT["ddp"])
+        loss = ddp(torch.full((1, 4), 1.0 + kept.wire.mesh.rank)).sum()
+        if unfrozen:
+            with refused("call requires_grad_(False) on the parameters that DDP does not reduce"):
+                loss.backward()
+        else:  # as the message says
+            loss.backward()
+            assert layer.weight.grad is not None
+            assert torch.equal(layer.weight.grad, torch.full((2, 4), 1.5))
