@@ -33,7 +33,7 @@ from impl.parameters.gathered import GatheredParameters
 from impl.parameters.init import Init, give_values
 from impl.parameters.initial_weights import check_same_start
 from impl.parameters.presharded import drawn_numbers, take_over
-from impl.plan.prefetch_schedule import Schedule
+from impl.plan.prefetch_schedule import Schedule, small_units
 from impl.plan.traffic import placements_of
 from impl.plan.unit_plan import geometries_of
 from impl.policy.policy import Offload, Policy
@@ -116,7 +116,8 @@ def shard(
     gradients, weights = (
         Reserve(DTYPES[policy.compute], mesh.device, meter, part) for part in ("local_gradients", "gathered")
     )
-    passes = Passes(Schedule.for_units(policy, geometries))
+    small = small_units(policy, mesh.topology, geometries) if wire.streams else frozenset[int]()
+    passes = Passes(Schedule.for_units(policy, geometries, small))
     host = HostMemory(mesh.device, meter)
     context = UnitContext(wire, policy, meter, Clock(seed), gradients, weights, host, passes)
     casts = any(p.dtype != DTYPES[policy.compute] for draft in drafts for p in draft.parameters)

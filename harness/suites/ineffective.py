@@ -128,6 +128,14 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     "policy.persist_most": lambda trial: (
         None if trial.policy.persist_below else "policy.persist_below not set"
     ),
+    "policy.pair_below": lambda trial: (
+        _of_stage_3(trial)
+        or (
+            None
+            if trial.cluster.transport == "nccl"
+            else f"cluster.transport = {trial.cluster.transport!r}, since only NCCL posts two messages by one call"
+        )
+    ),
     **{f"peer.{name}": _read_by(*families) for name, families in READ_BY.items()},
     "peer": lambda trial: (
         None

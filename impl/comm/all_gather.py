@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from impl.comm import exchanges
 from impl.comm.exchanges import Exchange
 from impl.comm.wire import Wire
 from impl.plan.hops import Hop, forwards_in_place
@@ -28,7 +29,8 @@ class FrameGather:
     """Runs the ``hops`` of a gather, one after the other; used for one gather at a time.
 
     :meth:`start` posts the first hop, and :meth:`finish` runs the remaining hops.  ``left`` is the number of hops that
-    are not posted yet.
+    are not posted yet.  With ``post=False``, :meth:`start` and :meth:`post_next_hop` only write the hop's message.
+    :func:`post_together` then posts this hop of several gathers.
 
     Args:
         wire: sends the messages.
@@ -57,7 +59,14 @@ class FrameGather:
         # Whether the first hop is received directly into the message of the second hop, which only forwards the frames.
         self._forwards = wire.streams and forwards_in_place(hops)
 
-    def start(self, tag: Tag, first: Callable[[Hop, Tensor], None], into: Tensor | None = None) -> None:
+    def start(
+        self,
+        tag: Tag,
+        first: Callable[[Hop, Tensor], None],
+        into: Tensor | None = None,
+        *,
+        post: bool = True,
+    ) -> None:
         """Post the first hop, whose message ``first(hop, message)`` writes.
 
         Args:
@@ -65,6 +74,7 @@ class FrameGather:
             first: writes the message (bytes,) uint8.
             into: (ranks * bytes,) uint8.  If the gather has a single hop, all messages may arrive in this memory.  With
                 several hops it is not used.
+            post: whether the hop is posted here, and not by :func:`post_together`.
         """
         self._tag, self.left, hop = tag, len(self.hops) - 1, self.hops[0]
         to = None if self.left else into
@@ -75,10 +85,11 @@ class FrameGather:
             hop.axis, hop.nbytes, tag, ring=hop.ring, into=to, in_line=True
         )
         first(hop, exchange.send)
-        exchange.post()
+        if post:
+            exchange.post()
 
-    def post_next_hop(self) -> None:
-        """Wait for the hop under way, and post the next hop."""
+    def post_next_hop(self, *, post: bool = True) -> None:
+        """Wait for the hop under way, and post the next hop, or with ``post=False`` only write its message."""
         before, last, hop = self._exchange, self.hops[-self.left - 1], self.hops[-self.left]
         received = before.wait()
         if self._keep is not None and last.keeps != "nothing":
@@ -89,7 +100,8 @@ class FrameGather:
         self._opened = None
         before.close()
         self._exchange = exchange
-        exchange.post()
+        if post:
+            exchange.post()
         self.left -= 1
 
     def _open(self, hop: Hop) -> Exchange:
@@ -110,6 +122,11 @@ class FrameGather:
         """Give the last hop's buffers back."""
         self._exchange.close()
         del self._exchange
+
+
+def post_together(gathers: Sequence[FrameGather]) -> None:
+    """Post the hop whose message each of ``gathers`` has written; NCCL posts hops along one axis in one call."""
+    exchanges.post_together([gather._exchange for gather in gathers])  # noqa: SLF001  # of this module's class
 
 
 def by_axes(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:

@@ -8,10 +8,11 @@
 
 :mod:`impl.comm.wire` chooses the way, and books the bytes.
 """
-# ruff: noqa: D102  # Exchange documents the methods
+# ruff: noqa: D102, SLF001  # Exchange documents the methods; one call may post several exchanges
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from impl.comm.fingerprint import Fields, Step, label
 from impl.comm.hang_monitor import HangMonitor
@@ -38,6 +40,9 @@ _IDLE: Final = Arrival(joined=True)  # the last use of a buffer, if this use has
 _TAGS: Final = 1 << 30  # gloo's messages have tags below this number
 # torch 2.13 renames this function and warns about the old name; torch 2.11 has only the old name.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# The method of a group that all-gathers several messages in one call; torch 2.13 has renamed it too.
+_RENAMED, _OLD = "all_gather_single_coalesced", "allgather_into_tensor_coalesced"
+_ALL_GATHER_SEVERAL: Final = _RENAMED if hasattr(dist.ProcessGroup, _RENAMED) else _OLD
 
 
 class Exchange(Protocol):
@@ -396,6 +401,40 @@ class Distributed:
         if self._monitor is not None:
             self._monitor.posted(self._step, self._works if arrival is None else (arrival,))
 
+    @property
+    def joins(self) -> tuple[Group, Arrival | None] | None:
+        """What two exchanges must have in common for one call to post both; None if no call can.
+
+        It is the group, and the end of the work on a side stream that the exchange is part of.
+        """
+        route = self._route
+        if route.kind != "all_gather" or route.direct or self._monitor is None or self._pacer is not None:
+            return None
+        return route.group, self._buffers.arrival if self._in_line else None
+
+    @staticmethod
+    def post_joined(exchanges: Sequence[Distributed]) -> None:
+        """Post ``exchanges``, whose :attr:`joins` are equal, in one call of NCCL."""
+        first = exchanges[0]
+        arrival = first._buffers.arrival if first._in_line else None
+        options = AllgatherOptions()
+        options.asyncOp = arrival is None
+        received, sent = [each._received for each in exchanges], [each.send for each in exchanges]
+        try:
+            work = getattr(first._route.group.process_group, _ALL_GATHER_SEVERAL)(received, sent, options)
+            if arrival is not None and work is not None:
+                work.wait()  # as torch's own collectives do without async_op
+        except RuntimeError as error:
+            raise first._watchdog.error(
+                f"could not finish {label(first._step)}", error, first._step
+            ) from error
+        for each in exchanges:
+            each._watchdog.carried += each._route.payload
+            each._under_way, each._begin = True, time.perf_counter()
+            each._works = (work,) if arrival is None else ()
+            if each._monitor is not None:
+                each._monitor.posted(each._step, each._works if arrival is None else (arrival,))
+
     def wait(self) -> Tensor:
         if self._under_way:
             self._watchdog.wait(self._step, self._receive, across=self._route.inter_bytes > 0)
@@ -442,6 +481,18 @@ class Staged:
     def close(self) -> None:
         self._host.close()
         self._buffers.give_back(self._buffer)
+
+
+def post_together(exchanges: Sequence[Exchange]) -> None:
+    """Post ``exchanges`` in order; NCCL posts neighbours along one axis in one call."""
+    for joins, those in itertools.groupby(exchanges, lambda each: getattr(each, "joins", None)):
+        alike = list(those)
+        joined = [each for each in alike if isinstance(each, Distributed)]
+        if joins is not None and len(joined) > 1:
+            Distributed.post_joined(joined)
+        else:
+            for exchange in alike:
+                exchange.post()
 
 
 def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:

@@ -1,7 +1,8 @@
 """Predicts the bytes of the buffers that carry a rank's messages on a GPU, from the policy and the units' layout.
 
 The prediction is for a GPU whose stream waits for messages, as with NCCL (:mod:`impl.comm.exchanges`).  There the host
-enqueues one collective after the other, so that only the buffers of one collective are in use at a time.  Buffer sizes
+enqueues one collective after the other, so that only the buffers of one collective are in use at a time, or those of
+the two gathers of a pair (:func:`impl.plan.prefetch_schedule.small_units`).  Buffer sizes
 are rounded up (:func:`size_class`), and all units, hops and purposes share the buffers of one size.  Tests check that
 the exchanges hold exactly the predicted bytes.
 
@@ -26,7 +27,7 @@ from impl.plan.hops import (
     outer_hops,
     reduction_hops,
 )
-from impl.plan.prefetch_schedule import kept_units
+from impl.plan.prefetch_schedule import Schedule, kept_units, small_units
 from impl.policy.policy import Policy
 from impl.policy.shard_layout import UnitGeometry
 from impl.policy.topology import Topology
@@ -76,21 +77,45 @@ def message_bytes(
             continue
         seen[key] = rules  # kept, so that no other policy gets its identity
         for chosen in rules.choices("weights"):
-            for held in _gathers(chosen, topology, unit, again=again, backward=backward):
-                most |= Counter(map(size_class, held))
+            for hops in _gathers(chosen, topology, unit, again=again, backward=backward):
+                for held in _in_step([hops]):
+                    most |= Counter(map(size_class, held))
         if not (backward and unit.trainable):
             continue
         for chosen in rules.choices("gradients"):
             for hops_of in (reduction_hops, outer_hops):
                 for held in _reduction(hops_of(chosen, topology, unit.piece, chosen.grain)):
                     most |= Counter(map(size_class, held))
+    for (one, other), phase in itertools.product(_pairs(policy, topology, units), policy.phases):
+        again = policy.stage == 3 and backward and (not {one, other} & kept or micro_batches > 1)
+        every = [
+            [
+                list(_gathers(chosen, topology, units[index], again=again, backward=backward))
+                for chosen in phase.for_unit(units[index]).choices("weights")
+            ]
+            for index in (one, other)
+        ]
+        for first, second in itertools.product(*every):
+            for both in zip(first, second, strict=False):
+                for held in _in_step(both):
+                    most |= Counter(map(size_class, held))
     return sum(nbytes * (count + SPARE) for nbytes, count in most.items())
+
+
+def _pairs(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> set[tuple[int, int]]:
+    """Return the indices of two units for each pair that is gathered together, without pairs of equal layout."""
+    schedule = Schedule.for_units(policy, units, small_units(policy, topology, units))
+    rules = [policy.for_unit(unit) for unit in units]
+    alike = [(unit.shard, unit.trainable, id(each)) for unit, each in zip(units, rules, strict=True)]
+    lists = (*schedule.ahead_in_forward, *schedule.ahead_in_backward)
+    pairs = {pair for ahead in lists for pair in itertools.pairwise(ahead) if schedule.small.issuperset(pair)}
+    return set({(alike[one], alike[other]): (one, other) for one, other in sorted(pairs)}.values())
 
 
 def _gathers(
     policy: Policy, topology: Topology, unit: UnitGeometry, *, again: bool, backward: bool
-) -> Iterator[Sequence[int]]:
-    """Yield the sizes in bytes of the buffers that are in use together, for each hop of a unit's gathers.
+) -> Iterator[Sequence[Hop]]:
+    """Yield the hops of each kind of gather of a unit.
 
     With ``again``, the gathers from hpZ's copy are included.
     """
@@ -101,7 +126,7 @@ def _gathers(
     for phase, sends in every:
         hops = gather_hops(policy, topology, unit.shard, in_phase(policy, phase, sends))
         if hops and not casts_alone(hops, policy.compute):  # a user's own gather has none
-            yield from _forwarded(hops)
+            yield hops
 
 
 def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
@@ -118,15 +143,26 @@ def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
         size = hops[number].axis.size * hops[number].sizes[chunk]
         yield [*under_way.values(), size] * 2
         under_way[chunk] = size
-    yield from _forwarded([hop for hop in every if hop.kind == "all_gather"])
+    yield from _in_step([[hop for hop in every if hop.kind == "all_gather"]])
 
 
-def _forwarded(hops: Sequence[Hop]) -> Iterator[Sequence[int]]:
-    """Yield the sizes in bytes of the buffers that are in use together, for each hop of a gather.
+def _in_step(gathers: Sequence[Sequence[Hop]]) -> Iterator[Sequence[int]]:
+    """Yield the sizes in bytes of the buffers that are in use together, for each hop of gathers that run in step.
 
+    ``gathers`` are the hops of each gather.  The first hops of all are posted, then the second hops of all, and so on.
     Each hop has one buffer, which holds the message that the rank sends and the messages that it receives.  Before the
     next hop, the received messages are copied to the next hop's buffer.  The first hop is an exception: if the second
     hop only forwards what the first hop receives, both hops use the buffer of the second hop.
     """
-    sizes, first = [hop.axis.size * hop.nbytes for hop in hops], int(forwards_in_place(hops))
-    yield from (sizes[max(first, number - 1) : number + 1] for number in range(first, len(sizes)))
+    left = [
+        [hop.axis.size * hop.nbytes for hop in hops][int(forwards_in_place(hops)) :]
+        for hops in gathers
+        if hops
+    ]
+    held = [sizes.pop(0) for sizes in left]
+    yield list(held)
+    while any(left):
+        for number, sizes in enumerate(left):
+            if sizes:
+                yield [*held, sizes[0]]
+                held[number] = sizes.pop(0)

@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
+from impl.plan.hops import gather_hops
 from impl.policy.policy import MOST_LIVE, Policy
 from impl.policy.shard_layout import UnitGeometry
+from impl.policy.topology import Topology
 
 MOST_AHEAD: Final = 4  # most units gathered ahead at one time; each occupies a slot of the shared memory
 
@@ -42,10 +44,18 @@ class Schedule:
     in_model_order: bool = False
     frozen: frozenset[int] = frozenset()  # the units without gradients, which are not reduced
     blocks: Sequence[str] = ()  # for each unit, the block with which it runs; empty: each unit runs by itself
+    # The units that are gathered ahead in pairs: the first and the second unit that run, the third and the fourth, and
+    # so on.
+    small: frozenset[int] = frozenset()
 
     @classmethod
-    def for_units(cls, policy: Policy, units: Sequence[UnitGeometry]) -> Schedule:
-        """Returns the schedule of a model whose ``units`` are in model order."""
+    def for_units(
+        cls, policy: Policy, units: Sequence[UnitGeometry], small: frozenset[int] = frozenset()
+    ) -> Schedule:
+        """Returns the schedule of a model whose ``units`` are in model order.
+
+        ``small`` are the indices of the units that are gathered ahead in pairs (:func:`small_units`).
+        """
         return cls(
             sizes=[unit.padded for unit in units],
             order=tuple(index for index, unit in enumerate(units) if not unit.outer),
@@ -56,6 +66,7 @@ class Schedule:
             in_model_order=policy.stage < 3,
             frozen=frozenset(index for index, unit in enumerate(units) if not unit.trainable),
             blocks=[unit.block for unit in units],
+            small=small,
         )
 
     @cached_property
@@ -103,7 +114,8 @@ class Schedule:
         """Returns the indices of the next units after ``unit`` in ``order`` that fit into the limits, in order.
 
         At most :data:`MOST_AHEAD` units are returned.  The limits are ``prefetch`` and ``max_live``; the first unit may
-        be larger than ``prefetch``.
+        be larger than ``prefetch``.  If the next two units are a pair, both may be.  If the last unit would be the
+        first of a pair whose second does not fit, it is left out, so that both are gathered later, together.
         """
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []
@@ -113,12 +125,40 @@ class Schedule:
         for index in order[start : start + MOST_AHEAD] if self.prefetch else ():
             taken += self.sizes[index]
             is_next = not ahead
-            if taken > self.prefetch and not is_next:
+            completes = len(ahead) == 1 and self._pair(start, order) == (ahead[0], index)
+            if taken > self.prefetch and not (is_next or completes):
                 break
             if taken > free and not (is_next and self.max_live is None):
                 break
             ahead.append(index)
+        last = start + len(ahead) - 1
+        if len(ahead) > 1 and self._pair(last, order):
+            ahead.pop()
         return ahead
+
+    def _pair(self, start: int, order: tuple[int, ...]) -> tuple[int, int] | None:
+        """Returns the units at ``start`` and ``start + 1`` in ``order`` if they are a pair, else None."""
+        both = order[start : start + 2]
+        if start % 2 or len(both) < 2 or not self.small.issuperset(both):
+            return None
+        return both[0], both[1]
+
+
+def small_units(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> frozenset[int]:
+    """Returns the indices of the units that are gathered ahead in pairs if a GPU's stream waits for messages.
+
+    They are the units of blocks whose first message has at most ``memory.pair_below`` bytes.  Without messages, without
+    the engine's own gathers, and with weights in host memory, there are none.  ``units`` are in model order.
+    """
+    most, offload = policy.memory.pair_below, policy.offload
+    if not most or policy.stage < 3 or policy.own_gather is not None or offload.weights or offload.optimizer:
+        return frozenset()
+    small = set[int]()
+    for index, unit in enumerate(units):
+        hops = [] if unit.outer else gather_hops(policy.for_unit(unit), topology, unit.shard, "weights")
+        if hops and hops[0].axis.size > 1 and hops[0].nbytes <= most:
+            small.add(index)
+    return frozenset(small)
 
 
 def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:

@@ -98,6 +98,11 @@ class MemoryLimits:
     all-gather.  DeepSpeed, too, fetches parameters until ``stage3_prefetch_bucket_size`` is exceeded.  With
     ``prefetch=0`` no unit is gathered before its use.
 
+    On a GPU whose stream waits for messages, as with NCCL, *small* units are gathered ahead in pairs: one call of NCCL
+    sends the messages of both.  A unit is small if its first message has at most ``pair_below`` bytes.  Such messages
+    take their time by latency rather than by bandwidth, and each call costs the host time.  The next pair is gathered
+    ahead even if it is larger than ``prefetch``.
+
     Raises PolicyError: if a limit is negative or NaN.
     """
 
@@ -115,6 +120,10 @@ class MemoryLimits:
     max_reuse: int = setting(
         1, "a unit stays gathered until backward if fewer elements than this run in between; 0: never",
         least=0, execution=True, scope="stage 3",
+    )  # fmt: skip
+    pair_below: int = setting(
+        4_000_000, "with NCCL, two units are gathered ahead by one call if the first message of each has at most this "
+        "many bytes; 0: never", least=0, execution=True, scope="stage 3",
     )  # fmt: skip
     persist_below: int = setting(  # these parameters form a persistent unit, which is trained as in stage 2
         0,

@@ -35,7 +35,7 @@ from impl.unit.gradient_reduction import GradientReduction
 from impl.unit.master_shard import MasterShard, shard_of
 from impl.unit.outer_step import OuterStep
 from impl.unit.own_gather import OwnWeightGather
-from impl.unit.weight_gather import WeightGather
+from impl.unit.weight_gather import WeightGather, start_together
 
 
 class State(enum.Enum):
@@ -174,17 +174,22 @@ class Unit:
         Nothing is sent for this unit if its present weights are gathered already.
 
         ``ahead`` are the indices of the units that run next.  The method also starts the all-gathers of these units,
-        and does not wait for them, so that their messages overlap with the computation of this unit.  A unit that is
-        gathered already is left out, and so is a unit beyond the limit of all-gathers under way
-        (:data:`~impl.plan.prefetch_schedule.MOST_AHEAD`).
+        and does not wait for them, so that their messages overlap with the computation of this unit.  Two neighbours
+        that the schedule calls small are started together.  A unit that is gathered already is left out, and so is a
+        unit beyond the limit of all-gathers under way (:data:`~impl.plan.prefetch_schedule.MOST_AHEAD`).
         """
         current = self.state is State.UNSHARDED and self.weight_gather.version == self.master_shard.version
         if not current:
             self.start_gather(phase)  # before the units ahead, so that all ranks post in the same order
-        for index in ahead:
-            unit = self._siblings[index]
+        small, units = self._passes.schedule.small, self._siblings
+        for place, index in enumerate(ahead):
+            unit = units[index]
             if unit.state is State.SHARDED and len(self._passes.gathering) <= MOST_AHEAD:
-                unit.start_gather(phase)
+                pair = ahead[place : place + 2] if small else ()
+                if len(pair) > 1 and small.issuperset(pair) and units[pair[1]].state is State.SHARDED:
+                    unit.start_pair(units[pair[1]], phase)
+                else:
+                    unit.start_gather(phase)
         if not current:
             if self._own_gather:
                 self._advance_others()
@@ -232,6 +237,24 @@ class Unit:
             self.weight_gather.start(phase)
         self.state = State.GATHERING
         self._passes.gathering.add(self.index)
+
+    def start_pair(self, other: Unit, phase: Phase) -> None:
+        """Start the all-gathers of this unit and of ``other`` together; both are sharded.
+
+        Raises:
+            ZeroError: if GatheredParameters shows a parameter of one of the units.
+        """
+        gathers = list[WeightGather]()
+        for unit in (self, other):
+            unit.check_hidden("a pass inside")
+            if unit.geometry.trainable and phase != "backward":  # as in start_gather()
+                unit.master_shard.mark()
+            assert isinstance(unit.weight_gather, WeightGather)  # noqa: S101  # users' gathers are not small
+            gathers.append(unit.weight_gather)
+        start_together(gathers, phase)
+        for unit in (self, other):
+            unit.state = State.GATHERING
+            self._passes.gathering.add(unit.index)
 
     def wait(self) -> None:
         """Wait for the all-gather that is under way, if any, and let modules hold the gathered parameters.

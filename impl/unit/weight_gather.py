@@ -38,7 +38,7 @@ gather, writes the message of each hop as the hop's ``source`` says, keeps hpZ's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import get_args
 
 import torch
@@ -47,7 +47,7 @@ from torch import Tensor
 from impl import ops
 from impl.codecs.codec import Blocked
 from impl.codecs.planes import turn
-from impl.comm.all_gather import FrameGather, forward
+from impl.comm.all_gather import FrameGather, forward, post_together
 from impl.plan.hops import Hop, Plane, Sends, casts_alone, gather_hops, in_phase
 from impl.plan.traffic import Phase, Purpose, Tag
 from impl.policy.shard_layout import Band, UnitGeometry
@@ -106,7 +106,7 @@ class WeightGather:
         self._under_way: FrameGather | None = None
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
 
-    def start(self, phase: Phase) -> None:
+    def start(self, phase: Phase, *, post: bool = True) -> None:
         """Start an all-gather for a pass of this ``phase``: post the messages of the first hop.
 
         This rank's message has one of three contents: the encoded shard; the encoded difference between the shard and
@@ -115,6 +115,9 @@ class WeightGather:
 
         On a GPU, all later hops are enqueued here too, on a side stream.  On a single rank that needs no message, the
         master is cast into the flat buffer.
+
+        With ``post=False`` the message of the first hop is only written; :func:`start_together` posts it, and enqueues
+        the later hops.
         """
         self._under_way = self._arrival = None  # an interrupted gather may have left them
         self.version = self.master_shard.version
@@ -127,8 +130,8 @@ class WeightGather:
         gather = self._under_way = self._gathers[sends]
         self._columns = bool(self._bands) and phase == "backward"
         into = self.flat.attach().view(torch.uint8) if self._in_place else None
-        gather.start(self._tags[phase], self._write, into)
-        if (stream := self.wire.gathers) is not None:
+        gather.start(self._tags[phase], self._write, into, post=post)
+        if post and (stream := self.wire.gathers) is not None:
             self.flat.attach()  # here, since the memory belongs to the stream of the computation
             with self.wire.beside(stream, posted=gather.hops[0].axis.size > 1) as arrival:
                 self.finish()
@@ -219,6 +222,31 @@ class WeightGather:
         # Columns are the last plane, or the only one.
         turn(planes[-1], self._bands[rank % len(self._bands)], self._rows)
         ops.encode(hop.codec, planes, message.view(count, -1))
+
+
+def start_together(gathers: Sequence[WeightGather], phase: Phase) -> None:
+    """Start several gathers over NCCL for passes of one ``phase``; each gather's ``finish()`` waits for it.
+
+    One call of NCCL posts a hop of all gathers, if the hop is along the same axis, and one event marks the end of all
+    gathers.
+    """
+    for gather in gathers:
+        gather.start(phase, post=False)
+    under_way = [gather._under_way for gather in gathers if gather._under_way is not None]  # noqa: SLF001
+    post_together(under_way)
+    wire = gathers[0].wire
+    assert wire.gathers is not None  # noqa: S101  # NCCL has side streams
+    for gather in gathers:
+        gather.flat.attach()  # here, since the memory belongs to the stream of the computation
+    with wire.beside(wire.gathers, posted=all(each.hops[0].axis.size > 1 for each in under_way)) as arrival:
+        while left := [each for each in under_way if each.left]:
+            for each in left:
+                each.post_next_hop(post=False)
+            post_together(left)
+        for gather in gathers:
+            gather.finish()
+    for gather in gathers:
+        gather._arrival = arrival  # noqa: SLF001  # of this module's class
 
 
 def _plane(frames: Tensor, plane: Plane) -> Tensor:

@@ -59,6 +59,7 @@ VARIANTS: Final = {
     "offload": Variant({"offload": Offload(optimizer=1.0)}),
     "offload all": Variant({"offload": _ALL}),
     "accumulate": Variant(micro_batches=2),
+    "no pairs": Variant(limits={"pair_below": 0}),
     "no prefetch": Variant(limits={"prefetch": 0, "max_reuse": 0, "reduce_bucket": 1}),
     "step": Variant({"reduce_every": "step"}, micro_batches=2),
 }

@@ -186,6 +186,21 @@ class Communicator(_Group):  # type: ignore[misc]
         sent = [as_bytes(source)] * self._size
         return self._collective("all_gather", source, [output], sent, _joined)
 
+    def all_gather_single_coalesced(
+        self, outputs: list[Tensor], sources: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Several of :meth:`all_gather_single` in one call."""
+        for output, source in zip(outputs, sources, strict=True):
+            self._whole("all_gather", whole=output, part=source)
+        sizes = [source.nbytes for source in sources]
+
+        def finish(rows: dict[int, Tensor]) -> list[Tensor]:
+            parts = [row.split(sizes) for row in rows.values()]
+            return [torch.cat(of_ranks) for of_ranks in zip(*parts, strict=True)]
+
+        sent = [torch.cat(list(map(as_bytes, sources)))] * self._size
+        return self._collective(f"all_gather of {sizes}", sources[0], outputs, sent, finish, more=sources[1:])
+
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         (rows,), (source,) = outputs, inputs
         if {row.numel() for row in rows} != {source.numel()}:
@@ -249,6 +264,7 @@ class Communicator(_Group):  # type: ignore[misc]
 
     # As torch 2.11 calls them.
     _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
 
@@ -269,6 +285,7 @@ class Communicator(_Group):  # type: ignore[misc]
         *,
         received: Sequence[int] | None = None,  # bytes from each rank; as sent to it by default
         detail: str = "",
+        more: Sequence[Tensor] = (),  # that the call reads besides ``source``
     ) -> dist.Work:
         received = received or [part.nbytes for part in sent]
         detail = f"{source.dtype} {detail}".removeprefix("torch.").rstrip()
@@ -278,7 +295,7 @@ class Communicator(_Group):  # type: ignore[misc]
             if index != self._me:
                 sizes = sent[index].nbytes, received[index]
                 announced[index] = Announced(kind, *sizes, detail, self._positions[rank])
-        return self._enqueue(Call(kind, [source], outputs, dict(enumerate(sent)), finish, announced))
+        return self._enqueue(Call(kind, [source, *more], outputs, dict(enumerate(sent)), finish, announced))
 
     def _enqueue(self, call: Call) -> dist.Work:
         self._under_way[:] = [other for other in self._under_way if not other.delivered]

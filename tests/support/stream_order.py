@@ -183,17 +183,26 @@ def on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     :func:`tests.support.ranks.on_threads`.
     """
     carried = exchanges.Distributed
-    post, wait = carried.post, carried.wait
+    post, wait, post_joined = carried.post, carried.wait, carried.post_joined
     collectives: dict[Any, int] = {}  # the stream of each exchange without a wait
 
     def posting(self: Any) -> None:
         """Post on a new stream, which accesses the message and rows."""
         post(self)
+        note([self])
+
+    def posting_joined(several: Any) -> None:
+        """Post all on one new stream, which accesses their messages and rows."""
+        post_joined(several)
+        note(several)
+
+    def note(several: Any) -> None:
         detector, number = _thread.detector, next(_numbers)
         detector.join(number, detector.clocks[detector.current])
-        detector.note([self.send], "a collective", writes=False, stream=number)
-        detector.note([self._received], "a collective", writes=True, stream=number)
-        collectives[self] = number
+        for each in several:
+            detector.note([each.send], "a collective", writes=False, stream=number)
+            detector.note([each._received], "a collective", writes=True, stream=number)
+            collectives[each] = number
 
     def waiting(self: Any) -> Tensor:
         """Order the current stream after the collective."""
@@ -208,6 +217,7 @@ def on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "waits_on_streams", lambda *_: True)
     monkeypatch.setattr(ops, "_choose", lambda _: (REFERENCE, None))  # it calls torch
     monkeypatch.setattr(carried, "post", posting)
+    monkeypatch.setattr(carried, "post_joined", staticmethod(posting_joined))
     monkeypatch.setattr(carried, "wait", waiting)
 
 

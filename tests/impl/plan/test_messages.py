@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.plan.messages import SPARE, message_bytes, size_class
+from impl.policy.policy import MemoryLimits
 from impl.policy.presets import preset
 from impl.policy.shard_layout import ParameterSpec, lay_out
 from impl.policy.topology import Topology
@@ -25,6 +26,8 @@ def test_units_share_buffers() -> None:
         lay_out(f"blocks.{i}", [ParameterSpec("w", (2**20,))], grain=1, world=2, max_padding=0.1)
         for i in range(9)
     ]
-    policy = preset("zero3", compute="bf16")
+    policy = preset("zero3", compute="bf16", memory=MemoryLimits(pair_below=0))
     assert message_bytes(policy, Topology(1, 2), units) == (2 + SPARE) * 2**21
     assert message_bytes(policy, Topology(1, 2), units, backward=False) == (1 + SPARE) * 2**21
+    pairs = preset("zero3", compute="bf16")
+    assert message_bytes(pairs, Topology(1, 2), units, backward=False) == (2 + SPARE) * 2**21

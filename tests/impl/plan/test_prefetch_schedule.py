@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,10 +12,13 @@ from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.trial import Model
 from harness.workloads.models import build, unfilled
 from impl.engine.unit_planning import plan_units
-from impl.plan.prefetch_schedule import MOST_AHEAD, Schedule
-from impl.policy.policy import MOST_LIVE, MemoryLimits
+from impl.plan.prefetch_schedule import MOST_AHEAD, Schedule, small_units
+from impl.policy.policy import MOST_LIVE, MemoryLimits, Offload, Policy
 from impl.policy.presets import PRESETS, preset
+from impl.policy.shard_layout import UnitGeometry
 from impl.policy.topology import Topology
+
+TOPOLOGY = Topology(2, 8)
 
 sizes = st.lists(st.integers(1, 100), min_size=2, max_size=9)
 
@@ -31,15 +36,63 @@ def test_prefetch_stays_within_its_limits_and_in_order(sizes: list[int], prefetc
             assert len(ahead) <= MOST_AHEAD
 
 
-@given(sizes, st.integers(1, 300), st.integers(0, 400))
+def units_of(model: str, policy: Policy, topology: Topology = TOPOLOGY) -> list[UnitGeometry]:
+    """Returns the units of a preset model."""
+    with unfilled():
+        return list(plan_units(build(Model(name=model), 64), topology, policy))
+
+
+@given(st.integers(2, 12), st.integers(1, 300))
+def test_small_units_are_gathered_ahead_in_pairs(count: int, prefetch: int) -> None:
+    """Each unit starts the gathers of one or two whole pairs, or of none; only an odd last unit is started alone."""
+    order = tuple(range(1, count))
+    schedule = Schedule([10] * count, order, (0,), prefetch, small=frozenset(order))
+    for ahead, run in ((schedule.ahead_in_forward, order), (schedule.ahead_in_backward, order[::-1])):
+        started = list[int]()
+        for unit in (0, *run):
+            new = [index for index in ahead[unit] if index not in started]
+            started += new
+            assert len(new) % 2 == 0 or (len(run) % 2 and new[-1] == run[-1])
+            assert not new or run.index(new[0]) % 2 == 0
+        assert tuple(started) == run
+
+
+@given(sizes, st.integers(1, 300), st.integers(0, 400), st.booleans())
 def test_nothing_is_gathered_ahead_beyond_a_max_live_that_is_set(
-    sizes: list[int], prefetch: int, max_live: int
+    sizes: list[int], prefetch: int, max_live: int, paired: bool
 ) -> None:
     """The outer unit, the unit in use and those ahead have at most max_live elements together, the next unit too."""
-    schedule = Schedule(sizes, tuple(range(1, len(sizes))), (0,), prefetch, max_live=max_live)
+    order = tuple(range(1, len(sizes)))
+    small = frozenset(order) if paired else frozenset()
+    schedule = Schedule(sizes, order, (0,), prefetch, max_live=max_live, small=small)
     for unit in range(len(sizes)):
         for ahead in (schedule.ahead_in_forward[unit], schedule.ahead_in_backward[unit]):
             assert not ahead or sum(sizes[i] for i in {0, unit, *ahead}) <= max_live
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "small"),
+    [
+        ("gpt-1.5b", {}, True),  # 3.84 MB in bf16 from each of 16 ranks
+        ("gpt-1.5b", {"memory": MemoryLimits(pair_below=3_800_000)}, False),
+        ("gpt-1.5b", {"memory": MemoryLimits(pair_below=0)}, False),
+        ("gpt-1.5b", {"offload": Offload(weights=1.0)}, False),
+        ("gpt-1.5b", {"stage": 2}, False),
+        ("gpt-10b", {}, False),
+    ],
+)
+def test_small_units_have_a_short_first_message(model: str, changes: dict[str, Any], small: bool) -> None:
+    """Blocks whose first message has at most pair_below bytes are small, unless they are offloaded."""
+    policy = preset("zero3", compute="bf16", **changes)
+    units = units_of(model, policy)
+    blocks = frozenset(index for index, unit in enumerate(units) if not unit.outer)
+    assert small_units(policy, TOPOLOGY, units) == (blocks if small else frozenset())
+
+
+def test_a_single_rank_has_no_small_units() -> None:
+    """Without messages there is nothing to post together."""
+    policy, alone = preset("zero3", compute="bf16"), Topology(1, 1)
+    assert not small_units(policy, alone, units_of("gpt-tiny", policy, alone))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -49,10 +102,12 @@ def test_no_preset_model_waits_for_each_of_its_gathers(model: str) -> None:
         net = build(Model(name=model), 64)
     for name in (name for name, policy in PRESETS.items() if policy.stage == 3):
         policy = preset(name, memory=MemoryLimits(max_padding=1e9))
-        schedule = Schedule.for_units(policy, plan_units(net, Topology(2, 8), policy))
-        for unit in schedule.order:
-            assert bool(schedule.ahead_in_forward[unit]) == (unit != schedule.order[-1]), (name, unit)
-            assert bool(schedule.ahead_in_backward[unit]) == (unit != schedule.order[0]), (name, unit)
+        units = plan_units(net, TOPOLOGY, policy)
+        for small in (frozenset[int](), small_units(policy, TOPOLOGY, units)):
+            schedule = Schedule.for_units(policy, units, small)
+            for unit in schedule.order:
+                assert bool(schedule.ahead_in_forward[unit]) == (unit != schedule.order[-1]), (name, unit)
+                assert bool(schedule.ahead_in_backward[unit]) == (unit != schedule.order[0]), (name, unit)
         assert max(schedule.sizes) < MOST_LIVE or model == "gpt-100b"
 
 

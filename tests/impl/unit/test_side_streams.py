@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from impl.comm.exchanges import Buffers, Distributed
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.plan.memory import memory
+from impl.plan.traffic import Link
 from impl.policy.policy import Policy
 from impl.policy.presets import preset
 from impl.policy.topology import Topology
@@ -221,3 +222,33 @@ def test_a_step_asks_little_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None
     for units, recordings, launches in on_threads(Topology(2, 2), counted, backend="nccl_rules", seconds=20):
         assert 0 < recordings <= 3 * units  # two gathers and a reduction
         assert 0 < launches < units  # outer units copy each gradient when it arrives
+
+
+@pytest.mark.parametrize("pair_below", [0, 4_000_000])
+def test_one_call_gathers_two_small_units(pair_below: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call posts a hop of two blocks, and the ledger has its bytes; with pair_below=0 a call posts one hop."""
+    on_streams(monkeypatch)
+    together = list[list[str]]()
+    post_joined = Distributed.post_joined
+
+    def noted(several: Any) -> None:
+        together.append([str(each._route.operation[-2]) for each in several])
+        post_joined(several)
+
+    monkeypatch.setattr(Distributed, "post_joined", staticmethod(noted))
+    policy = replace(POLICIES["zeropp"], memory=replace(ROOMY, pair_below=pair_below))
+
+    def forward(mesh: Mesh) -> tuple[list[str], int]:
+        with Detector():
+            net = model()
+            zero = shard(net, mesh=mesh, policy=policy)
+            net(batch(0, mesh.rank))
+            blocks = [unit.geometry.name for unit in zero.units if not unit.geometry.outer]
+            booked = sum(zero.wire.ledger.total(link) for link in get_args(Link))
+            return blocks, zero.wire.carried - booked
+
+    ranks = on_threads(Topology(2, 2), forward, backend="nccl_rules", seconds=20)
+    for blocks, missing in ranks:
+        assert missing == 0
+        pairs = [list(pair) for pair in zip(blocks[::2], blocks[1::2], strict=False)] if pair_below else []
+        assert sorted(together) == sorted(pairs * 2 * len(ranks))
