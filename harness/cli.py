@@ -105,6 +105,14 @@ MachineFile = Annotated[
         metavar="MACHINE.toml",
     ),
 ]
+OwnMachineFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--machine",
+        help="Also predict the seconds of a step: a file that zeropp calibrate wrote on this machine.",
+        metavar="MACHINE.toml",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print everything as JSON, for other programs.")]
 Csv = Annotated[bool, typer.Option("--csv", help="Print everything as CSV, for other programs.")]
 
@@ -208,7 +216,7 @@ def run(
     file: SuiteFile,
     results: ResultsFolder = RESULTS,
     *,
-    machine: MachineFile = None,
+    machine: OwnMachineFile = None,
     sweeps: Annotated[
         int, typer.Option(min=1, help="Run until the folder holds this many sweeps of the whole suite.")
     ] = 1,

@@ -403,7 +403,7 @@ def _model_sizes(
 def _named(key: str, fields: Mapping[str, Any], among: Sequence[str]) -> str:
     """Return text for one field of a setting: ``lr 0.02``, or ``adamw lr 0.001`` if two fields are called ``lr``.
 
-    If the setting does not have the field, the text is empty, except for ``cluster.inner_rate`` (``unshaped inside
+    If the setting does not have the field, the text is empty, except for ``cluster.inner_rate`` (``no limit inside
     nodes``) and ``cluster.slow`` (``equal nodes``).
 
     Args:
@@ -413,7 +413,7 @@ def _named(key: str, fields: Mapping[str, Any], among: Sequence[str]) -> str:
     """
     value = fields.get(key)
     if key == "cluster.inner_rate":
-        return f"{rate_text(value)} inside nodes"
+        return "no limit inside nodes" if value is None else f"{rate_text(value)} inside nodes"
     if key == "cluster.slow":
         return "equal nodes" if value is None else f"one node at {value:g} of the rate"
     table, _, name = key.removesuffix(".name").rpartition(".")
