@@ -130,6 +130,7 @@ _WHY_UNUSED: Final[dict[str, Callable[[Trial], str | None]]] = {
     ),
     "policy.pair_below": lambda trial: (
         _of_stage_3(trial)
+        or ("policy.prefetch = 0" if trial.policy.prefetch == 0 else None)
         or (
             None
             if trial.cluster.transport == "nccl"

@@ -410,6 +410,9 @@ class Distributed:
         route = self._route
         if route.kind != "all_gather" or route.direct or self._monitor is None or self._pacer is not None:
             return None
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL, groups of torch 2.11 and 2.12 lack the method.
+        if _ALL_GATHER_SEVERAL == _OLD and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            return None
         return route.group, self._buffers.arrival if self._in_line else None
 
     @staticmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from impl.plan.hops import (
@@ -86,7 +86,7 @@ def message_bytes(
             for hops_of in (reduction_hops, outer_hops):
                 for held in _reduction(hops_of(chosen, topology, unit.piece, chosen.grain)):
                     most |= Counter(map(size_class, held))
-    for (one, other), phase in itertools.product(_pairs(policy, topology, units), policy.phases):
+    for (one, other), phase in itertools.product(_pairs(policy, topology, units, kept), policy.phases):
         again = policy.stage == 3 and backward and (not {one, other} & kept or micro_batches > 1)
         every = [
             [
@@ -102,14 +102,20 @@ def message_bytes(
     return sum(nbytes * (count + SPARE) for nbytes, count in most.items())
 
 
-def _pairs(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> set[tuple[int, int]]:
-    """Return the indices of two units for each pair that is gathered together, without pairs of equal layout."""
+def _pairs(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], kept: Collection[int]
+) -> list[tuple[int, int]]:
+    """Return the indices of two units for each pair that is gathered together.
+
+    Of pairs that need the same buffers, only one is returned.  ``kept`` are the units that stay gathered for backward.
+    """
     schedule = Schedule.for_units(policy, units, small_units(policy, topology, units))
-    rules = [policy.for_unit(unit) for unit in units]
-    alike = [(unit.shard, unit.trainable, id(each)) for unit, each in zip(units, rules, strict=True)]
-    lists = (*schedule.ahead_in_forward, *schedule.ahead_in_backward)
-    pairs = {pair for ahead in lists for pair in itertools.pairwise(ahead) if schedule.small.issuperset(pair)}
-    return set({(alike[one], alike[other]): (one, other) for one, other in sorted(pairs)}.values())
+    rules = [[phase.for_unit(unit) for phase in policy.phases] for unit in units]
+    alike = [
+        (unit.shard, unit.trainable, index in kept, *map(id, rules[index]))
+        for index, unit in enumerate(units)
+    ]
+    return list({(alike[one], alike[other]): (one, other) for one, other in sorted(schedule.pairs)}.values())
 
 
 def _gathers(

@@ -44,8 +44,8 @@ class Schedule:
     in_model_order: bool = False
     frozen: frozenset[int] = frozenset()  # the units without gradients, which are not reduced
     blocks: Sequence[str] = ()  # for each unit, the block with which it runs; empty: each unit runs by itself
-    # The units that are gathered ahead in pairs: the first and the second unit that run, the third and the fourth, and
-    # so on.
+    # The units that are gathered ahead in pairs: the second and the third unit that run, the fourth and the fifth, and
+    # so on.  The first is gathered alone, because the pass waits for it.
     small: frozenset[int] = frozenset()
 
     @classmethod
@@ -114,21 +114,22 @@ class Schedule:
         """Returns the indices of the next units after ``unit`` in ``order`` that fit into the limits, in order.
 
         At most :data:`MOST_AHEAD` units are returned.  The limits are ``prefetch`` and ``max_live``; the first unit may
-        be larger than ``prefetch``.  If the next two units are a pair, both may be.  If the last unit would be the
-        first of a pair whose second does not fit, it is left out, so that both are gathered later, together.
+        be larger than ``prefetch``, and so may the units up to the end of the next pair.  If the last unit would be
+        the first of a pair whose second does not fit, it is left out, so that both are gathered later, together.
         """
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []
         stays = sum(self.sizes[index] for index in {*self.outer, *self.kept, unit})
         free = (MOST_LIVE if self.max_live is None else self.max_live) - stays
+        # The next pair begins behind the pair of ``unit``, whose second unit runs next if ``unit`` is the first.
+        pair = start + 1 - start % 2
+        near = pair + 2 - start if self._pair(pair, order) else 1  # units for which ``prefetch`` is no limit
         taken = 0
         for index in order[start : start + MOST_AHEAD] if self.prefetch else ():
             taken += self.sizes[index]
-            is_next = not ahead
-            completes = len(ahead) == 1 and self._pair(start, order) == (ahead[0], index)
-            if taken > self.prefetch and not (is_next or completes):
+            if taken > self.prefetch and len(ahead) >= near:
                 break
-            if taken > free and not (is_next and self.max_live is None):
+            if taken > free and not (not ahead and self.max_live is None):
                 break
             ahead.append(index)
         last = start + len(ahead) - 1
@@ -139,24 +140,36 @@ class Schedule:
     def _pair(self, start: int, order: tuple[int, ...]) -> tuple[int, int] | None:
         """Returns the units at ``start`` and ``start + 1`` in ``order`` if they are a pair, else None."""
         both = order[start : start + 2]
-        if start % 2 or len(both) < 2 or not self.small.issuperset(both):
+        if start % 2 == 0 or len(both) < 2 or not self.small.issuperset(both):
             return None
         return both[0], both[1]
+
+    @cached_property
+    def pairs(self) -> frozenset[tuple[int, int]]:
+        """The pairs of units that are gathered together in forward, and those in backward, in the order of use."""
+        orders = (self.order, self.order[::-1]) if self.small else ()
+        found = (self._pair(start, order) for order in orders for start in range(len(order)))
+        return frozenset(pair for pair in found if pair is not None)
 
 
 def small_units(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> frozenset[int]:
     """Returns the indices of the units that are gathered ahead in pairs if a GPU's stream waits for messages.
 
-    They are the units of blocks whose first message has at most ``memory.pair_below`` bytes.  Without messages, without
-    the engine's own gathers, and with weights in host memory, there are none.  ``units`` are in model order.
+    They are the units of blocks of at most ``memory.prefetch`` elements whose first message has at most
+    ``memory.pair_below`` bytes, with every policy of a schedule and every codec of a budget.  Without messages, with a
+    gather of the user's own, below stage 3, and with offload, there are none.  ``units`` are in model order.
     """
-    most, offload = policy.memory.pair_below, policy.offload
-    if not most or policy.stage < 3 or policy.own_gather is not None or offload.weights or offload.optimizer:
+    limits, offload = policy.memory, policy.offload
+    own = policy.own_gather is not None or offload.weights or offload.optimizer
+    if not limits.pair_below or policy.stage < 3 or own:
         return frozenset()
     small = set[int]()
     for index, unit in enumerate(units):
-        hops = [] if unit.outer else gather_hops(policy.for_unit(unit), topology, unit.shard, "weights")
-        if hops and hops[0].axis.size > 1 and hops[0].nbytes <= most:
+        if unit.outer or unit.padded > limits.prefetch:
+            continue
+        chosen = [each for phase in policy.phases for each in phase.for_unit(unit).choices("weights")]
+        firsts = [gather_hops(each, topology, unit.shard, "weights")[:1] for each in chosen]
+        if all(first and first[0].axis.size > 1 and first[0].nbytes <= limits.pair_below for first in firsts):
             small.add(index)
     return frozenset(small)
 

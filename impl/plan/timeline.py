@@ -5,7 +5,8 @@ classes :class:`~impl.plan.prefetch_schedule.Schedule` and :class:`~impl.plan.re
 messages at the same events (:mod:`impl.unit.unit`).  The first hop of a gather is posted when the gather starts, and
 each later hop while the rank waits for the weights.  The first hop of a reduction is posted at the unit's last
 gradient, and each later hop at the first gradient of the next trained unit.  ``tests/impl/plan/test_issue_order.py``
-checks that the simulation and the engine have the same order of events.
+checks that the simulation and the engine have the same order of events.  Two small units that NCCL gathers by one call
+(``memory.pair_below``) are simulated as two gathers.
 
 There are three resources: the rank's *processor* (or GPU stream), the node's *adapter* to other nodes, and the links
 between ranks *inside* the node.  Each resource serves one request at a time, in the order of the requests.

@@ -99,9 +99,10 @@ class MemoryLimits:
     ``prefetch=0`` no unit is gathered before its use.
 
     On a GPU whose stream waits for messages, as with NCCL, *small* units are gathered ahead in pairs: one call of NCCL
-    sends the messages of both.  A unit is small if its first message has at most ``pair_below`` bytes.  Such messages
-    take their time by latency rather than by bandwidth, and each call costs the host time.  The next pair is gathered
-    ahead even if it is larger than ``prefetch``.
+    sends the messages of both, which saves the host's time for a call and an event.  A unit is small if its first
+    message has at most ``pair_below`` bytes, and if it has at most ``prefetch`` elements.  While the first unit of a
+    pair computes, the next pair is gathered, even if it is larger than ``prefetch``.  So up to four units are gathered
+    at one time, where it would be two or three without pairs.
 
     Raises PolicyError: if a limit is negative or NaN.
     """
@@ -123,7 +124,7 @@ class MemoryLimits:
     )  # fmt: skip
     pair_below: int = setting(
         4_000_000, "with NCCL, two units are gathered ahead by one call if the first message of each has at most this "
-        "many bytes; 0: never", least=0, execution=True, scope="stage 3",
+        "many bytes, and each has at most `prefetch` elements; 0: never", least=0, execution=True, scope="stage 3",
     )  # fmt: skip
     persist_below: int = setting(  # these parameters form a persistent unit, which is trained as in stage 2
         0,

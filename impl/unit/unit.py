@@ -174,19 +174,19 @@ class Unit:
         Nothing is sent for this unit if its present weights are gathered already.
 
         ``ahead`` are the indices of the units that run next.  The method also starts the all-gathers of these units,
-        and does not wait for them, so that their messages overlap with the computation of this unit.  Two neighbours
-        that the schedule calls small are started together.  A unit that is gathered already is left out, and so is a
+        and does not wait for them, so that their messages overlap with the computation of this unit.  A pair of
+        the schedule is started together.  A unit that is gathered already is left out, and so is a
         unit beyond the limit of all-gathers under way (:data:`~impl.plan.prefetch_schedule.MOST_AHEAD`).
         """
         current = self.state is State.UNSHARDED and self.weight_gather.version == self.master_shard.version
         if not current:
             self.start_gather(phase)  # before the units ahead, so that all ranks post in the same order
-        small, units = self._passes.schedule.small, self._siblings
+        pairs, units = self._passes.schedule.pairs, self._siblings
         for place, index in enumerate(ahead):
             unit = units[index]
             if unit.state is State.SHARDED and len(self._passes.gathering) <= MOST_AHEAD:
-                pair = ahead[place : place + 2] if small else ()
-                if len(pair) > 1 and small.issuperset(pair) and units[pair[1]].state is State.SHARDED:
+                pair = (*ahead[place : place + 2],) if pairs else ()
+                if pair in pairs and units[pair[1]].state is State.SHARDED:
                     unit.start_pair(units[pair[1]], phase)
                 else:
                     unit.start_gather(phase)

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from harness.suites.model_sizes import PRESETS as MODELS
 from harness.suites.trial import Model
 from harness.workloads.models import build, unfilled
+from impl.codecs.codec import parse
 from impl.engine.unit_planning import plan_units
 from impl.plan.prefetch_schedule import MOST_AHEAD, Schedule, small_units
 from impl.policy.policy import MOST_LIVE, MemoryLimits, Offload, Policy
 from impl.policy.presets import PRESETS, preset
 from impl.policy.shard_layout import UnitGeometry
+from impl.policy.spans import Span
 from impl.policy.topology import Topology
 
 TOPOLOGY = Topology(2, 8)
@@ -44,16 +46,18 @@ def units_of(model: str, policy: Policy, topology: Topology = TOPOLOGY) -> list[
 
 @given(st.integers(2, 12), st.integers(1, 300))
 def test_small_units_are_gathered_ahead_in_pairs(count: int, prefetch: int) -> None:
-    """Each unit starts the gathers of one or two whole pairs, or of none; only an odd last unit is started alone."""
+    """Pairs start whole, and the next pair starts at the latest when the first unit of a pair runs."""
     order = tuple(range(1, count))
     schedule = Schedule([10] * count, order, (0,), prefetch, small=frozenset(order))
     for ahead, run in ((schedule.ahead_in_forward, order), (schedule.ahead_in_backward, order[::-1])):
+        pairs = [run[i : i + 2] for i in range(1, len(run) - 1, 2)]
+        assert schedule.pairs.issuperset(pairs)
         started = list[int]()
-        for unit in (0, *run):
-            new = [index for index in ahead[unit] if index not in started]
-            started += new
-            assert len(new) % 2 == 0 or (len(run) % 2 and new[-1] == run[-1])
-            assert not new or run.index(new[0]) % 2 == 0
+        for place, unit in enumerate((0, *run), -1):
+            started += [index for index in ahead[unit] if index not in started]
+            assert all((one in started) == (other in started) for one, other in pairs)
+            begun = sum(one in started for one, _ in pairs)
+            assert begun >= min(len(pairs), max(1, (place + 3) // 2))
         assert tuple(started) == run
 
 
@@ -78,11 +82,13 @@ def test_nothing_is_gathered_ahead_beyond_a_max_live_that_is_set(
         ("gpt-1.5b", {"memory": MemoryLimits(pair_below=0)}, False),
         ("gpt-1.5b", {"offload": Offload(weights=1.0)}, False),
         ("gpt-1.5b", {"stage": 2}, False),
-        ("gpt-10b", {}, False),
+        ("gpt-1.5b", {"memory": MemoryLimits(prefetch=30_000_000)}, False),  # a block has 30.7 M elements
+        ("gpt-1.5b", {"schedule": (Span(until=2, weights=parse("int8:2048")), Span())}, True),
+        ("gpt-10b", {"memory": MemoryLimits(pair_below=10**9)}, False),
     ],
 )
 def test_small_units_have_a_short_first_message(model: str, changes: dict[str, Any], small: bool) -> None:
-    """Blocks whose first message has at most pair_below bytes are small, unless they are offloaded."""
+    """Blocks of at most prefetch elements with a first message of at most pair_below bytes are small on the device."""
     policy = preset("zero3", compute="bf16", **changes)
     units = units_of(model, policy)
     blocks = frozenset(index for index, unit in enumerate(units) if not unit.outer)

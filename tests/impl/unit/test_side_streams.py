@@ -21,6 +21,7 @@ from impl.plan.memory import memory
 from impl.plan.traffic import Link
 from impl.policy.policy import Policy
 from impl.policy.presets import preset
+from impl.policy.spans import Span
 from impl.policy.topology import Topology
 from impl.transport.side_stream import Arrival
 from impl.zero import shard
@@ -158,35 +159,40 @@ def test_every_wait_is_needed(name: str, ranks: int, monkeypatch: pytest.MonkeyP
         on_threads(Topology(1, ranks), trained, POLICIES["zeropp"], True, backend="nccl_rules", seconds=5)
 
 
-def held(mesh: Mesh, policy: Policy) -> tuple[int, int]:
+def held(mesh: Mesh, policy: Policy, micro_batches: int) -> tuple[int, int]:
     """Return the bytes of messages that a rank's exchanges hold after training, and the predicted ones."""
     with Detector():
         net = model()
         zero = shard(net, mesh=mesh, policy=policy)
         optimizer = torch.optim.AdamW(zero.param_groups(), lr=1e-2)
         for number in range(4):
-            net(batch(2 * number, mesh.rank)).backward()
-            net(batch(2 * number + 1, mesh.rank)).backward()
+            for micro in range(micro_batches):
+                net(batch(2 * number + micro, mesh.rank)).backward()
             zero.step(optimizer, max_norm=1.0)
             optimizer.zero_grad()
         units = [unit.geometry for unit in zero.units]
-        formula = memory(policy, mesh.topology, units, micro_batches=2, streams=True)
+        formula = memory(policy, mesh.topology, units, micro_batches=micro_batches, streams=True)
         return zero.memory()["messages"], formula["messages"]
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("name", "micro_batches"), [*((name, 2) for name in POLICIES), ("bf16 copy", 1), ("spans", 1)]
+)
 @pytest.mark.parametrize(
     "topology", [Topology(2, 2), *nightly(Topology(1, 2), Topology(1, 1), Topology(2, 1))], ids=str
 )
 def test_messages_hold_what_the_formula_predicts(
-    name: str, topology: Topology, monkeypatch: pytest.MonkeyPatch
+    name: str, micro_batches: int, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The buffers of messages on a GPU are as large as predicted, for every kind of gather and reduction."""
     on_streams(monkeypatch)
-    policy = POLICIES[name]
+    spans = preset("zeropp", memory=ROOMY, schedule=(Span(until=2, **SMALL), Span(**SMALL)))
+    policy = spans if name == "spans" else POLICIES[name]
     if policy.differences is not None:
         policy = replace(policy, refresh=2)  # else weights themselves are sent once, and need no spare buffer
-    for measured, formula in on_threads(topology, held, policy, backend="nccl_rules", seconds=20):
+    for measured, formula in on_threads(
+        topology, held, policy, micro_batches, backend="nccl_rules", seconds=20
+    ):
         assert measured == formula > 0
 
 
@@ -250,5 +256,5 @@ def test_one_call_gathers_two_small_units(pair_below: int, monkeypatch: pytest.M
     ranks = on_threads(Topology(2, 2), forward, backend="nccl_rules", seconds=20)
     for blocks, missing in ranks:
         assert missing == 0
-        pairs = [list(pair) for pair in zip(blocks[::2], blocks[1::2], strict=False)] if pair_below else []
+        pairs = [list(pair) for pair in zip(blocks[1::2], blocks[2::2], strict=False)] if pair_below else []
         assert sorted(together) == sorted(pairs * 2 * len(ranks))
