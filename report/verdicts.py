@@ -185,7 +185,8 @@ def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Map
     Args:
         derived: The records.
         asked: The quantity that the suite asks for.
-        kind: The quantity of the first sentence.  Its column is followed by the interval expected in a new run, and n.
+        kind: The quantity that the page's first sentence reports; it may differ from ``asked``.  Its column is
+            followed by the interval expected in a new run, and n.
         found: By quantity, the effect of each configuration in each setting.
     """
     shown = {name: of for name, of in _QUANTITIES.items() if _has_values(derived, found.get(name, {}))}

@@ -263,11 +263,13 @@ def _fit_factors(
 
 
 def _probe(rank: Rank, messages: int) -> tuple[float, dict[str, CodecCost]]:
-    """Time ``messages`` all-gathers of 64 bytes between nodes and, on rank 0, the codecs; runs on every rank.
+    """Measure the seconds of an all-gather of 64 bytes between nodes and, on rank 0, of each codec.
+
+    Every rank calls this function.  The all-gather is repeated ``messages`` times.
 
     Returns:
         The median seconds of an all-gather, and the costs of each codec by its text form, in seconds an element.  On
-        ranks other than 0 there are no codecs.
+        ranks other than 0 the dict of codecs is empty.
     """
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh)

@@ -91,8 +91,8 @@ class Nodes:
                 if code.get(name) != codes[0].get(name):
                     difference = f"{name} {code.get(name)}, not {codes[0].get(name)}"
                     raise Refusal(
-                        f"node {number} has another zeropp-bench than node 0 ({difference}): install the same code on "
-                        "both"
+                        f"node {number} has other code of zeropp-bench than node 0 ({difference}): install the same "
+                        "code on both"
                     )
 
     def run(self, work: Work, argument: Any, launch: Launch, on_progress: Report) -> list[Any]:

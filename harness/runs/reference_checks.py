@@ -6,9 +6,10 @@
   exact values (:mod:`harness.measure.communication_error`).  Before the middle and last step, loss and gradients are
   also compared again, with a single process that has the step's masters.
 - Before one step of the second half, the *drawn* step, in trials that train with our engine: the weights of one unit,
-  and hpZ's copy of them, are compared with the masters.  One gradient of the unit is reduced, to compare its messages
-  with the reference.  A single process computes the step's loss and the unit's mean gradient.  When the backward passes
-  of the step have ended, the step is compared with both.  Seed and repeat determine the step and the unit.
+  and hpZ's copy of them, are compared with the masters.  One gradient of the unit is reduced, and the messages of this
+  reduction are compared with what the reference codecs encode.  A single process computes the loss of the step and the
+  mean gradient of the unit.  When the step's backward passes have ended, its loss and this gradient are compared with
+  those of the single process.  Seed and repeat determine the step and the unit.
 - After the drawn step, if Muon steps the model: the step of one whole matrix is taken again.
 - After the last step, if the suite measures errors: a grid of codecs is tried on the trained weights and gradients,
   without messages (:mod:`harness.measure.quantisation_error`).

@@ -283,10 +283,10 @@ class Hosted(Strategy):
     joined: InFSDP2 | InDDP  # the adapter between torch's engine and our collectives
 
     def exposed_seconds(self) -> float | None:
-        """Return the seconds that this rank has waited for messages so far; see :meth:`Strategy.exposed_seconds`.
+        """Return the seconds that this rank has waited for messages so far.
 
-        Returns None if messages are received on a GPU's streams: FSDP2 itself then waits for them, and our wire does
-        not see how long.
+        Returns None if messages are received on a GPU's streams.  There FSDP2, which is the host of our collectives,
+        waits for the messages, and our wire cannot time this wait.
         """
         assert self.wire is not None  # noqa: S101  # the adapter sends over it
         return None if self.wire.streams else self.wire.exposed_seconds

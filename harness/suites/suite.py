@@ -111,8 +111,8 @@ class Suite(SuiteKeys):
     def sweep(self, number: int) -> tuple[Trial, ...]:
         """Return the trials of sweep ``number``, counted from 0, in the order in which they run.
 
-        With ``repeats = "until ..."`` these are the first repeats, which every sweep runs.  Whether the sweep runs more
-        repeats depends on its results (:mod:`harness.runs.further_repeats`).
+        With ``repeats = "until ..."`` these are only the repeats that each sweep is sure to run.  Whether the sweep
+        runs more repeats depends on its results (:mod:`harness.runs.further_repeats`).
         """
         first = number * self.repeats.most
         repeats = range(first, first + self.repeats.least)

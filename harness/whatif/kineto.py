@@ -227,8 +227,8 @@ def _steps(path: Path, events: Sequence[Event]) -> list[Step]:
     numbers = [mark.name.removeprefix(STEP) for mark in marks]
     if len(marks) < 2 or not all(number.isdecimal() for number in numbers):
         raise Refusal(
-            f"{path}: has {len(marks)} complete steps; expected two or more, with numbers as in ProfilerStep#3: trace "
-            "at least five with schedule(active=5), and call profiler.step() after each step"
+            f"{path}: has {len(marks)} complete steps (events with names such as ProfilerStep#3), and needs two or "
+            "more: profile with schedule(active=5), and call profiler.step() after each step"
         )
     steps = [
         Step(int(number), mark.thread, mark.begin, mark.end)

@@ -28,7 +28,7 @@ class MatrixParts:
 
 
 class MatrixWitness:
-    """Checks in each step this rank's part of one matrix that Muon steps.
+    """Checks, in every step, this rank's part of one matrix that Muon updates.
 
     Only Muon may change the weights and the momentum of this part, and the momentum must follow Muon's formula.  For
     one drawn step, the witness also keeps what is needed to repeat the step (``parts``).
@@ -38,7 +38,7 @@ class MatrixWitness:
         matrix: The matrix.
         master: The masters (n,) that contain this rank's part.
         part: The slice of ``master`` that is this rank's part.
-        drawn: Number of the step that is taken again.
+        drawn: Number of the drawn step, which is repeated afterwards.
         rank: Number of this rank, for messages.
     """
 

@@ -174,7 +174,7 @@ class _Reading:
                 )
 
     def _take(self, key: Key, value: Any) -> None:
-        """Check the value of ``key``, and store it by the key's current path.
+        """Check the value of ``key``, and store it under the path that DeepSpeed uses for this key today.
 
         Raises DeepSpeedError: if the value has another type, is not supported, or differs from the value of another
         spelling of the key.

@@ -415,10 +415,10 @@ _Rounds = dict[int, _Round]  # by number of the exchange in its arena
 
 
 class Arena:
-    """Carries out the exchanges of one group on one rank of the group.
+    """Carries out exchanges of one group on one rank of the group.
 
-    Every rank of the group constructs an arena for the same exchanges.  If a group has several arenas, all its ranks
-    must construct them in the same order.
+    Each rank of the group constructs an object of its own, and these objects carry out the exchanges together.  If a
+    rank constructs several for one group, the other ranks must construct theirs in the same order.
 
     Args:
         rank: this rank.

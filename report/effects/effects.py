@@ -196,11 +196,12 @@ def losses(derived: Derived) -> dict[Key, Effect]:
 def net_speeds(derived: Derived) -> dict[Key, Effect]:
     """Return the net speed-up of each configuration to its baseline's final loss.
 
-    A configuration that does not reach the loss has the verdict ``not reached``, with or without seconds of its steps,
-    unless the effect on its loss gives a reason to be inconclusive (``why``).
-    Configurations without losses are left out, and so are configurations that reach the loss and have no net speed-up
-    in :func:`report.effects.net_speed.foremost`, for example because no source has seconds of their steps.  The dict is
-    empty if ``foremost`` has no net speed-up of any configuration.
+    The dict is empty if :func:`report.effects.net_speed.foremost` has no net speed-up of any configuration.  Otherwise:
+
+    - A configuration that does not reach the loss has the verdict ``not reached``, even if the seconds of its steps are
+      not known.  If its effect on the loss has a reason to be inconclusive (``why``), its verdict is ``inconclusive``.
+    - A configuration without losses is left out.  So is any other configuration without a net speed-up in
+      ``foremost``, for example because no source has the seconds of its steps.
     """
     of_losses, known = losses(derived), net_speed.foremost(derived)
     effects: dict[Key, Effect] = {}
