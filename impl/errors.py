@@ -49,6 +49,7 @@ class WrittenError(ZeroError):
         rest = len(self.names) - _MOST_NAMED
         shown = ", ".join(map(repr, self.names[:_MOST_NAMED])) + (f" and {rest} more" if rest > 0 else "")
         super().__init__(
-            "parameters were written in place or through .data during a pass, and the masters did not get their "
-            f"new values: {shown}; write parameters between passes, under GatheredParameters"
+            "parameters were written in place or through .data during a forward or backward pass, in which the masters "
+            f"that the optimizer steps do not get the new values: {shown}; write parameters between passes, under "
+            "GatheredParameters"
         )

@@ -31,8 +31,9 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
     Later steps therefore do not wait for this compilation.  If the C++ compiler or CuPy is missing, no error is raised:
     the reference takes the place of the kernels, and :func:`warning_of` says why.
 
-    On a GPU, :func:`try_codec` is called for each of ``codecs``.  This compiles the kernels for eight elements.  A
-    kernel for another type, block size or operation is compiled when it is first called.
+    On a GPU, :func:`try_codec` encodes and decodes eight elements with each of ``codecs``, which compiles the kernels
+    for these elements.  A kernel for another type of elements, another size or another operation is compiled when it is
+    first called.
 
     Raises:
         ValueError: if no backend serves the device, or if a user's codec does not support the device.
@@ -134,7 +135,10 @@ def _choose(device: str) -> tuple[Operations, str | None]:
 def encode(
     codec: Codec, x: Tensor, frames: Tensor, *, noise: Noise | None = None, carried: Carried | None = None
 ) -> None:
-    """Encode ``x`` (..., S) into ``frames`` (..., F) uint8; see :meth:`Operations.encode`."""
+    """Encode ``x`` (..., S) into ``frames`` (..., F) uint8, where F is ``codec.frame_bytes(S)``.
+
+    See :meth:`Operations.encode`, also for ``noise`` and ``carried``.
+    """
     if isinstance(codec, Raw) and carried is None and (elements := _cast_of(codec, x, frames)) is not None:
         elements.copy_(x)
         return
@@ -142,7 +146,10 @@ def encode(
 
 
 def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
-    """Decode ``frames`` (..., F) uint8 into ``out`` (..., S); see :meth:`Operations.decode`."""
+    """Decode ``frames`` (..., F) uint8 into ``out`` (..., S), where F is ``codec.frame_bytes(S)``.
+
+    See :meth:`Operations.decode`.
+    """
     if isinstance(codec, Raw) and (elements := _cast_of(codec, out, frames)) is not None:
         out.copy_(elements)
         return
@@ -150,12 +157,13 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
 
 
 def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
-    """Return a view of ``frames`` as elements (..., S) of the codec's type, so that torch can cast them.
+    """Return a view of ``frames`` as elements (..., S) of the codec's type.
 
-    ``x`` (..., S) holds the elements to encode, or receives the decoded elements.
+    ``x`` (..., S) holds the elements to encode, or receives the decoded elements.  Copying ``x`` to the view encodes,
+    and copying the view to ``x`` decodes, since torch casts when it copies.
 
-    Returns None if the backend must encode or decode instead of torch.  This is so if ``x`` has the codec's type
-    already, if frames have padding, if frames are not aligned to their elements, or if the tensors do not match.
+    Returns None if the backend must encode or decode instead of torch.  This is so if ``x`` has the codec's
+    type already, if frames have padding, if frames are not aligned to their elements, or if the tensors do not match.
     """
     kind = DTYPES[codec.dtype]
     size, shape = kind.itemsize, x.shape
@@ -174,7 +182,8 @@ def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
 def decode_sum(codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32", divisor: int = 1) -> None:
     """Decode ``frames`` and write their sum over the first dimension, divided by ``divisor``, to ``out`` (..., S) fp32.
 
-    See :meth:`Operations.decode_sum`.
+    ``frames`` (sources, ..., F) uint8 has the frames of one source, such as a rank, in each entry of its first
+    dimension.  ``sums`` is the type of partial sums; see :meth:`Operations.decode_sum`.
     """
     _choose(out.device.type)[0].decode_sum(codec, frames, out, sums=sums, divisor=divisor)
 
@@ -192,9 +201,9 @@ def decode_sum_encode(
 ) -> None:
     """Decode ``frames`` with ``first``, sum them over the first dimension, and encode the sum with ``second``.
 
-    The encoded sum, frames (..., F') uint8, is written to ``out``.  ``numel`` is the number of elements in one frame.
-    A two-hop reduction does this between its hops.  For most pairs of codecs, one kernel does all three steps; see
-    :meth:`Operations.decode_sum_encode`.
+    ``frames`` (sources, ..., F) uint8 has ``numel`` elements in each frame.  The encoded sum is written to ``out``
+    (..., F') uint8.  A two-hop reduction does this between its hops.  For most pairs of codecs, one kernel does all
+    three steps; see :meth:`Operations.decode_sum_encode`.
     """
     operations, _ = _choose(out.device.type)
     operations.decode_sum_encode(first, second, frames, out, numel, noise=noise, carried=carried, sums=sums)

@@ -159,8 +159,8 @@ def quantized_reduce_scatter(
             for both hops, or for the only hop of ``one_hop`` and ``ring``.
         mesh: the ranks that take part, as :meth:`Mesh.of` reads them.
         reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.policy.policy.Policy`.
-        chunks: the number of pieces into which each rank's part is cut.  While one piece is sent between nodes,
-            the next piece is sent inside them.
+        chunks: the number of chunks into which each rank's part is cut.  While one chunk is sent between nodes,
+            the next chunk is sent inside them.
         wire: the wire that sends the messages; by default a new wire.
         key: the seed of stochastic codecs' random bits.  Pass a key with another ``step`` in each call.
 

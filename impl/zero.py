@@ -70,8 +70,9 @@ def shard(
     """Shard ``model`` in place over the ranks of ``mesh``, and return its engine.
 
     All ranks of the mesh must call this, and no other ranks.  The model must have the same values on every
-    rank, which is checked.  Parameters that :class:`~impl.parameters.init.Init` has cut are taken over as they
-    are.  A model on the meta device gets its values here, block by block.
+    rank, which is checked.  If the model was constructed under :class:`~impl.parameters.init.Init`, each rank has only
+    a slice of most parameters; such parameters get their values from the slices.  A model on the meta device gets its
+    values here, block by block.
 
     Args:
         model: the model, with plain parameters.

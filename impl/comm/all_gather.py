@@ -1,7 +1,8 @@
 """All-gathers encoded shards hop by hop, as qwZ and hpZ do (paper sections 3.1 and 3.2).
 
-Each rank encodes its shard once; :mod:`impl.unit.master_shard` encodes weights.  Every later hop forwards the frames
-that the previous hop received, without decoding them, so all ranks decode the same bytes.
+Each rank encodes its shard once; :mod:`impl.unit.master_shard` encodes weights.  A later hop forwards the frames that
+the previous hop received, without decoding them, so all ranks decode the same bytes.  The exception is a hop in which
+ranks send hpZ's copy of the weights: its frames come from the copy (:mod:`impl.unit.secondary_shard`).
 """
 
 from __future__ import annotations
@@ -130,10 +131,11 @@ def post_together(gathers: Sequence[FrameGather]) -> None:
 
 
 def by_axes(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
-    """Return a view of ``flat``, which has n shards of ``shard`` elements, with one dimension for each axis.
+    """Return a view of ``flat`` that has one dimension for each of ``axes``, and one for the elements of a shard.
 
-    The view has the shape (size of each of ``axes``..., ``shard``).  ``strides`` are the distances, in shards, between
-    neighbours along each axis.  By default they are ``axis.stride``.
+    ``flat`` has the shards of all ranks one after the other, each of ``shard`` elements.  The view has the shape
+    (size of each of ``axes``..., ``shard``).  ``strides`` has, for each axis, the distance between the shards of two
+    neighbours along this axis, counted in shards; by default it is ``axis.stride``.
     """
     sizes = [axis.size for axis in axes]
     apart_by = [axis.stride for axis in axes] if strides is None else strides

@@ -19,9 +19,14 @@ from impl.policy.policy import Feedback
 
 
 class Errors:
-    """The carried errors of one unit on one rank, for the ``hops`` of the unit's reduction.
+    """The errors that error feedback carries from one encoding of a unit's gradient to the next, on one rank.
 
     ``nbytes`` is the number of bytes that all errors take.
+
+    Args:
+        feedback: the settings of error feedback.
+        hops: the hops of the unit's reduction; those whose ``keeps`` is ``errors`` carry errors.
+        device: the device of the errors.
     """
 
     def __init__(self, feedback: Feedback, hops: Sequence[Hop], device: torch.device) -> None:
@@ -41,7 +46,7 @@ class Errors:
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
         """Return the errors that hop number ``hop`` carries for elements [start, end) of each piece of the gradient.
 
-        Returns None if the hop keeps no errors.
+        A piece is the part of the gradient that one rank sums.  Returns None if the hop keeps no errors.
         """
         error = self._errors.get(hop)
         return None if error is None else Carried(error[..., start:end], self.feedback.decay)
@@ -71,9 +76,9 @@ class Errors:
         return {**state, "since": torch.tensor(self._since)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Set the errors and the last reset to ``state``, which :meth:`state` returned on the same rank.
+        """Set the errors and the last reset to ``state``, which :meth:`state` returned on this rank in an earlier run.
 
-        Topology and policy of the two runs must be equal.
+        Both runs must have the same topology and policy.
         """
         for hop, error in self._errors.items():
             error.copy_(state[f"hop{hop}"])

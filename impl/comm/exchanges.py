@@ -48,28 +48,29 @@ _ALL_GATHER_SEVERAL: Final = _RENAMED if hasattr(dist.ProcessGroup, _RENAMED) el
 class Exchange(Protocol):
     """One collective under way: the caller writes to ``send``, then calls ``post()``, ``wait()`` and ``close()``."""
 
-    # This rank's message, (bytes,) uint8, to be written before post().  For an all-to-all it has one row for each
-    # rank.
+    # This rank's message, (bytes,) uint8, to be written before post().  In an all-to-all these are the messages to all
+    # ranks of the group, one after the other.
     send: Tensor
 
     def post(self) -> None:
         """Send the message; the caller must not write to ``send`` any more."""
 
     def wait(self) -> Tensor:
-        """Wait for all messages, and return them as (ranks, bytes) uint8, with a row for each rank that sent a message.
+        """Wait for all messages, and return them as (ranks, bytes) uint8, with a row for each rank of the group.
 
-        The result is valid until :meth:`close`.
+        The row of this rank is its own message, or its own part of the message.  In a shift there is a single row, the
+        message of the previous rank.  The result is valid until :meth:`close`.
         """
 
     def parts(self) -> Sequence[Tensor]:
-        """Wait for all messages, and return a tensor (bytes,) uint8 for each rank that sent a message.
+        """Wait for all messages, and return them as a sequence of tensors (bytes,) uint8, one for each rank.
 
-        The result is valid until :meth:`close`.  Call this in place of :meth:`wait` if the messages differ in length,
-        as in an uneven all-to-all.
+        Call this in place of :meth:`wait` if the messages differ in length, as in an uneven all-to-all.  The tensor of
+        a rank that sends nothing is empty.  The result is valid until :meth:`close`.
         """
 
     def close(self) -> None:
-        """Give the buffers back."""
+        """Give the memory of the messages back, so that later exchanges can use it."""
 
 
 class Arena(Protocol):
@@ -86,10 +87,13 @@ class Arena(Protocol):
         """Begin the next exchange, and return its number."""
 
     def row(self, number: int, nbytes: int) -> Tensor:
-        """Return this rank's row (nbytes,) uint8 of exchange ``number``."""
+        """Return the memory (nbytes,) uint8 for this rank's message in exchange ``number``, called the rank's row."""
 
     def post(self, number: int, mark: int) -> None:
-        """Announce that this rank's row is written, with a 64-bit ``mark`` that identifies the exchange."""
+        """Announce that this rank has written its row of exchange ``number``.
+
+        ``mark`` is a 64-bit number that says which exchange this rank takes part in; :meth:`agree` compares the marks.
+        """
 
     def wait(self, number: int) -> Tensor:
         """Wait until all ranks have posted exchange ``number``; returns their rows (ranks, bytes) uint8.
@@ -98,7 +102,7 @@ class Arena(Protocol):
         """
 
     def agree(self, number: int, mark: int) -> bool:
-        """Return whether all ranks have posted exchange ``number`` with the same ``mark``; call it after ``wait()``."""
+        """Return whether all ranks have posted ``mark`` in exchange ``number``; to be called after :meth:`wait`."""
 
     def done(self, number: int) -> None:
         """Announce that this rank has read the rows of exchange ``number``."""
@@ -219,8 +223,8 @@ class Route:
 class Buffers:
     """Reuses the memory of messages, because a fresh buffer costs a page fault every 4 KiB.
 
-    If ``streams`` is True, several streams of a GPU use the buffers: the stream that uses a buffer next waits until the
-    buffer's last use has ended.  Messages of similar sizes then share buffers (:mod:`impl.plan.messages`).  If ``keep``
+    If ``streams`` is True, several streams of a GPU use the buffers.  A stream that takes a buffer then waits until the
+    buffer's last use has ended, and messages of similar sizes share buffers (:mod:`impl.plan.messages`).  If ``keep``
     is False, no buffer is used twice.
     """
 
@@ -321,9 +325,10 @@ class InMemory:
         return [row[start : start + size] for row, start, size in rows]
 
     def messages(self) -> Tensor:
-        """Wait for all messages, and return them unabridged, (ranks, bytes) uint8.
+        """Wait for all messages, and return them as (ranks, bytes) uint8, with all bytes that each rank has sent.
 
-        In an all-to-all, a row has also the parts of a rank's message that are for other ranks.
+        In an all-to-all, a row thus has the parts for all ranks, while :meth:`wait` returns only the part for this
+        rank.
         """
         if self._rows is None:
             rows = self._watchdog.wait(self._step, partial(self._arena.wait, self._number))

@@ -75,7 +75,7 @@ class Span:
 
     # BETWEEN for a message from which bytes leave this rank's node, INSIDE for any other message, WAITING for a wait
     lane: str
-    name: str  # purpose and unit of the message; for a wait ACROSS or WITHIN
+    name: str  # of a message: its purpose and unit; of a wait: ACROSS or WITHIN
     # in seconds of ``time.perf_counter()``, a clock that the ranks of one machine share
     begin: float
     end: float

@@ -155,7 +155,8 @@ class Mesh:
     def of(cls, mesh: AnyMesh | None = None) -> Mesh:
         """Return ``mesh`` if it is a :class:`Mesh`, otherwise the mesh that :meth:`create` makes of it.
 
-        All calls with the same ranks on the same nodes return the same object, so that they share process groups.
+        All calls with the same ranks on the same nodes, the same device and the same backend return the same object, so
+        that they share process groups.
 
         Args:
             mesh: a mesh, torch's ``DeviceMesh``, a process group, or a topology of all ranks; by default all ranks.
@@ -182,7 +183,7 @@ class Mesh:
 
     @property
     def counting(self) -> str:
-        """A text to append to an error that names ranks, which says that the ranks are counted in this mesh.
+        """The end of an error message that names ranks: it says that ranks are counted in this mesh, and in which mesh.
 
         Empty if the mesh is over all ranks, since its ranks are then global ranks.
         """

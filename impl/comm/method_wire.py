@@ -58,12 +58,17 @@ class Shifted(Sent):
     """A message under way to the next rank of a ring; see :meth:`MethodWire.shift`."""
 
     def wait(self) -> Tensor:
-        """See :meth:`Sent.wait`."""
+        """Wait for the message of the previous rank of the ring, and return it.
+
+        The result has the shape and type of the tensor that this rank sends, and its memory belongs to the caller.
+        """
         return super().wait()[0]
 
 
 class MethodWire:
-    """The wire of one unit's method on one rank.
+    """Sends and receives tensors for a *method*, a user's class that reduces or gathers one unit in its own way.
+
+    Each unit on each rank has its own object.
 
     An axis is given by its name: ``world`` has all ranks, ``local`` has the ranks of this rank's node, and ``node`` has
     the ranks with this rank's local index, one on each node.  With 2 nodes of 4 ranks, the axis ``node`` of rank 5 has

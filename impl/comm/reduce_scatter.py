@@ -39,10 +39,11 @@ from impl.policy.policy import Policy
 
 
 def reduction_of(policy: Policy, wire: Wire, tag: Tag, piece: int, grain: int) -> Reduction:
-    """Return the reduction that ``policy`` asks for, of gradients of ``n * piece`` elements over n ranks.
+    """Return the reduction that ``policy`` asks for; it averages gradients (world * piece,).
 
-    The policy decides on the hops and their codecs, and whether the reduction is a :class:`Ring`.  Each rank reduces
-    one piece of ``piece`` elements.  A piece is cut into chunks that start on multiples of ``grain`` elements.
+    Each rank sums one piece, of ``piece`` elements; with local steps, it sums its whole shard.  The policy decides on
+    the hops and their codecs, into how many chunks a piece is cut, and whether the reduction is a :class:`Ring`.
+    Chunks start on multiples of ``grain`` elements.  ``tag`` is the purpose under which the ledger books the messages.
     """
     kind = Ring if policy.reduce == "ring" else Reduction
     hops = reduction_hops(policy, wire.mesh.topology, piece, grain)
@@ -53,12 +54,13 @@ def reduction_of(policy: Policy, wire: Wire, tag: Tag, piece: int, grain: int) -
 class Reduction:
     """Reduces gradients of one size, hop by hop; used for one reduction at a time.
 
-    Each piece of the gradient may be cut into chunks, which are posted in the order of
-    :func:`impl.plan.hops.in_turns`.
+    A *piece* is the part of the gradient that one rank sums.  It may be cut into chunks, which are posted in the order
+    of :func:`impl.plan.hops.in_turns`.
 
-    If several state groups hold copies of a shard, a piece is a part of a shard.  The ranks that hold the copies then
-    gather the means of all pieces of the shard, without chunks.  Every rank decodes also the piece that it has encoded
-    itself, so that the copies stay bit-equal.
+    Usually a piece is the rank's whole shard.  If several groups of ranks hold copies of the shards (*state groups*),
+    and gradients are averaged over all these groups, a piece is only a part of a shard.  The ranks that hold the copies
+    of one shard then gather the means of all its pieces, without chunks.  Every rank decodes also the piece that it has
+    encoded itself, so that the copies stay bit-equal.
 
     ``mean`` is None until the mean has arrived, and again after :meth:`finish` has returned the mean.
     """
@@ -173,9 +175,9 @@ class Reduction:
     def post_next_hop(self) -> None:
         """Wait for the messages under way, and post the next hop's messages.
 
-        If all hops have been posted already, there is nothing to post.  If the last hop then stays inside a node, this
-        method finishes the reduction and sets ``mean``.  If the last hop crosses between nodes, it does nothing; see
-        [Note: deferred last hop].
+        If all hops have been posted already, the method depends on the last hop.  If the last hop stays inside a node,
+        the method finishes the reduction and sets ``mean``.  If the last hop crosses between nodes, the method does
+        nothing; see [Note: deferred last hop].
         """
         if self.mean is not None:
             return
@@ -353,7 +355,10 @@ class Ring(Reduction):
             self._send_step(part, gradient)
 
     def close(self) -> None:
-        """See :meth:`Reduction.close`."""
+        """Drop the exchanges and the copy of the gradient of a finished reduction.
+
+        On a GPU, call this only after the computation has waited for the reduction's side stream.
+        """
         super().close()
         self._slices = self._partial = torch.empty(0)
 

@@ -89,7 +89,9 @@ class Watchdog:
         return self._finished_waits()
 
     def mark_exposed(self) -> Callable[[], float]:
-        """Mark this moment, and return a function that returns the exposed seconds until this moment.
+        """Mark this moment, and return a function that returns the exposed seconds before this moment.
+
+        Exposed seconds are those in which this rank has waited for messages (:attr:`exposed_seconds`).
 
         If the device's stream waits for messages, the device must have passed this moment before the returned function
         is called.  Otherwise the returned function raises a RuntimeError.

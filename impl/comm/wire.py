@@ -170,7 +170,9 @@ class Wire:
         return self._watchdog.carried
 
     def mark_exposed(self) -> Callable[[], float]:
-        """Mark this moment, and return a function that returns the exposed seconds until this moment.
+        """Mark this moment, and return a function that returns the exposed seconds before this moment.
+
+        Exposed seconds are those in which this rank has waited for messages (:attr:`exposed_seconds`).
 
         This does not wait for a GPU.  If a GPU's stream waits for messages, call the returned function only after the
         device has passed this moment.
@@ -248,9 +250,10 @@ class Wire:
     def on_current_stream(self) -> Iterator[None]:
         """Context whose posts, waits and decoding are enqueued on the current stream, whichever stream that is.
 
-        FSDP2 calls collectives on its own streams.  In this context, the current stream waits for the last use of a
-        message buffer, even if the computation has waited for this use already.  Waits for messages do not count as
-        exposed.  If the host waits for messages, this context changes nothing.
+        FSDP2 calls collectives on its own streams.  Before a message buffer is used again in this context, the current
+        stream waits until the buffer's last use has ended.  It does so even if the stream of the computation has waited
+        for this already, since the current stream may be another one.  Waits for messages do not count as exposed.  If
+        the host waits for messages, this context changes nothing.
         """
         if not self.streams:
             yield
@@ -311,8 +314,8 @@ class Wire:
             tag: the purpose under which the ledger books the messages.
             ring: whether the backend's own all-gather is used.  The ledger then books the bytes of a ring.
             into: (ranks * nbytes,) uint8 to receive the messages.  Transports that cannot do this ignore it.
-            in_line: whether the caller waits for the messages as soon as they are posted.  If the caller posts and
-                waits on a side stream of a GPU, the exchange runs on this stream, and the host records fewer events.
+            in_line: True if the caller waits for the messages as soon as they are posted.  An exchange that is posted
+                on a side stream of a GPU then runs on this stream, and the host records fewer events.
         """
         return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into, in_line=in_line)
 
@@ -351,7 +354,7 @@ class Wire:
 
         Rows are gathered along each of ``axes`` in turn, by default along the axis of all ranks.
 
-        Returns (ranks, n) of the row's type, equal on all ranks that are gathered.  Along a single axis, the rows are
+        Returns (ranks, n) of the row's type, equal on all ranks whose rows it has.  Along a single axis, the rows are
         in rank order.  Along several axes, the rank along the first axis varies fastest.
         """
         rows = row.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8).view(1, -1)

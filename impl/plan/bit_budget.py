@@ -73,7 +73,7 @@ def total(parts: Sequence[Mapping[_Name, Cost]], chosen: Sequence[_Name]) -> Cos
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of a budget for one purpose: for weight gathers, or for the hop of reductions between nodes."""
+    """The share of a budget for one purpose: for gathers of weights, or for the hop between nodes in reductions."""
 
     purpose: Budgeted
     hop: str  # name of the axis along which reductions cross nodes; empty for gathers

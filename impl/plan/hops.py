@@ -110,7 +110,7 @@ class Hop:
 
     @functools.cached_property
     def frame_bytes(self) -> tuple[int, ...]:
-        """For each chunk, the bytes of the chunk of one encoded shard or piece, in all planes together."""
+        """For each chunk of a shard or piece, the bytes of the encoded chunk, in all planes together."""
         return tuple(len(self.planes) * self.codec.frame_bytes(end - start) for start, end in self.chunks)
 
     @functools.cached_property
@@ -207,9 +207,9 @@ def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plan
 
 
 def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
-    """Returns what a gather in ``phase`` sends.
+    """Returns what a gather in ``phase`` sends: ``sends``, or what replaces it if the policy has ``planes='phase'``.
 
-    Unless the policy has ``planes='phase'``, the result is ``sends``.  With ``planes='phase'``:
+    ``sends`` is what the gather would send with any other ``planes``.  With ``planes='phase'``:
 
     - A gather in ``forward`` sends ``rows`` if ``sends`` is ``copy``, and otherwise ``weights``.  With hpZ, ``weights``
       are both planes, so that the backward pass finds its columns in hpZ's copy.  Without hpZ, they are the rows.
@@ -257,9 +257,10 @@ def copy_bytes(policy: Policy, topology: Topology, shard: int, kept: Codec | Non
 def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
     """Returns the hops of a reduction of gradients, after which each rank has the mean gradient of its shard.
 
-    A shard has one piece of ``piece`` elements for each state group; with a single group, a piece is a whole shard.
-    The first hops add up gradients, after which each rank has the mean of one piece.  With several groups, further hops
-    gather the other pieces of the shard from the other groups.
+    A state group is a group of ranks that share one copy of all sharded states.  A shard has one piece of ``piece``
+    elements for each state group; with a single group, a piece is a whole shard.  The first hops add up gradients,
+    after which each rank has the mean of one piece.  With several groups, further hops gather the other pieces of the
+    shard from the other groups.
 
     With local steps, the reduction stays inside a group, and each rank has the mean over its group.
 
@@ -274,6 +275,9 @@ def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -
 
 def outer_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
     """Returns the hops of an outer step, in which state groups average how far their masters have moved.
+
+    A state group is a group of ranks that share one copy of all sharded states.  With local steps, each group trains by
+    itself between two outer steps.
 
     A shard has one piece of ``piece`` elements for each group.  The first hops add up how far the masters have moved,
     and each rank then has the mean of one piece.  The last hops gather the other pieces of the shard from the other

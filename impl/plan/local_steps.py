@@ -20,6 +20,8 @@ from impl.policy.shard_layout import UnitGeometry
 def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | None]:
     """Returns for each unit, in model order, the number of its fragment, counted from 0.
 
+    A fragment is a set of units that state groups exchange after the same optimizer steps.
+
     The number is None for a frozen unit.  It is None for all units if the policy has no local steps.
 
     Raises PolicyError: if there are fewer trained units than fragments.
@@ -40,6 +42,8 @@ def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | No
 
 def meets(policy: Policy, step: int, fragment: int | None) -> bool:
     """Returns whether state groups exchange fragment number ``fragment`` after optimizer step ``step``.
+
+    A fragment is a set of units that are exchanged after the same steps.
 
     Steps are counted from 1, fragments from 0.  Returns False if ``fragment`` is None, or if the policy has no local
     steps.

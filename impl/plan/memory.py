@@ -86,11 +86,13 @@ def memory(
     - ``optimizer``: 8 S, Adam's two moments of trained units
     - ``secondary``: hpZ's copy.  With a budget or a schedule, the copy counts in the largest of its codecs
     - ``feedback``: the carried errors of gradient codecs.  A schedule keeps them also in spans without feedback
-    - ``outer``, with local steps only: 4 S for the anchor, and 4 S for the outer momentum, if the policy has one
+    - ``outer``, with local steps only: 4 S for the anchor, that is, the weights after the last outer step, and 4 S for
+      the outer momentum, if the policy has one
     - ``gathered``: unsharded weights in the compute type.  Below stage 3, they are the weights of all units.  In stage
-      3, they are the weights of the outer units and of one set of blocks.  With a backward pass there are two sets, of
-      which the larger counts: the blocks that stay gathered for backward; or one block, together with the frozen units
-      of the block after it, for the block with the largest sum.  Without a backward pass, the set is the largest block
+      3 without a backward pass, they are the weights of the outer units and of the largest block.  In stage 3 with a
+      backward pass, they are the weights of the outer units plus the larger of two sizes.  The first is the size of all
+      blocks that stay gathered for backward.  The second is the size of one block together with the frozen units of the
+      block after it, for the block with the largest such sum
     - ``local_gradients``: unsharded gradients of trained units.  If several micro-batches are added up locally, they
       are the gradients of all these units in fp32.  Otherwise they are the gradients of the outer units and of the
       largest unit of a block, in the compute type
@@ -103,7 +105,7 @@ def memory(
 
     Offload adds parts.  A part in host memory has the prefix ``host_``:
 
-    - ``frames``: on the device, the encoded weights of offloaded masters, unless these are offloaded too
+    - ``frames``: on the device, the encoded weights of offloaded masters, unless the encoded weights are offloaded too
     - ``host_frames``: the encoded weights of masters in host memory
     - ``staging``: on the device, two mean gradients of the largest offloaded unit, while they are copied to the host
     - ``host_gradients`` count twice if the mean gradients of several micro-batches are added up
@@ -162,7 +164,8 @@ def memory(
 def outer_bytes(policy: Policy, shard: int) -> int:
     """Returns the bytes that outer steps need for a shard of ``shard`` elements.
 
-    They are 4 bytes an element for the anchor, and 4 for the outer momentum if the policy has one.
+    They are 4 bytes an element for the anchor, that is, the weights after the last outer step, and 4 bytes an element
+    for the outer momentum if the policy has one.
     """
     return MASTER_BYTES * shard * (2 if policy.outer_momentum else 1)
 

@@ -44,7 +44,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix and its owner."""
+    """A matrix that Muon steps, and its owner: the rank that orthogonalises it."""
 
     unit: int  # index of its unit among the model's units
     slot: Slot
@@ -64,7 +64,10 @@ Ranks are counted from 0 along :attr:`Owners.axis`.  ``sizes[i][i]`` are bytes t
 
 @dataclass(frozen=True)
 class Owners:
-    """The owner of each matrix of a model, and the parts of the matrices that each rank holds."""
+    """The owner of each matrix that Muon steps, and the parts of the matrices that each rank holds.
+
+    The owner of a matrix is the rank that orthogonalises the matrix.
+    """
 
     axis: Axis  # the ranks that share one copy of all sharded states
     matrices: tuple[Matrix, ...]  # in model order
@@ -134,7 +137,7 @@ def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) 
 def owners_of(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], group: int = MATRICES
 ) -> Owners | None:
-    """Assigns an owner to each trained parameter of optimizer group ``group``.
+    """Assigns an owner, the rank that orthogonalises a matrix, to each trained parameter of optimizer group ``group``.
 
     Returns None if the group has no trained parameter with elements.
 

@@ -40,7 +40,7 @@ class Schedule:
     max_live: int | None = None
     kept: frozenset[int] = frozenset()  # the units that stay gathered from forward to backward
     # Whether gradients are reduced in reverse model order, as below stage 3.  Otherwise they are reduced in the reverse
-    # of ``order``.  Gradients arrive in this order too, so that no reduction waits for its turn.
+    # of ``order``.  That is the order in which gradients arrive, so that no reduction waits for its turn.
     in_model_order: bool = False
     frozen: frozenset[int] = frozenset()  # the units without gradients, which are not reduced
     blocks: Sequence[str] = ()  # for each unit, the block with which it runs; empty: each unit runs by itself

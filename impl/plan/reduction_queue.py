@@ -60,7 +60,7 @@ class ReductionQueue:
         self._order, self.next = order, order[0] if order else None
 
     def start_ready(self) -> None:
-        """Start reductions in order, until the gradients of the next reduction have not all arrived."""
+        """Start reductions in order, as long as all gradients of the next reduction have arrived."""
         while self.next is not None and self.next.progress is Progress.READY:
             self._start(self.next)
 
@@ -89,7 +89,7 @@ class ReductionQueue:
                 reduction.post_next_hop()
 
     def drop_failed(self) -> None:
-        """Remove the reductions that an error interrupted from the queue; their gradients are lost."""
+        """Remove from the queue all reductions that an error has interrupted; their gradients are lost."""
         self._under_way = [r for r in self._under_way if r.progress is not Progress.FAILED]
 
     @property

@@ -293,8 +293,8 @@ class Step:
     recompute: bool = False  # whether backward runs the forward pass again (activation checkpointing)
     rate: float = math.inf  # nominal bytes a second of all adapters of the slowest node; infinite: no limit
     owners: Owners | None = None  # the owners of matrices, if Muon steps them
-    # For each unit, the measured seconds of (forward, backward) in a micro-batch, which the simulated passes then have.
-    # Empty: the machine predicts these seconds.
+    # For each unit, the measured seconds of its computation in a micro-batch, as (forward, backward).  The simulated
+    # passes compute for these seconds.  Empty: the machine predicts the seconds.
     computing: Sequence[tuple[float, float]] = ()
 
 
@@ -331,6 +331,8 @@ def step_of(machine: Machine, step: Step) -> StepTime:
 @dataclass(frozen=True, slots=True)
 class _Outer:
     """The seconds that outer steps add to one optimizer step on average; 0 without local steps.
+
+    In an outer step, groups of ranks that train by themselves between two such steps average their weights.
 
     They are the seconds of an outer step of all units, divided by ``policy.local_steps``.  Units are exchanged one
     after the other, while nothing else computes or sends.

@@ -248,7 +248,11 @@ class Pass:
         self._queue.follow(list(self._reductions.values()))
 
     def compute(self, seconds: Seconds, work: str, units: Sequence[int]) -> None:
-        """Let the processor work for ``seconds``; ``work`` names the kind of work, and ``units`` are its units."""
+        """Let the processor work for ``seconds``.
+
+        ``work`` names the kind of work, as in :class:`Stretch`, and ``units`` are the indices of the units for which
+        the processor works.
+        """
         begin = self.seconds
         self.seconds = begin + seconds
         self.stretches.append(Stretch(work, tuple(units), begin, self.seconds))

@@ -274,7 +274,7 @@ def predict(
         methods: for the name of each unit, the messages that a user's own reduction declares.  A reduction that
             declares no messages is not counted.
         gathers: for the name of each unit, a function that returns the messages that a user's own gather declares.
-        begun: number of optimizer steps before the first event, at which a policy with a schedule begins.
+        begun: number of optimizer steps taken before the first event.  It decides which span of a schedule comes first.
         owners: the owners of matrices, if Muon steps them.
 
     Raises:

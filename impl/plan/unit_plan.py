@@ -38,7 +38,7 @@ class Contents(Protocol):
 
     @property
     def specs(self) -> Sequence[ParameterSpec]:
-        """The unit's parameters, in slot order."""
+        """The unit's parameters, in the order in which they lie in the unit's flat buffer."""
 
 
 class Members(NamedTuple):

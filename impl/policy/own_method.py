@@ -28,14 +28,23 @@ from impl.policy.topology import Axis, Topology
 
 Argument = bool | int | float | str | tuple[Any, ...]
 MessageKind = Literal["all_gather", "all_to_all", "shift"]
-"""How the ranks of an axis exchange tensors: each sends all others the same tensor, each sends every other rank a row
-of its own, or each sends the next rank a tensor."""
+"""How the ranks of an axis exchange tensors:
+
+- ``all_gather``: each rank sends one tensor to all other ranks;
+- ``all_to_all``: each rank sends a different row of its tensor to each other rank;
+- ``shift``: each rank sends one tensor to the next rank.
+"""
 
 Role = Literal["reduce", "gather"]
 """What a method does; this is also the name of the policy's field that names the method."""
 
 Change = Literal["stepped", "loaded", "unchanged"]
-"""Why weights are gathered anew: an optimizer stepped them, something else wrote them, or nothing changed."""
+"""How a unit's weights have changed since they were last gathered:
+
+- ``stepped``: an optimizer has stepped them;
+- ``loaded``: something else has written them;
+- ``unchanged``: they have not changed.
+"""
 
 
 class GatherInfo(NamedTuple):
@@ -59,7 +68,7 @@ class MethodLaw(enum.Enum):
     """A property that a user's class can promise; ``zeropp check method`` tests the laws that the class promises."""
 
     SAME_ON_ALL_RANKS = (
-        "an element of the mean has the same bits on every rank that finds it, however the mean is sharded"
+        "an element of the mean has the same bits on every rank that computes it, however the mean is sharded"
     )
     ZERO = "a new method turns gradients of zeros into a mean of zeros"
     EXACT = "a new method returns the mean, up to rounding in fp32"

@@ -128,7 +128,7 @@ class Policy:
     # Codec of hpZ's copy in place of ``secondary_format``; forward then also sends the copy inside its group.  A suite
     # gives it as the first of two codecs of ``weights``.
     inside: Codec | None = setting(None, in_words=lambda codec: str(codec or "as sent"))
-    # Codec in which the hops before an hpZ group send how the masters differ from hpZ's copy (SDP4Bit, 2410.15526).
+    # Codec in which the hops between hpZ groups send how the masters differ from hpZ's copy (SDP4Bit, 2410.15526).
     # Every rank adds the decoded differences to its copy.  The rank that holds the masters does so too, so that all
     # copies stay equal.
     differences: Codec | None = setting(
@@ -182,7 +182,7 @@ class Policy:
         None, "`none`, a number, or `dynamic` followed by `:from<scale>`, `:window<steps>`", read=parse_loss_scale,
         execution=True, scope="training",
     )  # fmt: skip
-    frozen: Codec | None = setting(  # None: kept in fp32, sent as ``weights``
+    frozen: Codec | None = setting(  # None: kept in fp32, and sent in the codec ``weights``
         None, "codec in which untrained weights are stored and sent, or `none`", read=parse_codec
     )
     # Codecs of the two exchanges with which Muon orthogonalises a matrix at its owner (:mod:`impl.plan.owners`).  Even
@@ -236,7 +236,7 @@ class Policy:
         hops: object = self.gradients
         if not isinstance(hops, tuple) or len(hops) != 2:
             raise PolicyError(
-                f"gradients = {hops!r}: expected a tuple of two codecs, for hop 1 and for hop 2"
+                f"gradients = {hops!r}: expected a tuple of two codecs, for the hops inside and between nodes"
             )
         spans: object = self.schedule
         if not isinstance(spans, tuple) or not all(isinstance(span, Span) for span in spans):
@@ -299,7 +299,8 @@ class Policy:
             keeps = "since hpZ keeps a copy of what hops bring"
             yield f"gather='{own}' does not allow secondary={self.secondary!r}, {keeps}: set secondary=0, {way_out}"
         if self.planes != 1:
-            yield f"gather='{own}' does not allow planes={self.planes!r}, which codecs send: set planes=1, {way_out}"
+            why = "since planes are made by the codec of weights, which a method does not use"
+            yield f"gather='{own}' does not allow planes={self.planes!r}, {why}: set planes=1, {way_out}"
         if self.offload != Offload():
             keeps = "which keeps masters or encoded weights on the host"
             yield f"gather='{own}' does not allow offload, {keeps}: remove offload, {way_out}"
@@ -312,8 +313,12 @@ class Policy:
         if (own := self.own_reduce) is None:
             return
         usual = {
-            "chunks": (self.chunks, 1, "cuts messages that are made of codecs"),
-            "sums": (self.sums, "fp32", "is a type of sums of decoded messages"),
+            "chunks": (self.chunks, 1, "cuts messages that codecs encode, while a method makes its own"),
+            "sums": (
+                self.sums,
+                "fp32",
+                "is the type in which decoded messages are summed, while a method sums itself",
+            ),
             "feedback": (self.feedback, None, "carries errors of codecs, while a method keeps its own"),
             "loss_scale": (
                 self.loss_scale,
@@ -595,7 +600,7 @@ class Policy:
         return _compiled(self)[0] if self.schedule else (self,)
 
     def phase_at(self, step: int) -> int:
-        """Returns the index in :attr:`phases` of the policy that holds for the step after ``step`` optimizer steps."""
+        """Returns the index in :attr:`phases` of the policy of the next step, if ``step`` optimizer steps are done."""
         begin = 0
         for end, every, changed, own in _compiled(self)[1] if self.schedule else ():
             if step < end:
@@ -621,7 +626,7 @@ class Policy:
         return {number: count for number, count in counts.items() if count}
 
     def policy_at(self, step: int) -> Policy:
-        """Returns the policy that holds for the step after ``step`` optimizer steps; this policy has no schedule."""
+        """Returns the policy of the next step, if ``step`` optimizer steps are done; this policy has no schedule."""
         return self.phases[self.phase_at(step)]
 
     def for_steps(self, steps: int) -> Policy:
@@ -674,7 +679,10 @@ class Policy:
         }
 
     def with_choice(self, purpose: Budgeted, codec: Codec) -> Policy:
-        """Returns the policy after a budget has chosen ``codec``; its grain, and so the layout, is unchanged."""
+        """Returns the policy after a budget has chosen ``codec`` for ``purpose``.
+
+        The new policy has the grain of this policy, so that the layout of units does not change.
+        """
         sent: Any = {"weights": codec, "gradients": (self.gradients[0], codec)}[purpose]
         return replace(self, align=self.grain, **{purpose: sent})
 
@@ -692,7 +700,11 @@ class Policy:
 
     @property
     def readable(self) -> bool:
-        """Whether the attributes of all codecs may be read, for which users' modules may have to be imported."""
+        """Whether the attributes of all codecs may be read.
+
+        To read the attributes of a user's codec, the user's module must be imported, which some commands must not do
+        (:func:`impl.named_object.forbidden`).
+        """
         return all(codec.readable for codec in self.own_codecs)
 
     @property
@@ -895,10 +907,11 @@ class Policy:
         return topology.gather_axes(self.secondary_ranks(topology))
 
     def replica_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], Codec]:
-        """Returns the axes of the hops that gather a mean gradient between groups, and the codec of these hops.
+        """Returns the axes of the hops that gather a mean gradient between state groups, and the codec of these hops.
 
-        There are no axes if all ranks form one group.  There are none either if a user's class reduces the gradients,
-        since every group then has the mean already.
+        A state group is a group of ranks that share one copy of all sharded states.  There are no axes if all ranks
+        form one group.  There are none either if a user's class reduces the gradients, since every group then has the
+        mean already.
         """
         if self.own_reduce is not None:
             return (), self.gradients[0]

@@ -89,9 +89,9 @@ class MemoryLimits:
     """Limits of gathered weights and of gradients in reduction, in elements of the unsharded model.
 
     A unit stays gathered from its forward to its backward pass if ``max_live`` allows it, and if the units that run
-    between these two passes have fewer than ``max_reuse`` elements together.  ``max_reuse=1`` keeps the root's unit and
-    the last block, between whose passes no unit runs.  ``max_reuse=0`` keeps nothing.  On one rank, every value above 0
-    keeps as many units as ``max_live`` allows.
+    between these two passes have fewer than ``max_reuse`` elements together; a unit that runs in both passes counts
+    twice.  ``max_reuse=1`` keeps the root's unit and the last block, between whose passes no unit runs.
+    ``max_reuse=0`` keeps nothing.  On one rank, every value above 0 keeps as many units as ``max_live`` allows.
 
     While a unit computes, the units that are used next are gathered, up to ``prefetch`` elements.  The very next unit
     is gathered even if it is larger than ``prefetch``; otherwise a model of large blocks would wait for every

@@ -1,1 +1,1 @@
-"""Provides what the wire sends with: groups of ranks, shared memory inside a node, and side streams of a GPU."""
+"""Provides what the wire sends with: groups of ranks, shared memory, thread ranks, and the side streams of a GPU."""

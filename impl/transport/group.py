@@ -11,7 +11,7 @@ from impl.policy.topology import Axis
 
 
 class MeshError(RuntimeError):
-    """A process group does not fit the topology, or has been destroyed; the message names sizes or ranks."""
+    """A mesh cannot be made, or its process groups cannot be used; the message names the cause and the way out."""
 
 
 def no_group() -> None:

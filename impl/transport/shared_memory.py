@@ -53,7 +53,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class SharedMemoryError(RuntimeError):
-    """The arena cannot be made, or has no free slot; the message says why."""
+    """The memory that the ranks of a node share cannot be made, or has no room for one more exchange."""
 
 
 class FlagFunctions(ctypes.PyDLL):
@@ -106,7 +106,8 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
     The file has ``total`` bytes, all zero.  All ranks of the group must call this within ``timeout`` seconds.
 
     Raises:
-        SharedMemoryError: if the system has no memfd or futex, or if a rank cannot open the first rank's file.
+        SharedMemoryError: if the system has no memfd or futex, if a rank cannot open the first rank's file, or as
+            :func:`flag_functions`.
     """
     if _libc is None or not _FUTEX:
         raise SharedMemoryError("transport 'shm' needs Linux's memfd and futex; use transport 'backend'")
@@ -134,9 +135,10 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
 
 
 class Arena:
-    """The shared slots in which the ranks of one group on one node exchange messages.
+    """The memory in which the ranks of one group on one node exchange messages.
 
-    All ranks of the group must construct it together.
+    It has :data:`SLOTS` slots, one for each exchange that may be under way.  A slot has one row for each rank, which
+    holds the rank's message.  All ranks of the group must construct their arenas together.
 
     Args:
         row_bytes: the largest message in bytes; it is rounded up to a multiple of 4096.
@@ -226,7 +228,10 @@ class Arena:
 
 
 class Flags:
-    """Flags in shared memory: one for each slot and rank.  A flag is a number that only grows.
+    """Flags in shared memory: one for each slot (the memory of one exchange) and rank.
+
+    A flag is the number of the last exchange in which the rank has written its row of the slot, or has read the slot;
+    so it only grows.
 
     Args:
         lines: (slot, rank, 8) int64, the memory of the flags, one cache line for each flag.

@@ -53,7 +53,10 @@ class ThreadRankError(RuntimeError):
 
 
 class TurnError(ThreadRankError):
-    """A rank has kept its turn for too long; ``where`` names the functions that it runs, the innermost first."""
+    """A rank that is a thread has run for too long without waiting for a message, so that no other rank could run.
+
+    ``where`` names the functions that the rank runs, the innermost first.
+    """
 
     def __init__(self, rank: int, seconds: float, where: str) -> None:
         self.rank, self.seconds, self.where = rank, seconds, where
@@ -415,10 +418,10 @@ _Rounds = dict[int, _Round]  # by number of the exchange in its arena
 
 
 class Arena:
-    """Carries out exchanges of one group on one rank of the group.
+    """Lets one rank that is a thread exchange messages with a group of ranks, in memory that all of them share.
 
-    Each rank of the group constructs an object of its own, and these objects carry out the exchanges together.  If a
-    rank constructs several for one group, the other ranks must construct theirs in the same order.
+    Every rank of the group constructs its own arena for these exchanges.  If a rank constructs several arenas for the
+    same group, all ranks of the group must do so in the same order.
 
     Args:
         rank: this rank.

@@ -57,7 +57,7 @@ SHARD, INT8, HOST = parse("int8:shard"), parse("int8:32"), Offload(optimizer=1.0
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"gradients": BF16}, "expected a tuple of two codecs, for hop 1 and for hop 2"),
+        ({"gradients": BF16}, "expected a tuple of two codecs, for the hops inside and between nodes"),
         ({"weights": "int8:32"}, "codec 'int8:32' is a str: expected a codec"),
         ({"stage": 4}, "stage = 4: expected one of 0, 1, 2, 3"),
         ({"reduce": "twohop"}, "reduce = 'twohop': expected one of ring, one_hop, two_hop"),
