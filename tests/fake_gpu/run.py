@@ -56,16 +56,16 @@ def stages(results: Path) -> Iterator[Stage]:
     """All stages: the tests first, then the commands that users call."""
     pytest = ("-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider")
     zeropp, to = ("-m", "harness.cli"), ("--results", str(results))
-    yield Stage("tests", (*pytest, "tests/fake_gpu"), 500)
+    yield Stage("tests", (*pytest, "tests/fake_gpu"), 900)
     # tests/bench measures rates, and compares rows of 64 M elements, which take minutes on a CPU.
-    yield Stage("gpu tests", (*pytest, "-m", "gpu", "tests", "--ignore=tests/bench"), 500)
+    yield Stage("gpu tests", (*pytest, "-m", "gpu", "tests", "--ignore=tests/bench"), 900)
     yield Stage("gpu_first", ("-m", "tests.gpu_first", "--tiny", "--out", str(results / "first.jsonl")), 240)
     yield Stage("gpu_campaign", ("-m", "tests.gpu_campaign", "--tiny", "--minutes", "8", *to), 500)
     one, two = miniature("1x4", results), miniature("2x2", results)
     yield Stage("gpu_node 1x4", (*zeropp, "run", str(one), *to), 300)
     yield Stage("gpu_node 2x2", ("-m", "tests.fake_gpu.nodes", "run", str(two), *to), 300)
-    yield Stage("races", ("-m", "tests.fake_gpu.races"), 300)
-    yield Stage("count", ("-m", "tests.fake_gpu.count"), 120)
+    yield Stage("races", ("-m", "tests.fake_gpu.races"), 600)
+    yield Stage("count", ("-m", "tests.fake_gpu.count"), 240)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
