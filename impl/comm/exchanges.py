@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from impl.comm.fingerprint import Fields, Step, label
@@ -416,7 +417,7 @@ class Distributed:
         if route.kind != "all_gather" or route.direct or self._monitor is None or self._pacer is not None:
             return None
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, groups of torch 2.11 and 2.12 lack the method.
-        if _ALL_GATHER_SEVERAL == _OLD and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        if _ALL_GATHER_SEVERAL == _OLD and get_debug_level() == DebugLevel.DETAIL:
             return None
         return route.group, self._buffers.arrival if self._in_line else None
 
