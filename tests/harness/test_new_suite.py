@@ -29,7 +29,7 @@ NO_AXIS = {  # keys that need other keys, limit a run, or are for the whole suit
     "policy.max_padding", "policy.stage", "policy.group", "policy.frozen", "policy.loss_scale",
     "policy.persist_most", "policy.order_every", "policy.differences", "policy.refresh", "policy.planes",
     "policy.owned", "optimizer.matrices", "policy.schedule", "policy.local_steps", "policy.local_fragments",
-    "policy.outer_rate", "policy.outer_momentum",
+    "policy.outer_rate", "policy.outer_momentum", "policy.pair_below",
 }  # fmt: skip
 
 
