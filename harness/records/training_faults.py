@@ -454,10 +454,10 @@ def slowed(checked: Sequence[Checked], record: Record) -> str | None:
     """Return a sentence if a trial's steps took longer than computation and messages explain; else None.
 
     A configuration may be slow because it computes.  The computation that is allowed follows from the computation of
-    the model alone, which the same trial measures without any engine.  A configuration may also be slow because it
-    waits for the link.  The wait that is allowed follows from the bytes that it sent, at the measured rate of the link.
-    A rank that is ready to run and gets no CPU does not count as idle.  Returns None too if the threads' sleep was not
-    counted, or if ``cluster.inner_rate`` limits messages inside nodes.
+    the model alone, which the same trial measures without any engine, and must be exceeded on every rank.  A
+    configuration may also be slow because it waits for the link.  The wait that is allowed follows from the bytes that
+    it sent, at the measured rate of the link.  A rank that is ready to run and gets no CPU does not count as idle.
+    Returns None too if the threads' sleep was not counted, or if ``cluster.inner_rate`` limits messages inside nodes.
 
     Args:
         checked: What each rank noted, by rank.
@@ -467,14 +467,19 @@ def slowed(checked: Sequence[Checked], record: Record) -> str | None:
     accumulation, cluster = trial.get("accumulation", 1), trial.get("cluster", {})
     if not all(check.sleeps_counted for check in checked) or cluster.get("inner_rate") is not None:
         return None
-    for rank, (check, own) in enumerate(zip(checked, record.ranks, strict=True)):
-        found = computed(own, accumulation, encodes=check.encodes, timed=check.timed)
-        if found is not None and found.used > found.allowed:
-            return (
-                f"rank {rank} computed for {found.used:.3f} s in half of its steps or more, but the model alone takes "
-                f"{found.alone:.3f} s and the rank sent {found.sent:.0f} bytes a step: at most {found.allowed:.3f} s "
-                "is explained"
-            )
+    by_rank = [
+        computed(own, accumulation, encodes=check.encodes, timed=check.timed)
+        for check, own in zip(checked, record.ranks, strict=True)
+    ]
+    known = {rank: found for rank, found in enumerate(by_rank) if found is not None}
+    # On a busy machine single ranks take several times the CPU seconds for the same work.
+    if known and all(found.used > found.allowed for found in known.values()):
+        rank, found = min(known.items(), key=lambda item: item[1].used - item[1].allowed)
+        return (
+            f"rank {rank} computed for {found.used:.3f} s in half of its steps or more, but the model alone takes "
+            f"{found.alone:.3f} s and the rank sent {found.sent:.0f} bytes a step: at most {found.allowed:.3f} s "
+            "is explained, and all other ranks exceed their limits further"
+        )
     return _idle(checked, record)
 
 

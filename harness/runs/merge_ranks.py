@@ -25,7 +25,7 @@ from harness.records.trial_record import (
     Validation,
 )
 from harness.runs.rank_trial import Outcome
-from harness.runs.reference_checks import TOLERANCE, TrialError, same_loss
+from harness.runs.reference_checks import TOLERANCE, Compared, TrialError, same_loss
 from harness.suites.trial import Trial
 from impl.policy.policy import Policy
 
@@ -69,7 +69,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
             "decoded_sha256": [outcome.decoded[0] for outcome in outcomes if outcome.decoded],
             "processor_use": processor_use,
             "chosen_codecs": first.chosen,
-            "reference_loss": math.fsum(rank.losses[0].reference for rank in compared) / len(compared),
+            "reference_loss": _reference_loss(compared),
             "first_gradients": _gradient_checks([e for rank in compared for e in rank.gradient_errors]),
             "check_seconds": round(max(o.compared.seconds + o.checked.seconds for o in outcomes), 6),
             "check_cpu_seconds": {
@@ -103,6 +103,12 @@ def _with_ledger(adapters: AdapterCounters, ranks: Sequence[RankRecord], trained
     rows = [row for ledger in ledgers for row in ledger or [] if row.link == "inter"]
     rows = [row for row in rows if not trained or row.phase != "evaluate"]
     return adapters.model_copy(update={"booked_bytes": sum(row.bytes for row in rows)})
+
+
+def _reference_loss(compared: Sequence[Compared]) -> float | None:
+    """Return the mean over ranks of a single process's loss before training; None if the trial did not compute it."""
+    losses = [loss.reference for rank in compared for loss in rank.losses if loss.step == 0]
+    return math.fsum(losses) / len(losses) if losses else None
 
 
 def _mean_loss(steps: Sequence[Step]) -> float:

@@ -1,14 +1,15 @@
 """Compares a trial with a single process and with exact values, outside of the time that is measured.
 
-- Before training, in every trial: the sharded model's loss and reduced gradients are compared with the loss and
-  gradients of a single process, in evaluation mode (:mod:`harness.measure.gradient_bounds`).
+- Before training: the sharded model's loss and reduced gradients are compared with the loss and gradients of a single
+  process, in evaluation mode (:mod:`harness.measure.gradient_bounds`).  A repeat leaves this out if the same is
+  compared in its drawn step (:func:`compares_first`).
 - Before the first, a middle and the last step, if the suite measures errors: all messages of the step are compared with
   exact values (:mod:`harness.measure.communication_error`).  Before the middle and last step, loss and gradients are
   also compared again, with a single process that has the step's masters.
 - Before one step of the second half, the *drawn* step, in trials that train with our engine: the weights of one unit,
   and hpZ's copy of them, are compared with the masters.  One gradient of the unit is reduced, and the messages of this
   reduction are compared with what the reference codecs encode.  A single process computes the loss of the step and the
-  mean gradient of the unit.  When the step's backward passes have ended, its loss and this gradient are compared with
+  mean gradients of all units.  When the step's backward passes have ended, its loss and gradients are compared with
   those of the single process.  Seed and repeat determine the step and the unit.
 - After the drawn step, if Muon steps the model: the step of one whole matrix is taken again.
 - After the last step, if the suite measures errors: a grid of codecs is tried on the trained weights and gradients,
@@ -154,8 +155,6 @@ class Comparison:
     def __init__(self, trial: Trial, model: nn.Module, data: Batches, rank: Rank) -> None:
         self.trial, self.data, self.rank = trial, data, rank
         self.compared = Compared()
-        with counted(self.compared.costs, "before training"):
-            self.expected, self.gradient = self._single_process(model)
         total = trial.warmup + trial.steps
         # Further repeats would only measure the same errors again.
         self.measures = trial.measure_quantisation and trial.repeat == 0
@@ -176,30 +175,41 @@ class Comparison:
         self._rehearses = own or ":" in trial.model.name
         self._awaited: tuple[ComparedLoss, FirstGradient] | None = None  # what the drawn step should compute
         self.events: list[Event] = []  # passes before training, for ``impl.plan.traffic``
+        # What the sharded model should compute before training; None if the drawn step takes this comparison's place.
+        self._first: tuple[ComparedLoss, FirstGradient | None] | None = None
+        if self._rehearses or compares_first(trial, self.drawn):
+            with counted(self.compared.costs, "before training"):
+                self._first = self._single_process(model)
 
     def before_training(self, strategy: Strategy) -> None:
-        """Compare the sharded model's loss and reduced gradients with a single process's; note both in ``compared``."""
-        with counted(self.compared.costs, "before training"):
-            self._compare_before_training(strategy)
+        """Compare the sharded model's loss and reduced gradients with a single process's; note both in ``compared``.
 
-    def _compare_before_training(self, strategy: Strategy) -> None:
+        Nothing is compared if the drawn step takes this comparison's place (:func:`compares_first`).
+        """
+        if self._first is not None:
+            with counted(self.compared.costs, "before training"):
+                self._compare_before_training(strategy, *self._first)
+
+    def _compare_before_training(
+        self, strategy: Strategy, expected: ComparedLoss, gradient: FirstGradient | None
+    ) -> None:
         if strategy.zero is not None and strategy.zero.policy.own_gather is not None:
             with _rehearsal(strategy):  # the single process computes with the weights that the class gathers
                 model, gathered = self._same_masters(strategy.zero)
                 assert gathered is not None  # noqa: S101  # a user's class gathers
                 self.compared.wrong = communication_error.beyond_bound(strategy.zero, gathered[0])
-                self.expected, self.gradient = self._single_process(model, gathered=gathered)
-        if self.gradient is None:
+                expected, gradient = self._single_process(model, gathered=gathered)
+        if gradient is None:
             loss = mean_loss(strategy.model, batches_of(self.data))
             strategy.weights_changed()  # the first step must gather weights anew, and not use those of this check
         else:
             with evaluating(strategy.model):
                 passes = run_passes(self.trial, strategy, self.data, 0)
-            self.compared.gradient_errors += _gradient_errors(self.gradient, strategy)
+            self.compared.gradient_errors += _gradient_errors(gradient, strategy)
             loss = passes.mean
             strategy.forget_gradients()
             self.events = [*passes.events, "changed"]
-        self.compared.losses.append(replace(self.expected, sharded=loss))
+        self.compared.losses.append(replace(expected, sharded=loss))
 
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
         """Rehearse step ``index``, and note in ``compared`` how its messages differ from exact values.
@@ -236,10 +246,10 @@ class Comparison:
 
         The unit is drawn by the trial's seed and repeat.  Differences are noted in ``compared``.
 
-        To prepare the comparison, a single process computes the loss and the gradient that the step should give.  Later
-        :meth:`compare_drawn_step` compares the step with them.  If the trial's model or method is the user's own, the
-        step is not compared later.  Instead, this method rehearses the step, and compares the rehearsal with a single
-        process.  In this rehearsal, ranks read only the first sequence of each of their batches.
+        To prepare the comparison, a single process computes the loss and the gradients that the step should give.
+        Later :meth:`compare_drawn_step` compares the step with them.  If the trial's model or method is the user's own,
+        the step is not compared later.  Instead, this method rehearses the step, and compares the rehearsal with a
+        single process.  In this rehearsal, ranks read only the first sequence of each of their batches.
 
         If the policy sends differences or has a bit budget, the step is not compared at all.
 
@@ -277,10 +287,11 @@ class Comparison:
         self.compared.wrong = self.compared.wrong or wrong or observed.unlike
 
     def _await_step(self, index: int, zero: Zero, unit: Unit) -> None:
-        """Compute with a single process the loss of step ``index`` and the mean gradient of ``unit``; keep both.
+        """Compute with a single process the loss of step ``index`` and the mean gradients of all units; keep both.
 
-        This rank's gradient is then reduced once, so that the wire's observer sees the messages of a reduction.  The
-        messages of the step itself are not observed, since observing them would take time in a timed step.
+        This rank's gradient of ``unit`` is then reduced once, so that the wire's observer sees the messages of a
+        reduction.  The messages of the step itself are not observed, since observing them would take time in a timed
+        step.
         """
         with counted(self.compared.costs, "drawn step: single process"):
             model, _ = self._same_masters(zero)
@@ -292,7 +303,7 @@ class Comparison:
         self._awaited = replace(expected, sharded=None), gradient
 
     def compare_drawn_step(self, index: int, strategy: Strategy, zero: Zero) -> None:
-        """Compare the reduced gradient of step ``index`` with the gradient that a single process has computed for it.
+        """Compare the reduced gradients of step ``index`` with those that a single process has computed for it.
 
         Call this method after the step's backward passes and before its optimizer step.  It does nothing unless
         :meth:`before_drawn_step` has prepared this step.  It sends no message.  The difference is noted in
@@ -384,7 +395,7 @@ class Comparison:
             strategy: The strategy, inside a rehearsal.
             zero: The strategy's engine, which has the masters.
             data: Where batches come from.  With a ``unit``, ``data`` may give only a part of each batch of the step.
-            unit: The only unit whose gradient is compared; None for all units.
+            unit: A unit if the comparison is one of the drawn step; else None.
 
         Returns:
             The losses of the single process.  With a ``unit``, the field ``trained`` is computed from the step's whole
@@ -449,8 +460,8 @@ class Comparison:
             step: The step whose batches are used.
             clock: Determines the stochastic rounding of weights; by default the clock of the first step.
             data: Where batches come from; by default the trial's batches.
-            unit: The only unit whose gradient is returned; None for all units.  With a unit, the loss with fp32 weights
-                is not computed: ``reference`` of the result equals ``expected``.
+            unit: A unit whose own gradient on this rank is kept as ``latest``, for the drawn step; else None.  With a
+                unit, the loss with fp32 weights is not computed: ``reference`` of the result equals ``expected``.
             gathered: With a user's own gather, the weights that it has gathered for forward and backward passes.
 
         Returns:
@@ -495,12 +506,6 @@ class Comparison:
             if trial.workload == "generate" or layouts is None:
                 loss = mean_loss(computed, batches_of(data, step))
                 return ComparedLoss(reference, loss, None, step), None
-            if unit is not None:
-                layouts = [layout for layout in layouts if layout.geometry.name == unit.name]
-                names = {slot.spec.name for slot in unit.slots}
-                for name, parameter in computed.named_parameters():
-                    if name not in names:  # its gradient is not compared
-                        parameter.requires_grad_(False)
             loss, gradient = self._gradient(
                 computed, layouts, data, step, columns=columns, policy=policy, unit=unit
             )
@@ -552,8 +557,8 @@ class Comparison:
             columns: Weights by the parameter's name.  Backward passes compute with these weights in place of the
                 model's own.  The dict is empty if ``policy.planes`` is 1 and the gather is not the user's own.
             policy: The policy of the step; None for a peer.
-            unit: The only unit whose gradient is computed; None for all units.  With a unit, the result has this rank's
-                gradient of the last micro-batch as ``latest``.
+            unit: The unit whose gradient on this rank, of the last micro-batch, is kept as ``latest`` in the result;
+                None to keep none.
 
         Returns:
             (mean loss, mean gradient).
@@ -583,6 +588,29 @@ class Comparison:
                     parameter.grad = None
         first.average()
         return math.fsum(losses) / len(losses), first
+
+
+def compares_first(trial: Trial, drawn: int | None) -> bool:
+    """Return whether a trial with our engine, or a peer, is compared with a single process before training.
+
+    The first repeat always is.  Further repeats are if no step is drawn, if the loss or the gradients of the drawn step
+    are not compared with those of a single process, or if a timed step would be the first that the process computes.
+
+    Args:
+        trial: The trial.
+        drawn: Index of the drawn step; None if there is none.
+    """
+    policy = trial.resolved_policy()
+    if policy is None or trial.host is not None or drawn is None or trial.repeat == 0 or trial.warmup == 0:
+        return True
+    there = policy.policy_at(drawn)
+    # After an overflow, the drawn step has no gradients to be compared.
+    return (
+        there.differences is not None
+        or there.feedback is not None
+        or policy.budget is not None
+        or policy.loss_scale is not None
+    )
 
 
 def muon_step(  # noqa: PLR0917  # its arguments are one step

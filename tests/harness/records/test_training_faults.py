@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -97,9 +98,13 @@ def test_a_slow_configuration_must_be_explained() -> None:
     assert slowed(busy, bare) is None
 
 
-@pytest.mark.parametrize(("used", "slow"), [(0.036, False), (0.2, True)])
-def test_messages_of_a_tiny_model_are_no_slow_configuration(used: float, slow: bool) -> None:
-    """Four ranks on two processors needed 0.036 s for messages, where the model needs 0.003 s; 0.2 s is too much."""
+@pytest.mark.parametrize(
+    ("used", "slow"), [((0.036,), False), ((0.2,), True), ((0.2, 0.2, 0.2, 0.036), False), ((0.3, 0.2), True)]
+)
+def test_messages_of_a_tiny_model_are_no_slow_configuration(used: tuple[float, ...], slow: bool) -> None:
+    """Four ranks on two processors needed 0.036 s for messages, where the model needs 0.003 s; 0.2 s is too much if all
+    ranks take so long.
+    """
     checked, record = clean(4, sleeps_counted=True)
     alone = Alone(
         when="before", forward=0.001, backward=0.002, optimizer=0.0004,
@@ -114,13 +119,14 @@ def test_messages_of_a_tiny_model_are_no_slow_configuration(used: float, slow: b
             update={
                 "alone": [alone],
                 "ledger": [sent],
-                "steps": [step.model_copy(update={"cpu_seconds": used}) for step in rank.steps],
+                "steps": [step.model_copy(update={"cpu_seconds": seconds}) for step in rank.steps],
             }
         )
-        for rank in record.ranks
+        for rank, seconds in zip(record.ranks, itertools.cycle(used))
     ]
     found = slowed(checked, record.model_copy(update={"ranks": ranks})) or ""
     assert ("but the model alone takes 0.003 s" in found) == slow
+    assert (f"computed for {min(used):.3f} s" in found) == slow
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ from harness.records.trial_record import AdapterCounters, LedgerRow, Record, Val
 from harness.runs.feasibility import any_host, forecast
 from harness.runs.merge_ranks import assemble
 from harness.runs.rank_trial import Assignment, Outcome, run
-from harness.runs.reference_checks import Compared, Comparison, TrialError
+from harness.runs.reference_checks import Compared, Comparison, TrialError, compares_first
 from harness.suites.trial import Trial
 from harness.workloads.models import GPT, GPTShape
 from impl.codecs.codec import parse
@@ -505,6 +505,54 @@ def test_reduced_gradients_are_a_single_processs(
     units = {name for name, _, _ in record.units} or {check.unit for check in checks}
     assert {check.unit for check in checks} == units
     assert all(check.elements > 0 and check.share < most for check in checks)
+
+
+def test_a_repeat_is_compared_with_a_single_process_in_its_drawn_step(text: str, tmp_path: Path) -> None:
+    """The first repeat is compared before training too, others only in the drawn step; training is the same to the bit,
+    and every unit is compared.
+    """
+    records = [
+        result(
+            trial(text, "zeropp", repeat=repeat, accumulation=2, validate_every=2), tmp_path / f"log{repeat}"
+        )
+        for repeat in (0, 1)
+    ]
+    first, further = records
+    assert [[(step.loss, step.gradient_norm) for step in rank.steps] for rank in first.ranks] == [
+        [(step.loss, step.gradient_norm) for step in rank.steps] for rank in further.ranks
+    ]
+    assert [rank.ledger for rank in first.ranks] == [rank.ledger for rank in further.ranks]
+    assert (first.predicted.equal, further.predicted.equal) == (True, True)
+    compared = [{(check.step > 0, check.unit) for check in record.first_gradients} for record in records]
+    units = {name for name, _, _ in first.units}
+    assert compared[1] == {(True, unit) for unit in units}
+    assert compared[0] == compared[1] | {(False, unit) for unit in units}
+    assert further.reference_loss is None
+    assert first.reference_loss is not None
+    assert "before training" not in further.check_cpu_seconds
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "expected"),
+    [
+        ("zeropp", {}, False),
+        ("zeropp", {"repeat": 0}, True),
+        ("zeropp", {"warmup": 0}, True),  # a timed step would be the process's first
+        ("zeropp", {"policy": {"differences": "int4:64", "secondary_format": "bf16"}}, True),
+        ("zeropp", {"policy": {"feedback": "loco"}}, True),
+        ("zeropp", {"policy": {"compute": "fp16", "loss_scale": "dynamic"}}, True),
+        ("ddp", {}, True),
+        ("ddp+qgz", {}, True),
+        ("fsdp2", {}, True),
+    ],
+)
+def test_what_the_drawn_step_cannot_show_is_compared_before_training(
+    text: str, strategy: str, changes: dict[str, Any], expected: bool
+) -> None:
+    """The first repeat, peers, policies whose drawn step is not compared, and trials without warm-up are compared."""
+    changed = trial(text, strategy, **{"repeat": 1, **changes})
+    assert compares_first(changed, 4) == expected
+    assert compares_first(changed, None)
 
 
 def test_truncated_gradients_are_no_result(text: str, tmp_path: Path) -> None:

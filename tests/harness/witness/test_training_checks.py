@@ -219,9 +219,9 @@ def little_waiting(_: Rank) -> Iterator[None]:
 
 @instead_of(GradientReduction, "_take")
 def quartered_late(reduction: GradientReduction, taken: Any, _: Rank, mean: Tensor) -> None:
-    """Each unit's mean is divided by 4 in the steps after step 6; its first reduction is before training."""
+    """Each unit's mean is divided by 4 in the steps after step 6."""
     _reductions[id(reduction)] += 1
-    taken(reduction, mean / 4 if _reductions[id(reduction)] > 8 else mean)
+    taken(reduction, mean / 4 if _reductions[id(reduction)] > 7 else mean)
 
 
 _in_steps = Counter[int]()
@@ -231,8 +231,21 @@ _in_steps = Counter[int]()
 def quartered_in_steps(reduction: GradientReduction, taken: Any, _: Rank, mean: Tensor) -> None:
     """Each unit's mean is divided by 4 in the steps after step 6, and never in a rehearsal."""
     _in_steps[id(reduction)] += reduction._wire.observer is None
-    late = _in_steps[id(reduction)] > 8 and reduction._wire.observer is None
+    late = _in_steps[id(reduction)] > 7 and reduction._wire.observer is None
     taken(reduction, mean / 4 if late else mean)
+
+
+def quartered_unit(number: int) -> Callable[[Rank], Patch]:
+    """The mean of the unit with this number is divided by 4, from the first step on."""
+    units = list[int]()  # in the order in which they were first reduced
+
+    @instead_of(GradientReduction, "_take")
+    def quartered_there(reduction: GradientReduction, taken: Any, _: Rank, mean: Tensor) -> None:
+        if id(reduction) not in units:
+            units.append(id(reduction))
+        taken(reduction, mean / 4 if units.index(id(reduction)) == number else mean)
+
+    return quartered_there
 
 
 _means = dict[int, list[Tensor]]()
@@ -283,6 +296,13 @@ LATER: Final[dict[str, tuple[Callable[[Rank], Patch], str]]] = {
     "a late update in a repeat": (a_late_update, "had other gradients than its backward passes left"),
     "a mean one step late": (a_mean_one_step_late, "in step [78] rank .'s reduced gradient of"),
     "ignored nodes": (ignored_nodes, "in step [78] rank .'s reduced gradient of"),
+    **{
+        f"gradients of unit {number} divided by 4": (
+            quartered_unit(number),
+            "in step [78] rank .'s reduced gradient of",
+        )
+        for number in range(3)
+    },
     "a better loss in a repeat": (
         better_loss,
         "in step [78] rank . trained at a loss of .* but a single process",
