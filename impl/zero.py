@@ -78,7 +78,7 @@ def shard(
         model: the model, with plain parameters.
         mesh: the ranks: a mesh, torch's ``DeviceMesh``, a process group or a topology, which :meth:`Mesh.create`
             reads; by default all ranks.
-        policy: what is sharded, and how it is sent.
+        policy: what is sharded, and how it is sent; equal on all ranks, which is checked.
         wire: the wire that sends all messages; by default a new wire without options.
         blocks: the modules that are gathered and resharded as a whole; by default the modules that
             :func:`find_blocks` finds.
@@ -91,7 +91,8 @@ def shard(
     Raises:
         PolicyError: if the policy does not fit the topology.
         GeometryError: if a unit cannot be laid out, or has too much padding.
-        ZeroError: if the model cannot be sharded, is sharded already, or differs between ranks.
+        ZeroError: if the model cannot be sharded, is sharded already, or differs between ranks.  Also if ``policy``
+            differs between ranks.
         MeshError: on a rank that is not in the mesh.
         WireError: if ``wire`` is over another topology, other ranks or another device than ``mesh``.
     """
@@ -112,7 +113,9 @@ def shard(
     parameters = dict(model.named_parameters())
     module_buffers.check(buffers := module_buffers.persistent(model))
     with wire.calling("shard()"):
-        check_same_start(wire, parameters, drawn_numbers(parameters), module_buffers.in_words(buffers))
+        check_same_start(
+            wire, policy, parameters, drawn_numbers(parameters), module_buffers.in_words(buffers)
+        )
     meter = Meter()
     gradients, weights = (
         Reserve(DTYPES[policy.compute], mesh.device, meter, part) for part in ("local_gradients", "gathered")

@@ -22,6 +22,7 @@ _OVERRIDE: Final = (
     f"A suite has at most {MOST_TRIALS} trials."
 )
 _BARE: Final = ("table", "list of tables")  # keys of these types are described above the tables
+_PAIRS: Final = "two units are gathered ahead by one call"
 # What values a key takes, in more detail than its type.  Limits are inserted before the first colon of the text.
 _VALUES: Final = {
     "name": "text: name of the suite and of its results folder",
@@ -105,6 +106,7 @@ _VALUES: Final = {
         f"policy.{name}": each.says.replace("a method of your own", "[a method of your own](own_method.md)")
         .replace("a gather of your own", "[a gather of your own](own_method.md#a-gather-of-your-own)")
         .replace("with Muon", "with [Muon](muon.md)")
+        .replace(_PAIRS, f"[{_PAIRS}](gpu_loop.md#small-blocks)")
         for name, each in KEYS.items()
     },
 }

@@ -10,6 +10,7 @@ from typing import Final
 from harness.suites.trial import Trial
 from harness.workloads.preset_parameters import parameters_of_trial
 from impl.plan.owners import owners_of
+from impl.plan.prefetch_schedule import small_units
 from impl.plan.step_time import Machine, Step, StepTime, Work, step_of, step_time
 from impl.plan.unit_plan import plan_units
 from impl.policy.shard_layout import UnitGeometry
@@ -42,6 +43,7 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
             units = plan_units(*parameters_of_trial(trial), trial.topology(), policy)
         owners = owners_of(policy, trial.topology(), units)
     rate = trial.slowest_mbit if trial.cluster.nodes > 1 else None
+    streams = trial.cluster.transport == "nccl"
     return Step(
         policy=policy,
         topology=trial.topology(),
@@ -53,6 +55,7 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
         recompute=trial.activation_checkpointing,
         rate=math.inf if rate is None else rate * BYTES_PER_MBIT,
         owners=owners,
+        small=small_units(policy, trial.topology(), units) if streams else frozenset(),
     )
 
 

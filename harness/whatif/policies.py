@@ -16,6 +16,7 @@ from typing import Final, Literal
 from harness.errors import Refusal, suggestion
 from harness.whatif.joint import Joined, JointStep, Run, Traced
 from impl.codecs.codec import ITEM_BYTES, Raw
+from impl.plan.prefetch_schedule import small_units
 from impl.plan.step_time import Machine, Step, passes_of
 from impl.plan.timeline import Pass
 from impl.policy.policy import Policy, PolicyError
@@ -321,16 +322,19 @@ def of_our_engine(step: JointStep, traced: Traced, target: Target, overheads: Ov
     optimizer = max(rank.optimizer for rank in step.ranks.values()) * _optimizer_share(
         step, policy, traced, topology
     )
+    laid_out = [_geometry(unit, policy, topology) for unit in units]
+    on_gpu = any(task.stream is not None for rank in step.ranks.values() for task in rank.tasks)
     passes = passes_of(
         machine,
         Step(
             policy=policy,
             topology=topology,
-            units=[_geometry(unit, policy, topology) for unit in units],
+            units=laid_out,
             parameters=sum(unit.elements for unit in units),
             tokens=1,
             rate=target.rate,
             computing=[(unit.forward * stretch, unit.backward * stretch) for unit in units],
+            small=small_units(policy, topology, laid_out) if on_gpu else frozenset(),
         ),
     )
     return Simulated(passes, units, optimizer * stretch)

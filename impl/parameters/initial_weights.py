@@ -1,8 +1,9 @@
-"""Checks, when a model is sharded, that all ranks start from the same weights.
+"""Checks, when a model is sharded, that all ranks have the same policy and start from the same weights.
 
-Ranks compare a checksum of each parameter (:func:`sums`), and the shapes and types of buffers.  For a parameter that
-:class:`~impl.parameters.init.Init` has cut, they compare checksums of the values before each cut.  The ranks exchange
-the checksums through the store of their rendezvous, not through the wire, so the ledger does not count them.
+Ranks compare the values of their policies (:func:`impl.policy.setting.texts`), a checksum of each parameter
+(:func:`sums`), and the shapes and types of buffers.  For a parameter that :class:`~impl.parameters.init.Init` has cut,
+they compare checksums of the values before each cut.  The ranks exchange these through the store of their rendezvous,
+not through the wire, so the ledger does not count them.
 """
 
 from __future__ import annotations
@@ -16,20 +17,29 @@ from torch import Tensor
 from impl.comm.wire import Wire
 from impl.engine import module_buffers
 from impl.errors import ZeroError
+from impl.policy import setting
+from impl.policy.policy import Policy
 from impl.policy.topology import ranks_in_words
 from impl.unit.placeholder import Placeholder
 
 
 def check_same_start(
-    wire: Wire, parameters: Mapping[str, Tensor], drawn: Mapping[str, int], buffers: Mapping[str, str]
+    wire: Wire,
+    policy: Policy,
+    parameters: Mapping[str, Tensor],
+    drawn: Mapping[str, int],
+    buffers: Mapping[str, str],
 ) -> None:
-    """Raise a ZeroError on all ranks if their models start from different values; all ranks must call this.
+    """Raise a ZeroError on all ranks if their policies or the first values of their models differ.
 
-    The ranks exchange checksums through the key-value store of their rendezvous.  If they have none, nothing is
-    compared.
+    All ranks must call this.
+
+    The ranks exchange these values and checksums through the key-value store of their rendezvous.  If they have no
+    store, nothing is compared.
 
     Args:
         wire: the wire of the ranks.
+        policy: the policy of this rank.
         parameters: the model's parameters by name.  Parameters that are cut already or have no values are ignored.
         drawn: for each cut parameter, by name, a hash of the values from which this rank has cut it.
         buffers: the shape and type of each buffer, by name, as text.  Values of buffers are not compared.
@@ -39,12 +49,14 @@ def check_same_start(
     if store is None:
         return
     mark = f"zeropp/starts/{store.add(f'zeropp/starts/{rank}', 1)}"
-    store.set(f"{mark}/{rank}", json.dumps([{**sums(parameters), **drawn}, buffers]))
+    store.set(f"{mark}/{rank}", json.dumps([setting.texts(policy), {**sums(parameters), **drawn}, buffers]))
     wire.meet("the comparison of first weights")
     if rank == 0:
         ranks = [json.loads(store.get(f"{mark}/{other}")) for other in range(mesh.topology.world)]
-        weights, kinds = zip(*ranks, strict=True)
-        store.set(f"{mark}/verdict", difference(weights) or module_buffers.difference(kinds) or "")
+        policies, weights, kinds = zip(*ranks, strict=True)
+        # Policies come first, since other values may differ because of them.
+        apart = setting.difference(policies) or difference(weights) or module_buffers.difference(kinds)
+        store.set(f"{mark}/verdict", apart or "")
     if verdict := store.get(f"{mark}/verdict").decode():
         raise ZeroError(verdict + mesh.counting)
 

@@ -101,7 +101,7 @@ def memory(
     Outer units are the unit of the root and the unit of the persistent parameters.  The weights of units that are
     gathered before they run are not counted.  They have at most ``memory.prefetch`` elements, or the elements of the
     largest unit, if these are more.  If units are gathered ahead in pairs (``memory.pair_below``), they may have the
-    elements of two units.
+    elements of three units, the second of a pair and the next pair.
 
     Offload adds parts.  A part in host memory has the prefix ``host_``:
 

@@ -2,9 +2,9 @@
 
 The prediction is for a GPU whose stream waits for messages, as with NCCL (:mod:`impl.comm.exchanges`).  There the host
 enqueues one collective after the other, so that only the buffers of one collective are in use at a time, or those of
-the two gathers of a pair (:func:`impl.plan.prefetch_schedule.small_units`).  Buffer sizes
-are rounded up (:func:`size_class`), and all units, hops and purposes share the buffers of one size.  Tests check that
-the exchanges hold exactly the predicted bytes.
+the two gathers of a pair (:func:`impl.plan.prefetch_schedule.small_units`).  Their number does not depend on how many
+units are gathered ahead.  Buffer sizes are rounded up (:func:`size_class`), and all units, hops and purposes share the
+buffers of one size.  Tests check that the exchanges hold exactly the predicted bytes.
 
 Pure: no torch.
 """

@@ -293,6 +293,9 @@ class Step:
     recompute: bool = False  # whether backward runs the forward pass again (activation checkpointing)
     rate: float = math.inf  # nominal bytes a second of all adapters of the slowest node; infinite: no limit
     owners: Owners | None = None  # the owners of matrices, if Muon steps them
+    # The units that are gathered ahead in pairs (:func:`impl.plan.prefetch_schedule.small_units`); empty unless a GPU's
+    # stream waits for messages, as with NCCL.
+    small: frozenset[int] = frozenset()
     # For each unit, the measured seconds of its computation in a micro-batch, as (forward, backward).  The simulated
     # passes compute for these seconds.  Empty: the machine predicts the seconds.
     computing: Sequence[tuple[float, float]] = ()
@@ -426,7 +429,8 @@ def passes_of(machine: Machine, step: Step) -> list[Pass]:
     """Simulates a forward and a backward pass for each micro-batch of a step, and returns these passes in order."""
     policy, units = step.policy, step.units
     seconds, (forward, backward) = _Seconds(machine, step.topology, step.rate), _computing(machine, step)
-    elements, schedule, passes = sum(unit.padded for unit in units), Schedule.for_units(policy, units), []
+    elements, passes = sum(unit.padded for unit in units), list[Pass]()
+    schedule = Schedule.for_units(policy, units, step.small)
     for index in range(step.micro_batches):
         loads = []
         for place, unit in enumerate(units):
@@ -542,12 +546,14 @@ class _Seconds:
             counts = [{link: count // (hop.axis.size - 1) for link, count in by.items()} for by in counts]
         between = [size * count.get("inter", 0) for count in counts]
         inside = max(size * count.get("intra", 0) for count in counts)
-        posting = max(sum(count.values()) for count in counts) * machine.message + max(between) * machine.sent
+        call = max(sum(count.values()) for count in counts) * machine.message
+        posting = call + max(between) * machine.sent
         return TimedHop(
             adapter=sum(between) / (self._rate * machine.efficiency),
             inside=inside / machine.inside if machine.inside else 0.0,
             latency=machine.latency,
             before=before + posting * self.stretch,
+            call=call * self.stretch,
             hop=hop,
             nbytes=size,
         )

@@ -5,8 +5,11 @@ classes :class:`~impl.plan.prefetch_schedule.Schedule` and :class:`~impl.plan.re
 messages at the same events (:mod:`impl.unit.unit`).  The first hop of a gather is posted when the gather starts, and
 each later hop while the rank waits for the weights.  The first hop of a reduction is posted at the unit's last
 gradient, and each later hop at the first gradient of the next trained unit.  ``tests/impl/plan/test_issue_order.py``
-checks that the simulation and the engine have the same order of events.  Two small units that NCCL gathers by one call
-(``memory.pair_below``) are simulated as two gathers.
+checks that the simulation and the engine have the same order of events.
+
+The two units of a pair (:attr:`~impl.plan.prefetch_schedule.Schedule.pairs`) are gathered together: one call posts a
+hop of both, and both units are ready when the messages of both have arrived and are decoded.  Schedules have pairs only
+for a GPU whose stream waits for messages, as with NCCL.
 
 There are three resources: the rank's *processor* (or GPU stream), the node's *adapter* to other nodes, and the links
 between ranks *inside* the node.  Each resource serves one request at a time, in the order of the requests.
@@ -40,6 +43,8 @@ class TimedHop:
     inside: float = 0.0  # time in which a rank sends all its messages to ranks of its node
     latency: float = 0.0  # time from the end of sending to the arrival, in which other messages can be sent
     before: float = 0.0  # time in which the processor decodes, encodes or copies before the exchange
+    # Part of ``before`` in which the processor posts the messages.  A call that posts two exchanges takes it only once.
+    call: float = 0.0
     # The exchange is posted only when another hop of the collective has arrived: the hop ``follows`` places before it.
     # 0: it waits for no hop.
     follows: int = 1
@@ -186,6 +191,8 @@ class _UnderWay:
     purpose: Literal["weights", "gradients"]
     collective: Collective
     arrivals: list[Seconds]  # for each hop posted so far, its arrival, in seconds since the pass began
+    pair: tuple[_UnderWay, ...] = ()  # both gathers of a pair, if the collective is one of them
+    ended: bool = False  # whether the rank has waited for the last hop, and decoded
 
     @property
     def left(self) -> bool:
@@ -270,13 +277,21 @@ class Pass:
     def gather(self, unit: int, ahead: Sequence[int]) -> None:
         """Start the gathers of ``unit`` and of the units in ``ahead``, and wait for the gather of ``unit``.
 
-        Gathers that have started already are not started again.  At most ``MOST_AHEAD`` gathers of units in ``ahead``
-        are under way at one time.
+        Gathers that have started already are not started again, and a pair is started together.  At most
+        ``MOST_AHEAD`` + 1 gathers are under way at one time, with that of ``unit``.
         """
         self._start_gather(unit)
-        for index in ahead:
+        for place, index in enumerate(ahead):
+            if index in self._gathers:
+                continue
+            pair = (*ahead[place : place + 2],)
+            together = pair in self._schedule.pairs and pair[1] not in self._gathers
             under_way = sum(gather is not None for gather in self._gathers.values())
-            if index not in self._gathers and under_way <= MOST_AHEAD:
+            if under_way + together > MOST_AHEAD:
+                break
+            if together:
+                self._start_pair(pair)
+            else:
                 self._start_gather(index)
         self._finish_gather(unit)
 
@@ -287,12 +302,23 @@ class Pass:
             for earlier in range(unit):  # below stage 3 all ranks gather all units in model order
                 self._start_gather(earlier)
                 self._finish_gather(earlier)
+        self._gathers[unit] = self.start(unit, "weights", self._gather_of(unit))
+
+    def _start_pair(self, units: Sequence[int]) -> None:
+        gathers = (*(_UnderWay(unit, "weights", self._gather_of(unit), []) for unit in units),)
+        for each in gathers:
+            each.pair = gathers
+            self._gathers[each.unit] = each
+        self._post(gathers)
+
+    def _gather_of(self, unit: int) -> Collective:
         load = self._loads[unit]
-        self._gathers[unit] = self.start(unit, "weights", load.regather if self._backward else load.gather)
+        return load.regather if self._backward else load.gather
 
     def _finish_gather(self, unit: int) -> None:
         if (under_way := self._gathers[unit]) is not None:
-            self.complete(under_way)
+            if not under_way.ended:  # else it ended with the other gather of its pair
+                self.complete(under_way)
             self._gathers[unit] = None
 
     def first_gradient(self) -> None:
@@ -325,29 +351,48 @@ class Pass:
         return under_way
 
     def complete(self, under_way: _UnderWay) -> None:
-        """Post all hops that are left, wait for the arrival of the last hop, and decode."""
-        while under_way.left:
+        """Post all hops that are left, wait for the arrival of the last hop, and decode.
+
+        If the collective is the gather of a unit of a pair, do so for both units of the pair.
+        """
+        collectives = under_way.pair or (under_way,)
+        while any(each.left for each in collectives):
             self.post(under_way)
-        if under_way.arrivals:
-            self._wait(under_way.arrivals[-1])
-        self.compute(under_way.collective.after, "decode", (under_way.unit,))
-        if under_way.purpose == "gradients":
-            self.events.append(("mean", under_way.unit))
+        for each in collectives:
+            if each.arrivals:
+                self._wait(each.arrivals[-1])
+        for each in collectives:
+            self.compute(each.collective.after, "decode", (each.unit,))
+            each.ended = True
+            if each.purpose == "gradients":
+                self.events.append(("mean", each.unit))
 
     def post(self, under_way: _UnderWay) -> None:
         """Post the next hop, and all later hops that are posted at the same event (:attr:`TimedHop.at_once`).
 
-        Before a hop is posted, the rank waits for the hop that it follows (:attr:`TimedHop.follows`).
+        Before a hop is posted, the rank waits for the hop that it follows (:attr:`TimedHop.follows`).  For a unit of a
+        pair, the next hop of the other unit is posted too.
         """
+        self._post(under_way.pair or (under_way,))
         hops, arrivals = under_way.collective.hops, under_way.arrivals
-        self._post(under_way, hops[len(arrivals)])
         while under_way.left and hops[len(arrivals)].at_once:
-            self._post(under_way, hops[len(arrivals)])
+            self._post((under_way,))
 
-    def _post(self, under_way: _UnderWay, hop: TimedHop) -> None:
-        if 0 < hop.follows <= len(under_way.arrivals):
-            self._wait(under_way.arrivals[-hop.follows])
-        self.compute(hop.before, "encode", (under_way.unit,))
+    def _post(self, collectives: Sequence[_UnderWay]) -> None:
+        """Post the next hop of each of ``collectives``, by one call if the hops are along one axis."""
+        posted = [(each, each.collective.hops[len(each.arrivals)]) for each in collectives if each.left]
+        for each, hop in posted:
+            if 0 < hop.follows <= len(each.arrivals):
+                self._wait(each.arrivals[-hop.follows])
+        axes = {hop.hop.axis if hop.hop is not None else None for _, hop in posted}
+        for number, (each, hop) in enumerate(posted):
+            joined = number > 0 and len(axes) == 1
+            self.compute(hop.before - hop.call if joined else hop.before, "encode", (each.unit,))
+        for each, hop in posted:
+            self._send(each, hop)
+
+    def _send(self, under_way: _UnderWay, hop: TimedHop) -> None:
+        """Put the messages of ``hop`` on the links, after all messages that were posted before."""
         begin = arrival = self.seconds
         if hop.adapter:
             begin = np.maximum(self._adapter_free, self.seconds)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Final, Literal, TypeVar, get_origin, get_type_hints
+
+from impl.policy.topology import ranks_in_words
 
 Scope = Literal["all", "training", "links", "stage 3"]
 
@@ -111,6 +114,33 @@ def _settings(kind: Any, part: str = "") -> Iterator[Setting]:
             yield replace(known, label=label, **place)
         elif is_dataclass(each.default):
             yield from _settings(type(each.default), each.name)
+
+
+def texts(policy: object) -> dict[str, str]:
+    """Returns the value of each field of ``policy`` as text, by the field's path."""
+    values = {each: each.of(policy) for each in settings(type(policy))}  # type: ignore[arg-type]  # a class is hashable
+    return {
+        each.path: each.in_words(value) if isinstance(value, tuple) else str(value)
+        for each, value in values.items()
+    }
+
+
+def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
+    """Returns an error message for the first field that differs between the policies of ranks; None if all are equal.
+
+    ``ranks`` has the values of each rank's policy (:func:`texts`), in rank order.
+    """
+    for path in {path: None for values in ranks for path in values}:
+        alike = defaultdict[str, list[int]](list)  # value -> the ranks that have it
+        for rank, values in enumerate(ranks):
+            alike[values.get(path, "unknown")].append(rank)
+        if len(alike) > 1:
+            first, *others = (f"{value} on {ranks_in_words(those)}" for value, those in alike.items())
+            return (
+                f"the policies of the ranks differ: {path} is {first}, but {', '.join(others)}, so that the ranks' "
+                "messages may not match: give all ranks the same policy"
+            )
+    return None
 
 
 def out_of_range(values: Any) -> Iterator[tuple[Setting, Any]]:

@@ -174,22 +174,26 @@ class Unit:
         Nothing is sent for this unit if its present weights are gathered already.
 
         ``ahead`` are the indices of the units that run next.  The method also starts the all-gathers of these units,
-        and does not wait for them, so that their messages overlap with the computation of this unit.  A pair of
-        the schedule is started together.  A unit that is gathered already is left out, and so is a
-        unit beyond the limit of all-gathers under way (:data:`~impl.plan.prefetch_schedule.MOST_AHEAD`).
+        and does not wait for them, so that their messages overlap with the computation of this unit.  A pair of the
+        schedule is started together, or later.  A unit that is gathered already is left out.  At most
+        :data:`~impl.plan.prefetch_schedule.MOST_AHEAD` + 1 all-gathers are under way, with that of this unit.
         """
         current = self.state is State.UNSHARDED and self.weight_gather.version == self.master_shard.version
         if not current:
             self.start_gather(phase)  # before the units ahead, so that all ranks post in the same order
-        pairs, units = self._passes.schedule.pairs, self._siblings
+        pairs, units, gathering = self._passes.schedule.pairs, self._siblings, self._passes.gathering
         for place, index in enumerate(ahead):
             unit = units[index]
-            if unit.state is State.SHARDED and len(self._passes.gathering) <= MOST_AHEAD:
-                pair = (*ahead[place : place + 2],) if pairs else ()
-                if pair in pairs and units[pair[1]].state is State.SHARDED:
-                    unit.start_pair(units[pair[1]], phase)
-                else:
-                    unit.start_gather(phase)
+            if unit.state is not State.SHARDED:
+                continue
+            pair = (*ahead[place : place + 2],) if pairs else ()
+            together = pair in pairs and units[pair[1]].state is State.SHARDED
+            if len(gathering) + together > MOST_AHEAD:  # a pair needs room for two
+                break
+            if together:
+                unit.start_pair(units[pair[1]], phase)
+            else:
+                unit.start_gather(phase)
         if not current:
             if self._own_gather:
                 self._advance_others()

@@ -16,7 +16,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from impl.plan.prefetch_schedule import Schedule
+from impl.codecs.codec import CodecError
+from impl.plan.prefetch_schedule import Schedule, small_units
 from impl.plan.timeline import Collective, Load, TimedHop, in_chunks, least_pass_seconds
 from impl.policy.shard_layout import UnitGeometry, chunked
 from report.data.frames import Frames
@@ -123,8 +124,8 @@ def _bound(
         parts: Seconds of computation in the forward pass, the backward pass and the rest of each step, (n, 3).
 
     Returns a single NaN instead of the array for libraries such as DDP, and for workloads other than ``train``.
-    The same holds if the trial sends bytes over a link of unknown rate, or if the schedule of its policy changes
-    ``reduce`` or ``chunks``.
+    The same holds if the trial sends bytes over a link of unknown rate, if the schedule of its policy changes
+    ``reduce`` or ``chunks``, or if weights are sent over NCCL in a codec that is not installed here.
     """
     trial, rate = frames.trial_of[identity], mbit * BITS_PER_MBIT
     policy = trial.resolved_policy()
@@ -132,10 +133,16 @@ def _bound(
         return math.nan
     if len({(phase.reduce, phase.chunks) for phase in policy.phases}) > 1:
         return math.nan  # the mean bytes of a step fit none of the orders of messages that the phases have
+    units, topology, small = frames.geometries(identity), trial.topology(), frozenset[int]()
+    if trial.cluster.transport == "nccl":
+        try:
+            small = small_units(policy, topology, units)
+        except CodecError:
+            return math.nan
     policy = policy.phases[0]
-    passes, topology, axes = trial.accumulation, trial.topology(), policy.reduce_axes(trial.topology())
+    passes, axes = trial.accumulation, policy.reduce_axes(topology)
     between = any(topology.crosses(axis) for axis, _ in axes[1:])
-    units, sizes = frames.geometries(identity), [size for _, size, _ in frames.units[identity]]
+    sizes = [size for _, size, _ in frames.units[identity]]
     # A user's codec may not be installed here.  Its block divides the suite's common alignment.
     grain = trial.policy.align if policy.own_codecs else policy.grain
     forward, backward, rest = parts.T
@@ -167,5 +174,6 @@ def _bound(
         )
         for unit, size in zip(units, sizes, strict=True)
     ]
-    seconds: _Seconds = passes * least_pass_seconds(Schedule.for_units(policy, units), loads) + rest
+    schedule = Schedule.for_units(policy, units, small)
+    seconds: _Seconds = passes * least_pass_seconds(schedule, loads) + rest
     return seconds

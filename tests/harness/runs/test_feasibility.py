@@ -363,6 +363,16 @@ def test_gpus() -> None:
     assert "a GPU here has 16.00 GiB" in problem
 
 
+@pytest.mark.parametrize("transport", ["nccl", "staged", "gloo", "shm"])
+def test_only_over_nccl_small_blocks_are_predicted_in_pairs(transport: Any) -> None:
+    """The step that is simulated has the small units that the engine gathers in pairs, and none where it does not."""
+    device: Any = "cuda" if transport in ("nccl", "staged") else "cpu"
+    step = forecast_of(cluster=Cluster(device=device, transport=transport)).step
+    assert step is not None
+    blocks = frozenset(index for index, unit in enumerate(step.units) if not unit.outer)
+    assert step.small == (blocks if transport == "nccl" else frozenset())
+
+
 def test_generations_are_planned() -> None:
     """Decoding sends one gather per token or, with hpZ, only one between nodes in all, and nothing for training."""
     decode = {"workload": "generate", "generate": Generate(prompt=8, tokens=10), "cluster": SHAPED}

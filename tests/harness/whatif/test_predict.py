@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from harness.errors import Refusal
 from harness.whatif import joint, kineto
 from harness.whatif.joint import Traced
-from harness.whatif.policies import Target, units_of
+from harness.whatif.policies import Target, of_our_engine, units_of
 from harness.whatif.predict import VALIDATED, _crossing, about, check_replay, predict
 from impl.plan.step_time import CodecCost, Machine
 from impl.plan.traffic import passes
@@ -321,3 +321,21 @@ def test_a_collective_of_any_number_of_elements_is_refused(tmp_path: Path) -> No
             event["args"]["Input Dims"] = [[10**400]]
     with pytest.raises(Refusal, match="an impossible number of elements"):
         joined(tmp_path, writer)
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_small_modules_of_a_gpu_are_gathered_in_pairs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    """If a GPU was traced, our engine gathers b and c by one call, so that b waits for c's messages too."""
+    monkeypatch.setattr("tests.harness.whatif.written.UNITS", dict.fromkeys("abcd", 400_000))
+    step, *_ = (traced := two(tmp_path, "fsdp")).steps
+    for task in (task for rank in step.ranks.values() for task in rank.tasks):
+        task.stream = 7 if gpu else None
+    target = Target("zero3", 1e3 * RATE, TWO)
+    (run,) = of_our_engine(step, traced, target, "scale").passes
+    arrival = [message.arrival for message in run.messages]
+    begin = {stretch.units: stretch.begin for stretch in run.stretches if stretch.work == "forward"}
+    assert [message.unit for message in run.messages[:4]] == [0, 1, 2, 3]
+    assert arrival[0] <= begin[0,] < arrival[1] <= begin[1,]
+    assert (begin[1,] < arrival[2]) == (not gpu)

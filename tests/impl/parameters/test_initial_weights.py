@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.parameters.init import Init
 from impl.parameters.initial_weights import difference, sums
 from impl.policy.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.support.models import Net
-from tests.support.ranks import on_processes
+from tests.support.ranks import on_processes, on_threads
 from tests.support.strategies import EXACT
+from tests.support.training import model
 
 
 @given(st.data(), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.integers(2, 5))
@@ -71,3 +75,36 @@ def test_ranks_that_drew_other_weights_are_refused(cut: bool) -> None:
         assert alike == ""
         assert "starts from other values on rank 1 than on rank 0" in apart
         assert "seed all ranks alike" in apart
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (
+            {"memory": replace(EXACT.memory, pair_below=0)},
+            "memory.pair_below is 4000000 on rank 0, but 0 on ranks 1",
+        ),
+        (
+            {"memory": replace(EXACT.memory, prefetch=7)},
+            "memory.prefetch is 50000000 on rank 0, but 7 on ranks 1",
+        ),
+        ({"weights": parse("int8:32")}, "weights is fp32 on rank 0, but int8:32 on ranks 1"),
+    ],
+)
+def test_ranks_with_other_policies_are_refused(change: dict[str, Any], found: str) -> None:
+    """All ranks are told the name of the setting and its values; with equal policies nothing is refused."""
+
+    def sharded(mesh: Mesh) -> list[str]:
+        errors = []
+        for policy in (EXACT, replace(EXACT, **change)):
+            try:
+                shard(model(), mesh=mesh, policy=policy if mesh.rank else EXACT)
+                errors.append("")
+            except ZeroError as error:
+                errors.append(str(error))
+        return errors
+
+    for alike, apart in on_threads(Topology(1, 3), sharded):
+        assert alike == ""
+        assert apart.startswith(f"the policies of the ranks differ: {found} and 2, so that")
+        assert apart.endswith("give all ranks the same policy")

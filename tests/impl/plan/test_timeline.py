@@ -36,9 +36,10 @@ MACHINE = Machine(
 )
 
 
-def _schedule(units: int, prefetch: int = 1 << 40) -> Schedule:
-    """A schedule in which unit 0 is the root's and all units have one element."""
-    return Schedule([1] * units, tuple(range(1, units)), (0,), prefetch)
+def _schedule(units: int, prefetch: int = 1 << 40, *, paired: bool = False) -> Schedule:
+    """A schedule in which unit 0 is the root's and all units have one element; ``paired``: all blocks are small."""
+    order = tuple(range(1, units))
+    return Schedule([1] * units, order, (0,), prefetch, small=frozenset(order) if paired else frozenset())
 
 
 def _bare(collective: Collective) -> Collective:
@@ -46,17 +47,25 @@ def _bare(collective: Collective) -> Collective:
     return Collective(hops=tuple(TimedHop(adapter=hop.adapter) for hop in collective.hops))
 
 
-@given(LOADS, AHEAD, st.frozensets(st.integers(0, 6)), st.integers(0, 4), st.integers(1, 3))
+@given(
+    LOADS,
+    st.tuples(AHEAD, st.booleans()),
+    st.frozensets(st.integers(0, 6)),
+    st.integers(0, 4),
+    st.integers(1, 3),
+)
 def test_a_pass_takes_its_longest_resource_at_least_and_all_in_a_row_at_most(
-    loads: list[Load], prefetch: int, frozen: frozenset[int], bucket: int, together: int
+    loads: list[Load], ahead: tuple[int, bool], frozen: frozenset[int], bucket: int, together: int
 ) -> None:
     """A pass takes at least the time of each resource and its bound, and at most the sum; overlap never costs time.
 
-    This holds whichever units are frozen or run together, and however many elements may be in reduction.
+    This holds whichever units are frozen, run together or are gathered in pairs, and however many elements may be in
+    reduction.
     """
     frozen &= {*range(len(loads))}
     blocks = [str(unit // together) for unit in range(len(loads))]
-    schedule = replace(_schedule(len(loads), prefetch), frozen=frozen, blocks=blocks)
+    prefetch, paired = ahead
+    schedule = replace(_schedule(len(loads), prefetch, paired=paired), frozen=frozen, blocks=blocks)
     loads = [
         replace(load, reduce=Collective()) if unit in frozen else load for unit, load in enumerate(loads)
     ]
@@ -81,10 +90,10 @@ def test_a_pass_takes_its_longest_resource_at_least_and_all_in_a_row_at_most(
     assert bound >= max(computing, run.adapter) - 1e-9
 
 
-@given(LOADS, AHEAD, st.integers(0, 4))
-def test_a_pass_lists_what_it_does(loads: list[Load], prefetch: int, bucket: int) -> None:
+@given(LOADS, AHEAD, st.integers(0, 4), st.booleans())
+def test_a_pass_lists_what_it_does(loads: list[Load], prefetch: int, bucket: int, paired: bool) -> None:
     """Stretches of work and waits fill the pass, in order, and each message begins and arrives after its posting."""
-    run = pass_time(_schedule(len(loads), prefetch), loads, bucket=bucket)
+    run = pass_time(_schedule(len(loads), prefetch, paired=paired), loads, bucket=bucket)
     worked = [(float(each.begin), float(each.end)) for each in run.stretches]
     assert math.fsum(end - begin for begin, end in worked) + run.exposed == pytest.approx(run.seconds)
     assert all(first[1] <= second[0] for first, second in itertools.pairwise(worked))
@@ -103,6 +112,48 @@ def test_a_pass_by_hand() -> None:
     loads = [Load(forward=0, backward=0), block, block]
     assert pass_time(_schedule(3), loads).seconds == pytest.approx(6)
     assert least_pass_seconds(_schedule(3), loads) == pytest.approx(6)
+
+
+def test_a_pair_is_posted_by_one_call_and_ready_at_once() -> None:
+    """Blocks 2 and 3 are a pair: one call posts both, 2 waits for the messages of both, and 3 waits no more."""
+    gather = Collective(hops=(TimedHop(adapter=1, latency=0.5, before=0.25, call=0.25),), after=0.5)
+    block = Load(forward=1, backward=0, gather=gather)
+    loads = [Load(forward=0, backward=0), *[block] * 4]
+    # Alone: posted at 0.25, 0.5, 0.75 and 1; arrived at 1.75, 2.75, 3.75, 4.75; computed from 2.25, 3.75, 5.25, 6.75.
+    alone = pass_time(_schedule(5), loads)
+    assert (alone.seconds, alone.exposed) == pytest.approx((7.75, 0.75))
+    # In pairs: posted at 0.25, 0.5, 0.5 and 0.75; arrived at the same times; 2 and 3 are both decoded from 3.75 on, and
+    # computed from 4.75 and 5.75; 4 is decoded from 6.75 on.
+    run = pass_time(_schedule(5, paired=True), loads)
+    assert [message.posted for message in run.messages] == pytest.approx([0.25, 0.5, 0.5, 0.75])
+    assert [message.arrival for message in run.messages] == pytest.approx([1.75, 2.75, 3.75, 4.75])
+    begun = [
+        stretch.begin for stretch in run.stretches if stretch.work == "forward" and stretch.units != (0,)
+    ]
+    assert begun == pytest.approx([2.25, 4.75, 5.75, 7.25])
+    assert (run.seconds, run.exposed) == pytest.approx((8.25, 1.5))
+
+
+def test_the_hops_of_a_pair_are_posted_together() -> None:
+    """The second hops of 2 and 3 follow both of their first hops, when 2 is waited for; those of 1 and 4 their own."""
+    hops = TimedHop(adapter=1, before=0.5, call=0.5), TimedHop(adapter=0, inside=1, before=0.5, call=0.5)
+    block = Load(forward=0, backward=0, gather=Collective(hops=hops))
+    run = pass_time(_schedule(5, paired=True), [Load(forward=0, backward=0), *[block] * 4])
+    assert [message.unit for message in run.messages] == [1, 2, 3, 4, 1, 2, 3, 4]
+    # First hops are on the adapter from 0.5 on, a second each, and second hops inside a node from 2, 4 and 6.5 on.
+    assert [message.posted for message in run.messages] == pytest.approx([0.5, 1, 1, 1.5, 2, 4, 4, 6.5])
+    assert [message.arrival for message in run.messages] == pytest.approx([1.5, 2.5, 3.5, 4.5, 3, 5, 6, 7.5])
+    assert run.seconds == pytest.approx(7.5)
+
+
+@given(LOADS, AHEAD)
+def test_without_two_small_blocks_in_a_row_nothing_changes(loads: list[Load], prefetch: int) -> None:
+    """A schedule in which every other block is small has no pairs, and its pass is bit-equal."""
+    schedule = _schedule(len(loads), prefetch)
+    other = replace(schedule, small=frozenset(schedule.order[::2]))
+    assert not other.pairs
+    run, changed = pass_time(schedule, loads), pass_time(other, loads)
+    assert (run.seconds, run.exposed, run.messages) == (changed.seconds, changed.exposed, changed.messages)
 
 
 def test_the_second_hop_of_a_reduction_waits_for_the_next_gradient() -> None:

@@ -8,13 +8,15 @@ import subprocess
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from impl.codecs.codec import Raw, parse
+from impl.codecs.codec import BF16, Raw, parse
 from impl.policy.policy import SETTINGS, MemoryLimits, Offload, Policy, PolicyError
 from impl.policy.presets import preset
-from impl.policy.setting import out_of_range, setting, settings
+from impl.policy.setting import difference, out_of_range, setting, settings, texts
+from impl.policy.spans import Span
 
 ROOT = Path(__file__).parents[3]
 BY_PATH = {each.path: each for each in SETTINGS}
@@ -149,3 +151,36 @@ def test_the_guides_example_adds_a_field_in_one_place() -> None:
     )
     assert found["ids"] == ["0dc9ea488555", False]
     assert found["row"] == "| `policy.onward` | codec in which weights go on inside nodes, or `none` |"
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"stage": 2}, "stage is 3 on ranks 0 and 2, but 2 on rank 1"),
+        (
+            {"gradients": (parse("int8:64"), BF16)},
+            "gradients is bf16 on ranks 0 and 2, but int8:64/bf16 on rank 1",
+        ),
+        ({"frozen": parse("int8:64")}, "frozen is None on ranks 0 and 2, but int8:64 on rank 1"),
+        (
+            {"memory": MemoryLimits(pair_below=0)},
+            "memory.pair_below is 4000000 on ranks 0 and 2, but 0 on rank 1",
+        ),
+        (
+            {"offload": Offload(weights=1 / 3)},
+            f"offload.weights is 0.0 on ranks 0 and 2, but {1 / 3} on rank 1",
+        ),
+        (
+            {"schedule": (Span(until=2, chunks=2), Span())},
+            "schedule is none on ranks 0 and 2, but chunks 2 until step 2 on rank 1",
+        ),
+    ],
+)
+def test_the_first_setting_in_which_ranks_differ_is_named(changes: dict[str, Any], found: str) -> None:
+    """The error names the setting, each value and the ranks that have it; equal policies give none."""
+    assert difference([texts(Policy()), texts(Policy())]) is None
+    assert texts(Policy()).keys() == BY_PATH.keys()
+    assert difference([texts(Policy()), texts(Policy(**changes)), texts(Policy())]) == (
+        f"the policies of the ranks differ: {found}, so that the ranks' messages may not match: give all ranks the "
+        "same policy"
+    )

@@ -18,20 +18,29 @@ from impl.comm.exchanges import Buffers, Distributed
 from impl.comm.mesh import Mesh
 from impl.comm.wire import Wire
 from impl.plan.memory import memory
+from impl.plan.prefetch_schedule import MOST_AHEAD, small_units
+from impl.plan.step_time import Machine, Step, passes_of
+from impl.plan.timeline import Pass
 from impl.plan.traffic import Link
 from impl.policy.policy import Policy
 from impl.policy.presets import preset
+from impl.policy.shard_layout import UnitGeometry
 from impl.policy.spans import Span
 from impl.policy.topology import Topology
 from impl.transport.side_stream import Arrival
+from impl.unit.unit import Unit
 from impl.zero import shard
 from tests.support import stream_order
+from tests.support.models import Net
 from tests.support.params import nightly
 from tests.support.ranks import on_threads
 from tests.support.strategies import ROOMY
 from tests.support.stream_order import Detector, RaceError, on_streams
 from tests.support.training import batch, model
 
+MACHINE = Machine(
+    name="m", source="s", fixed=1e-9, per_token=1e-11, efficiency=1, fewest=1, most=1e9, overlap="schedule"
+)
 SMALL = {"weights": parse("int8:32"), "gradients": (parse("int4:32"),) * 2}
 POLICIES = {
     "zero3": preset("zero3", memory=ROOMY),
@@ -258,3 +267,110 @@ def test_one_call_gathers_two_small_units(pair_below: int, monkeypatch: pytest.M
         assert missing == 0
         pairs = [list(pair) for pair in zip(blocks[1::2], blocks[2::2], strict=False)] if pair_below else []
         assert sorted(together) == sorted(pairs * 2 * len(ranks))
+
+
+def gathered(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, list[tuple[str, ...]]], dict[int, int]]:
+    """Record for each rank the gathers that start, a pair as one, and the most that are under way at one time."""
+    started, most = defaultdict[int, list[tuple[str, ...]]](list), defaultdict[int, int](int)
+
+    def note(*units: Unit) -> None:
+        rank = units[0].wire.mesh.rank
+        started[rank].append((*(unit.geometry.name for unit in units),))
+        most[rank] = max(most[rank], len(units[0]._passes.gathering))
+
+    start_gather, start_pair = Unit.start_gather, Unit.start_pair
+
+    def alone(self: Unit, phase: Any) -> None:
+        starts = not self.in_use
+        start_gather(self, phase)
+        if starts:
+            note(self)
+
+    def paired(self: Unit, other: Unit, phase: Any) -> None:
+        start_pair(self, other, phase)
+        note(self, other)
+
+    monkeypatch.setattr(Unit, "start_gather", alone)
+    monkeypatch.setattr(Unit, "start_pair", paired)
+    return started, most
+
+
+@pytest.mark.parametrize("frozen", [(), ("up",)])
+@pytest.mark.parametrize("depth", [1, 2, 7])
+@pytest.mark.parametrize("prefetch", [0, 1500, 4000, 10**6])
+def test_pairs_are_gathered_in_the_order_of_the_prediction(
+    prefetch: int, depth: int, frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine and the simulation of its step start the same gathers and pairs of gathers, in the same order.
+
+    With frozen weights, each block has two units.
+    """
+    on_streams(monkeypatch)
+    started, most = gathered(monkeypatch)
+    policy = preset("zero3", memory=replace(ROOMY, prefetch=prefetch))
+
+    def passed(mesh: Mesh) -> tuple[list[UnitGeometry], frozenset[int]]:
+        with Detector():
+            net = model(depth=depth)
+            for name, parameter in net.named_parameters():
+                parameter.requires_grad_(not any(part in name for part in frozen))
+            zero = shard(net, mesh=mesh, policy=policy)
+            net(batch(0, mesh.rank)).backward()
+            return [unit.geometry for unit in zero.units], zero.units[0]._passes.schedule.small
+
+    topology = Topology(1, 2)
+    (units, small), *_ = on_threads(topology, passed, backend="nccl_rules", seconds=20)
+    simulated = list[tuple[str, ...]]()
+    start, start_pair = Pass.start, Pass._start_pair
+
+    def alone(self: Pass, unit: int, purpose: Any, collective: Any) -> Any:
+        if purpose == "weights":
+            simulated.append((units[unit].name,))
+        return start(self, unit, purpose, collective)
+
+    def paired(self: Pass, pair: Any) -> None:
+        simulated.append((*(units[unit].name for unit in pair),))
+        start_pair(self, pair)
+
+    monkeypatch.setattr(Pass, "start", alone)
+    monkeypatch.setattr(Pass, "_start_pair", paired)
+    assert small == small_units(policy, topology, units)
+    step = Step(policy=policy, topology=topology, units=units, parameters=1e4, tokens=4, small=small)
+    passes_of(MACHINE, step)
+    assert any(len(pair) == 2 for pair in simulated) == (prefetch > 0 and depth * (1 + len(frozen)) > 2)
+    for rank in range(topology.world):
+        assert started[rank] == simulated
+        assert most[rank] <= MOST_AHEAD + 1
+
+
+class Skipping(Net):
+    """A net that runs only its blocks 0 and 9."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, width) to a loss."""
+        for module in (self.embed, self.blocks[0], self.blocks[9], self.head):
+            x = module(x)
+        return x.square().mean()
+
+
+def test_a_pair_is_not_gathered_ahead_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks 1 and 2 are gathered ahead and skipped; with block 9, block 10 and both of the next pair they would be six
+    gathers under way, one more than the limit, so that the pair is not started.
+    """
+    on_streams(monkeypatch)
+    started, most = gathered(monkeypatch)
+
+    def forward(mesh: Mesh) -> None:
+        with Detector(), torch.no_grad():
+            net = model(Skipping, depth=16)
+            size = sum(parameter.numel() for parameter in net.blocks[0].parameters())
+            limits = replace(ROOMY, prefetch=2 * size + size // 2)
+            shard(net, mesh=mesh, policy=preset("zero3", memory=limits))
+            net(batch(0, mesh.rank))
+
+    on_threads(Topology(1, 2), forward, backend="nccl_rules", seconds=20)
+    for rank in range(2):
+        assert ("blocks.1", "blocks.2") in started[rank]
+        assert ("blocks.11", "blocks.12") not in started[rank]
+        assert started[rank][-1] == ("blocks.10",)
+        assert most[rank] == MOST_AHEAD

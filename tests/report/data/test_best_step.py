@@ -115,3 +115,13 @@ def test_records_of_a_users_codec_are_read_without_it() -> None:
     record, own = _zero3(), {"gradients": "no_such_module:Codec", "align": 2048}
     renamed = changed(record, trial=record.trial | {"policy": record.trial["policy"] | own})
     assert _derived(renamed)["schedule_seconds"] == _derived(record)["schedule_seconds"] > 0
+
+
+def test_the_bound_over_nccl_has_the_pairs_of_the_engine() -> None:
+    """Over NCCL the bound is that of the schedule with pairs, for which the bytes of weights must be known."""
+    record = _zero3("1 Gbit/s", device="cuda", transport="nccl")
+    row = _derived(record)
+    assert row["schedule_seconds"] >= row["ideal_seconds"] > 0
+    own = {"weights": "no_such_module:Codec", "align": 2048}
+    renamed = changed(record, trial=record.trial | {"policy": record.trial["policy"] | own})
+    assert math.isnan(_derived(renamed)["schedule_seconds"])
