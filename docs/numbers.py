@@ -393,12 +393,12 @@ def _loss_row(suite: str, name: str, at: str) -> loss_verdicts.Row:
 
 
 def loss_verdict(suite: str, name: str, at: str = "") -> str:
-    """Return the verdict on a loss: ``not inferior``, ``inferior``, ``inconclusive`` or ``no power``."""
+    """Return the verdict on a loss: ``within the margin``, ``beyond the margin``, ``inconclusive`` or ``no power``."""
     return str(_loss_row(suite, name, at)["verdict"])
 
 
 def loss_margin(suite: str, name: str, at: str = "") -> Estimate:
-    """Return the nats by which a loss may be higher than the baseline's and still count as not inferior."""
+    """Return the nats by which a loss may be higher than the baseline's and still be within the margin."""
     margin = float(_loss_row(suite, name, at)["margin"])
     return Estimate(_counted(margin), number(3), f"the margin of {name} in {suite}")
 

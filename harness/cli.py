@@ -52,6 +52,7 @@ from harness.suites.suite_file import load
 from harness.suites.trial import Cluster
 from harness.train import command as train_command
 from harness.whatif import command as whatif_command
+from harness.whole_file import is_hidden
 from impl import named_object, regular_file
 from impl.checkpoint.commit import CheckpointError, named, resolve
 from impl.checkpoint.manifest import read_manifest
@@ -259,10 +260,12 @@ def run(
     place = _place(suite)
     folder = results / suite.name
     records = feasibility.check_folder(folder)
-    if (last := max((record.sweep for record in records), default=0)) >= MOST_TRIALS:
+    latest = max(records, key=lambda record: record.sweep, default=None)
+    last = 0 if latest is None else latest.sweep
+    if latest is not None and last >= MOST_TRIALS:
         raise Refusal(
-            f"{folder}: a record belongs to sweep {last + 1}, but sweeps have numbers up to {MOST_TRIALS}; "
-            "delete the record"
+            f"{path_of(folder, latest.id)}: this record belongs to sweep {last + 1}, but sweeps have numbers up to "
+            f"{MOST_TRIALS}; delete this record"
         )
     known = suite.all_repeats(max(sweeps, 1 + last)) if records else {}
     feasibility.check_inputs(folder, known, records)
@@ -643,7 +646,9 @@ def _record(trial_id: str, results: Path) -> Path:
     Raises:
         Refusal: If no trial with a record has such an id, or if several trials have one.
     """
-    paths = sorted(results.glob(f"*/{trial_id}*.json")) if re.fullmatch("[0-9a-f]{4,12}", trial_id) else []
+    is_id = re.fullmatch("[0-9a-f]{4,12}", trial_id) is not None
+    paths = sorted(results.glob(f"*/{trial_id}*.json")) if is_id else []
+    paths = [path for path in paths if not is_hidden(path.parent)]
     if not paths:
         suites = f"{results} holds {report_command.suites_in(results)}"
         raise Refusal(

@@ -1,22 +1,31 @@
-"""Writes files whole or not at all: into temporary files of the same folder, which are then renamed.  No torch."""
+"""Writes files whole or not at all: into temporary files of the same folder, which are then renamed.  No torch.
+
+The temporary files are in a hidden folder beside the targets (:func:`temporary_folder`).  A process that is killed
+leaves its hidden folder; the next process that makes one in the same place removes it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Final
+
+_PREFIX: Final = ".zeropp-"
 
 
 @contextlib.contextmanager
 def written_whole(targets: Sequence[Path], *, new: bool = False) -> Iterator[list[Path]]:
     """Yield a temporary path for each target file; when the ``with`` block ends, rename these files to the targets.
 
-    The block writes the temporary files.  If the block raises, all targets stay as they were.  If the process is killed
-    inside the block, the targets stay as they were, and a hidden temporary folder may be left in their folder.  If a
-    target is not a regular file but, for example, a pipe, its own path is yielded, and nothing is renamed.
+    The block writes the temporary files.  If the block raises, or if the process is killed inside the block, all
+    targets stay as they were.  If a target is not a regular file but, for example, a pipe, its own path is yielded, and
+    nothing is renamed.
 
     Args:
         targets: The files to write, in folders that exist.
@@ -36,8 +45,7 @@ def written_whole(targets: Sequence[Path], *, new: bool = False) -> Iterator[lis
                 continue
             real = Path(os.path.realpath(target))  # a link stays one
             if real.parent not in folders:
-                made = tempfile.TemporaryDirectory(dir=real.parent, prefix=".")
-                folders[real.parent] = Path(stack.enter_context(made))
+                folders[real.parent] = stack.enter_context(temporary_folder(real.parent))
             paths[real] = folders[real.parent] / real.name
             yielded.append(paths[real])
         yield yielded
@@ -48,3 +56,45 @@ def written_whole(targets: Sequence[Path], *, new: bool = False) -> Iterator[lis
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(there[0]))
         for target, path in paths.items():
             path.replace(target)
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: Path) -> Iterator[Path]:
+    """Yield a new hidden folder in the folder ``parent``, and remove it when the ``with`` block ends.
+
+    If the process is killed inside the block, the folder is left.  Folders that killed processes have left in
+    ``parent`` are therefore removed first.  A process holds a lock on its folder, and the system releases the lock when
+    the process ends, so folders of other running processes stay.  On a file system without locks, folders that were
+    left stay, too.
+
+    Raises:
+        OSError: If the folder cannot be made or removed.
+    """
+    for left in parent.glob(f"{_PREFIX}*"):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            _lock(left, stack)
+            shutil.rmtree(left, ignore_errors=True)
+    with contextlib.ExitStack() as stack:
+        while True:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=parent, prefix=_PREFIX)))
+            try:
+                _lock(folder, stack)
+            except (BlockingIOError, FileNotFoundError):  # another process removes it: it was not locked yet
+                continue
+            except OSError:  # a file system without locks, on which no process removes the folder
+                pass
+            if folder.exists():
+                break
+        yield folder
+
+
+def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
+    """Lock a folder until ``stack`` is closed; raise an OSError if it is locked already, or cannot be locked."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    stack.callback(os.close, handle)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def is_hidden(path: Path) -> bool:
+    """Return whether a file or folder is hidden, as the temporary folders are that killed processes leave."""
+    return path.name.startswith(".")

@@ -32,6 +32,7 @@ def load(where: str | Path) -> pd.DataFrame:
     import pandas as pd
 
     from harness.records import archive
+    from harness.whole_file import is_hidden
     from report.data import frames
 
     path = Path(where)
@@ -41,7 +42,8 @@ def load(where: str | Path) -> pd.DataFrame:
             "with several of them"
         )
     archives = [path] if path.is_file() else sorted(path.glob(f"*{archive.SUFFIX}"))
-    folders = [folder for folder in (path, *sorted(path.glob("*"))) if any(folder.glob("*.json"))]
+    folders = [path, *(folder for folder in sorted(path.glob("*")) if not is_hidden(folder))]
+    folders = [folder for folder in folders if any(folder.glob("*.json"))]
     if path in folders:
         archives, folders = [], [path]
     suites = {packed.name.removesuffix(archive.SUFFIX) for packed in archives}

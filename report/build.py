@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Final
 
 import pandas as pd
 
+from harness.whole_file import temporary_folder
 from report import page, stamp
 from report.data.frames import ReportError
 from report.data.metrics import Derived, records_of
@@ -138,8 +138,7 @@ def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str
     Raises a ReportError if the results folder cannot be written; the previous report is then still there.
     """
     try:
-        with tempfile.TemporaryDirectory(dir=results, prefix=".report-") as name:
-            staging = Path(name)
+        with temporary_folder(results) as staging:
             for folder in _FOLDERS:
                 (staging / folder).mkdir()
             for table in shown:

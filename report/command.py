@@ -21,6 +21,7 @@ from harness.records.trial_record import RecordError, write_whole
 from harness.suites.parse_quantity import parse_rate
 from harness.suites.suite_file import name_of
 from harness.terminal_table import console
+from harness.whole_file import is_hidden
 from impl import named_object
 from report import stamp
 from report.stamp import PAGE
@@ -314,5 +315,6 @@ def _existing_folder(suite: str, results: Path) -> Path:
 
 def suites_in(results: Path) -> str:
     """Return the names of the suites that have a folder in ``results``, as ``a, b``; ``no suites`` if none has."""
-    names = sorted(path.name for path in results.glob("*") if path.is_dir()) if results.is_dir() else []
+    folders = [path for path in results.glob("*") if path.is_dir() and not is_hidden(path)]
+    names = sorted(path.name for path in folders)
     return ", ".join(names) or "no suites"

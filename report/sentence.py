@@ -257,7 +257,7 @@ def _verdicts_in_words(found: Sequence[Verdict]) -> str:
     verdicts: tuple[Verdict, ...] = (
         "better",
         "worse",
-        "within the margin",
+        "higher within the margin",
         "not significant",
         "inconclusive",
     )
@@ -400,7 +400,7 @@ def differences_of(
         margins = {
             (row["setting"], row["configuration"]): row["margin"] for row in loss_verdicts.losses(derived)
         }
-        sides = {"not significant": "within", "within the margin": "within", "worse": "beyond"}
+        sides = {"not significant": "within", "higher within the margin": "within", "worse": "beyond"}
         steps = f" ({loss_verdicts.allowed(derived)} of training)" if derived.frames.margin else ""
         notes |= {
             key: notes[key] + f", {sides[verdict]} the margin of {two_digits(margins[key])} nats{steps}"

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,10 +33,11 @@ from report.further.libraries import on_libraries
 from report.further_sentences import MOST, further_sentences
 from report.sentence import Sentence, caveat, on_peers, sentence, two_digits
 from report.tables.peers import FAMILIES, ours_over_peers, peers
+from report.tables.phases import NOUNS, speeds_in
 from report.tables.table import CONFIGURATION, Column, Table, interval_notes
 
 MARKS: Final[dict[Verdict, str]] = {
-    "better": "▲", "worse": "▼", "within the margin": "▽", "not significant": "○", "inconclusive": "?",
+    "better": "▲", "worse": "▼", "higher within the margin": "▽", "not significant": "○", "inconclusive": "?",
     "not measured": NOTHING,
 }  # fmt: skip
 """The mark that follows a number of the table, so that its verdict can be read without colours."""
@@ -65,6 +66,10 @@ class _Quantity:
 
 _QUANTITIES: Final = {
     "step": _Quantity("speedup", "Speed-up", _ratio, effects.speeds, 1.0),
+    **{
+        phase: _Quantity(f"speedup_{phase}", f"Speed-up in {noun}", _ratio, partial(speeds_in, phase), 1.0)
+        for phase, noun in NOUNS.items()
+    },
     "net": _Quantity("net_speedup", "Net speed-up", _ratio, effects.net_speeds, 1.0),
     "bytes": _Quantity("bytes_share", "Bytes between nodes", _g3, effects.sent, 1.0),
     "error": _Quantity("vnmse", "Error (vNMSE)", _g3, effects.errors),
@@ -398,7 +403,9 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
     margins = [row["margin"] for row in loss_verdicts.losses(derived) if row["margin"] > 0]
     has_margin = bool("loss" in shown and margins)
     marks = ", ".join(
-        f"{mark} {verdict}" for verdict, mark in MARKS.items() if has_margin or verdict != "within the margin"
+        f"{mark} {verdict}"
+        for verdict, mark in MARKS.items()
+        if has_margin or verdict != "higher within the margin"
     )
     first = "Intervals are 95 % confidence intervals."
     if again:
@@ -414,8 +421,8 @@ def _caption(derived: Derived, shown: Mapping[str, _Quantity], *, again: bool) -
         each = " in each setting" * (" to " in margin)
         rule = f"lies above the margin of {margin} nats ({allowed}{each})"
         otherwise = (
-            "better if it lies below 0; within the margin if it lies between 0 and the margin; not significant if it "
-            "contains 0 and ends below the margin"
+            "better if it lies below 0; higher within the margin if it lies between 0 and the margin; not significant "
+            "if it contains 0 and ends below the margin"
         )
         first += f" A loss is worse if the interval of its change {rule}; {otherwise}."
     note = peers_note(derived.finished)

@@ -32,7 +32,7 @@ from impl import ops, regular_file
 from impl.codecs.codec import Codec, common_grain, parse
 from impl.codecs.own_rows import used_bytes
 from impl.codecs.rounding_noise import Key
-from impl.plan.bit_budget import Cost, choose, total
+from impl.plan.bit_budget import BudgetError, Cost, bits_for, bytes_within, choose, total
 
 CODECS: Final = (
     "bf16", "int8:128", "fp8e4m3:128", "mxfp8", "mxfp6e2m3", "mxfp6e3m2", "int6:128", "int4:128",
@@ -276,9 +276,13 @@ def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost
         costs.setdefault(unit, {})[codec] = Cost(int(nbytes), error)
     choices, elements = list(costs.values()), rows["elements"].sum() / rows["codec"].nunique()
     try:
-        chosen = choose(choices, int(bits * elements / 8))
-    except ValueError as error:
-        raise Refusal(f"--bits {bits:g}, {rows['kind'].iloc[0]}: {error}") from None
+        chosen = choose(choices, bytes_within(bits, elements))
+    except BudgetError as error:
+        least = bits_for(error.needed, elements)
+        raise Refusal(
+            f"--bits {bits:g}: the smallest of the codecs take {least:g} bits for each element of "
+            f"{rows['kind'].iloc[0]}: give --bits {least:g} or more, or name a smaller codec with --codec"
+        ) from None
     return dict(zip(costs, chosen, strict=True)), total(choices, chosen)
 
 

@@ -10,12 +10,12 @@ import io
 import lzma
 import re
 import tarfile
-import tempfile
 from pathlib import Path
 from typing import BinaryIO, Final, Self
 
 from harness.records.chained_journal import JOURNAL
 from harness.records.trial_record import RecordError, write_whole
+from harness.whole_file import temporary_folder
 from impl import regular_file
 
 SUFFIX: Final = ".tar.xz"
@@ -96,9 +96,9 @@ def unpack(archive: Path, into: Path | None = None) -> Path:
     folder = into / suite
     try:
         into.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=into, prefix=".unpack-") as name:
-            _extract(archive, suite, Path(name))
-            _merge(archive, Path(name), folder)
+        with temporary_folder(into) as staging:
+            _extract(archive, suite, staging)
+            _merge(archive, staging, folder)
     except _OtherEntryError as error:
         raise RecordError(
             f"{archive}: holds {error.args[0]!r}, which is no file of suite {suite} or is larger than {_MOST >> 20} "

@@ -25,12 +25,16 @@ from harness.workloads import models
 from harness.workloads.preset_parameters import shape_of
 from harness.workloads.rank_batches import RankBatches
 from impl.checkpoint import save_load as checkpoint
+from impl.checkpoint.commit import resolve
+from impl.checkpoint.manifest import read_manifest
 from impl.checkpoint.save_load import CheckpointError
 from impl.engine.masters import LossScaleError
 from impl.errors import ZeroError
 from impl.parameters.init import Init
 
 MB: Final = 1e6
+# The flags that determine the batches of a run, by the name under which a checkpoint has their values.
+_FLAGS: Final = {"seed": "--seed", "corpus": "--corpus", "sequence": "--seq-length"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,28 +113,23 @@ class _Training:
         run's flags and configuration, not from the checkpoint.
 
         Raises:
-            Refusal: If the checkpoint's run read other batches, or if all steps are done.
+            CheckpointError: If the checkpoint cannot be read, or is of another run.
+            Refusal: If all steps are done.
         """
         folder = self.job.load
         if folder is None:
             return 0
+        path, _ = checkpoint.together(self.zero.wire, lambda: (self._checked(folder), None))
         groups = self.loop.optimizer.param_groups
         settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-        loaded = checkpoint.load(folder, self.zero, [self.loop.optimizer])
+        loaded = checkpoint.load(path, self.zero, [self.loop.optimizer])
         changes: dict[str, None] = {}  # a set in order
         for group, options in zip(self.loop.optimizer.param_groups, settings, strict=True):
             for name, value in options.items():
                 if (new := json.dumps(value)) != (old := json.dumps(group.get(name))):
                     changes[f"{name} = {new}, not the checkpoint's {old}"] = None
             group.update(options)
-        saved = loaded.extra if isinstance(loaded.extra, dict) else {}
-        for name, setting in self._run().items():
-            if saved.get(name) != setting:
-                raise Refusal(
-                    f"{folder}: comes from a run with {name} {saved.get(name)}, and this run has {setting}; resume "
-                    f"with an equal {name}"
-                )
-        done = int(saved.get("steps", 0))
+        done = int(loaded.extra["steps"])
         if done >= self.trial.steps:
             raise Refusal(
                 f"{folder}: {done} steps are done, so --steps {self.trial.steps} leaves none to run; raise --steps"
@@ -142,6 +141,48 @@ class _Training:
         ]
         self.rank.report(Progress("resume", done, self.trial.steps, "\n".join(lines)))
         return done
+
+    def _checked(self, folder: Path) -> Path:
+        """Return the path of a checkpoint, after a check that its run had this run's batches, model and optimizer.
+
+        The checkpoint is ``folder``, or the newest in ``folder``.  Loading it checks model and optimizer again, with
+        errors that do not name flags.
+
+        Raises:
+            CheckpointError: If the checkpoint cannot be read, was not saved by ``zeropp train``, or is of another run.
+        """
+        path, run = resolve(folder), self._run()
+        manifest = read_manifest(path)
+        saved = manifest.extra if isinstance(manifest.extra, dict) else {}
+        if not {*run, "steps"} <= saved.keys():
+            raise CheckpointError(
+                f"{path}: was not saved by zeropp train, so the batches of its run are not known: give --load a "
+                "checkpoint that zeropp train has saved"
+            )
+        for name, flag in _FLAGS.items():
+            if saved[name] != run[name]:
+                old, new = (
+                    f"(SHA-256 {str(value)[:12]})" if name == "corpus" else value
+                    for value in (saved[name], run[name])
+                )
+                raise CheckpointError(
+                    f"{path}: comes from a run with {flag} {old}, and this run has {flag} {new}: give the same {flag}, "
+                    "or load another checkpoint"
+                )
+        try:
+            checkpoint.check_model(self.zero, manifest)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{path}: {error} (--preset, --num-layers, --hidden-size and --vocab-size give the model)"
+            ) from None
+        kinds, kind = [entry["kind"] for entry in manifest.optimizers], type(self.loop.optimizer).__name__
+        if kinds != [kind]:
+            saved_kinds = " and ".join(kinds) or "no optimizer"
+            raise CheckpointError(
+                f"{path}: has the state of {saved_kinds}, and this run's optimizer is {kind}: "
+                "set optimizer.type and optimizer.params.adam_w_mode in the --deepspeed_config as in the saved run"
+            )
+        return path
 
     def _save(self, done: int) -> None:
         """Save a checkpoint if it is due after ``done`` steps: after the last step, and after every ``every`` steps."""

@@ -58,8 +58,8 @@ def resolve(folder: Path) -> Path:
     path = folder if (folder / MANIFEST).exists() or _NAME.fullmatch(folder.name) else latest(folder)
     if path is None:
         raise CheckpointError(
-            f"{folder}: {'no checkpoint in it' if folder.is_dir() else 'no such folder'}; name a checkpoint, or the "
-            "folder that was given to save()"
+            f"{folder}: {'no checkpoint in it' if folder.is_dir() else 'no such folder'}; name a checkpoint, or a "
+            "folder of checkpoints"
         )
     return path
 

@@ -95,13 +95,14 @@ def read_manifest(path: Path) -> Manifest:
         fields = json.loads(regular_file.read_text(file))
     except OSError as error:
         raise CheckpointError(
-            f"{path}: is not a checkpoint: {MANIFEST}: {error.strerror}; name a folder that save() has written"
+            f"{path}: is not a checkpoint: {MANIFEST}: {error.strerror}; name a folder that save() or zeropp train "
+            "has written"
         ) from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{file}: is cut short, or is not JSON: load another checkpoint") from None
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise CheckpointError(
-            f"{file}: is not a manifest of a {FORMAT}: name a folder that save() has written"
+            f"{file}: is not a manifest of a {FORMAT}: name a folder that save() or zeropp train has written"
         )
     if (version := fields.get("version")) != VERSION:
         raise CheckpointError(

@@ -322,7 +322,7 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
         parts = Parts(path, manifest)
         masters = SavedMasters(zero.units, rank, optimizers, _group(zero))
         try:
-            _check_model(_entries(zero), manifest.state)
+            check_model(zero, manifest)
             if optimizers:
                 masters.check(manifest.optimizers)
         except CheckpointError as error:
@@ -346,7 +346,9 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
     return Loaded(from_json(parts.manifest.extra), parts.manifest.step, tuple(dropped))
 
 
-def _check_model(entries: dict[str, dict[str, Any]], saved: dict[str, dict[str, Any]]) -> None:
+def check_model(zero: Zero, manifest: Manifest) -> None:
+    """Raise CheckpointError if the checkpoint of this manifest is of another model than the engine's."""
+    entries, saved = _entries(zero), manifest.state
     check_names(entries, saved, "entries of the state dict")
     for name, entry in entries.items():
         # Extra states may change their form in training, so they need not agree.

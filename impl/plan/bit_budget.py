@@ -36,21 +36,46 @@ class Cost(NamedTuple):
     error: float
 
 
+class BudgetError(ValueError):
+    """A budget is smaller than the smallest codecs need.
+
+    Attributes:
+        needed: the bytes that all parts have together in their smallest codecs.
+    """
+
+    def __init__(self, budget: int, needed: int) -> None:
+        super().__init__(
+            f"a budget of {budget} bytes is too small: the smallest codecs take {needed} bytes; allow at least "
+            f"{needed} bytes"
+        )
+        self.needed = needed
+
+
+def bytes_within(bits: float, elements: float) -> int:
+    """Returns the most bytes that ``elements`` elements may have at ``bits`` bits each."""
+    return int(bits * elements / 8)
+
+
+def bits_for(nbytes: int, elements: float) -> float:
+    """Returns the fewest bits for each of ``elements`` elements, in hundredths, that allow ``nbytes`` bytes."""
+    hundredths = int(-(-800 * nbytes // elements))
+    while bytes_within(hundredths / 100, elements) < nbytes:  # by rounding
+        hundredths += 1
+    return hundredths / 100
+
+
 def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
     """Returns the name of the codec that is chosen for each part; a part is the messages of one unit.
 
     ``parts[part][name]`` is the cost of the part in the codec with this name.  All parts have the same codecs.  With
     the chosen codecs, all parts together have at most ``budget`` bytes.
 
-    Raises ValueError: if the parts have more than ``budget`` bytes even in their smallest codecs.
+    Raises BudgetError: if the parts have more than ``budget`` bytes even in their smallest codecs.
     """
     chosen = [min(part, key=part.__getitem__) for part in parts]
     spent = total(parts, chosen).bytes
     if spent > budget:
-        raise ValueError(
-            f"a budget of {budget} bytes is too small: the smallest codecs take {spent} bytes; allow at least "
-            f"{spent} bytes"
-        )
+        raise BudgetError(budget, spent)
     while steps := [
         (saved / extra if extra > 0 else math.inf, index, name, extra)
         for index, part in enumerate(parts)
@@ -122,11 +147,13 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
                 "persistent; remove budget, or lower memory.persist_below"
             )
         initial, bits = sum(size[0] for size in sizes), getattr(policy.budget, purpose)
-        limit = int(bits * elements / 8) if bits else initial
+        limit = bytes_within(bits, elements) if bits else initial
         if initial > limit:
+            needed = bits_for(initial, elements)
             raise PolicyError(
-                f"budget '{policy.budget}' allows a rank {limit} bytes for {purpose}, but training begins with "
-                f"{codecs[0]}, which takes {initial} bytes: set {purpose} to a smaller codec, or raise the budget"
+                f"budget '{policy.budget}' allows {bits:.10g} bits for each element of {purpose}, but training begins "
+                f"with {codecs[0]}, which takes {needed:g} bits with scales and padding: set {purpose} to a smaller "
+                f"codec, or set '{purpose} {needed:g}' in budget"
             )
         hop = topology.node_axis.name if purpose == "gradients" else ""
         shares.append(Share(purpose, hop, codecs, tuple(names), tuple(sizes), limit))

@@ -47,6 +47,7 @@ _FUTEX: Final = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.ge
 _WAIT, _WAKE = 0, 1  # the futex operations for memory that processes share
 
 _KEEPS_ORDER: Final = ("x86_64", "AMD64")  # machines whose processors keep the order of writes and of reads
+_INSTEAD: Final = "use transport 'backend' (in a suite, cluster.transport = 'gloo')"
 
 _Timespec = ctypes.c_long * 2  # seconds, nanoseconds
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -86,8 +87,8 @@ def flag_functions() -> FlagFunctions | None:
         if platform.machine() in _KEEPS_ORDER:
             return None
         raise SharedMemoryError(
-            f"transport 'shm' on {platform.machine()}, which reorders writes, needs the C++ kernels: install what "
-            f"their build lacks, or use transport 'backend' ({problem})"
+            f"transport 'shm' on {platform.machine()}, which reorders writes, needs the C++ kernels ({problem}): "
+            f"install what their build lacks, or {_INSTEAD}"
         ) from problem
 
 
@@ -110,7 +111,7 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
             :func:`flag_functions`.
     """
     if _libc is None or not _FUTEX:
-        raise SharedMemoryError("transport 'shm' needs Linux's memfd and futex; use transport 'backend'")
+        raise SharedMemoryError(f"transport 'shm' needs Linux's memfd and futex: {_INSTEAD}")
     flag_functions()
     address, handle = torch.zeros(2, dtype=torch.int64), -1
     if group.index == 0:
@@ -126,7 +127,7 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
         except OSError as error:
             raise SharedMemoryError(
                 f"rank {group.ranks[group.index]} cannot open the memory of rank {group.ranks[0]} ({path}: "
-                f"{error.strerror}): run the ranks on one machine as one user, or use transport 'backend'"
+                f"{error.strerror}): run the ranks on one machine as one user, or {_INSTEAD}"
                 f"{group.counting}"
             ) from error
     # The first rank must not close its descriptor before the others have opened the file.

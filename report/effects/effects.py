@@ -29,7 +29,7 @@ from report.data.metrics import Derived
 from report.effects import loss_verdicts, net_speed
 
 Verdict = Literal[
-    "better", "worse", "within the margin", "not significant", "inconclusive", "one value", "not measured",
+    "better", "worse", "higher within the margin", "not significant", "inconclusive", "one value", "not measured",
     "not reached",
 ]  # fmt: skip
 Key = tuple[str, str]  # a setting's hash, and a configuration
@@ -37,7 +37,7 @@ MOST_NEEDED: Final = 200  # pages do not print how many pairs would be needed if
 # Memory sizes that differ by at most this share count as equal, since padding differs.
 SAME_MEMORY: Final = 0.005
 _BY_KEY: Final = ["setting", "configuration"]
-_OF_LOSSES: Final[dict[str, Verdict]] = {"inferior": "worse", "not inferior": "not significant"}
+_OF_LOSSES: Final[dict[str, Verdict]] = {"beyond the margin": "worse", "within the margin": "not significant"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def losses(derived: Derived) -> dict[Key, Effect]:
         key, change = (row["setting"], row["configuration"]), row["difference"]
         verdict, why = _OF_LOSSES.get(row["verdict"], "inconclusive"), ""
         if verdict == "not significant" and not change.contains(0.0):
-            verdict = "better" if change.high < 0 else "within the margin"
+            verdict = "better" if change.high < 0 else "higher within the margin"
         if row["steps"] < LEAST_STEPS:
             why = f"{row['steps']} steps; a verdict needs {LEAST_STEPS}"
         if key in lost:

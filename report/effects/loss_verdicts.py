@@ -177,7 +177,7 @@ def _verdict(difference: Interval, margin: float, steps: int) -> str:
 
 
 def power(difference: Interval, margin: float) -> float:
-    """Return the power of the test: the probability of the verdict "not inferior" if the true difference is 0.
+    """Return the power of the test: the probability of the verdict "within the margin" if the true difference is 0.
 
     With this verdict, the interval of the difference ends below ``margin``.  The measured ``difference`` only gives the
     spread between seeds and their number.  The probability follows from the noncentral t distribution.
@@ -200,19 +200,20 @@ def non_inferiority(difference: Interval, margin: float) -> str:
 
     The first verdict that applies is returned:
 
-    * ``inferior``: the interval of the difference lies above the margin.
+    * ``beyond the margin``: the interval of the difference lies above the margin.
     * ``no power``: there is no interval, or the power is below :data:`ENOUGH_POWER`, so that a configuration that is
-      equal to the baseline would rarely be found not inferior.
-    * ``not inferior``: the interval lies below the margin.
+      equal to the baseline would rarely be found within the margin.
+    * ``within the margin``: the interval lies below the margin.
     * ``inconclusive``: the margin lies inside the interval.
 
-    ``inferior`` and ``not inferior`` are each wrong in at most 2.5 % of samples.
+    ``beyond the margin`` and ``within the margin`` are each wrong in at most 2.5 % of samples.  ``margin`` is the
+    non-inferiority margin, in nats as the difference.
     """
     if difference.known and difference.low > margin:
-        return "inferior"
+        return "beyond the margin"
     if not power(difference, margin) >= ENOUGH_POWER:
         return "no power"
-    return "not inferior" if difference.high < margin else "inconclusive"
+    return "within the margin" if difference.high < margin else "inconclusive"
 
 
 def by_seed(trials: pd.DataFrame, column: str = "validation_loss") -> pd.Series[float]:

@@ -26,7 +26,7 @@ _MOST_NAMED: Final = 2
 _FEWEST: Final = 3
 _MOST_PLACES: Final = 3  # a sentence gives errors in at most so many settings
 _EQUAL: Final[tuple[Verdict, ...]] = ("better", "not significant")
-_WITHIN: Final[tuple[Verdict, ...]] = ("within the margin",)
+_WITHIN: Final[tuple[Verdict, ...]] = ("higher within the margin",)
 _three_digits: Final = number(3)
 
 
@@ -36,7 +36,7 @@ def on_fewest_bytes(head: Head) -> list[str]:
     Which losses count depends on the quantity that the suite asks for:
 
     * Loss: the losses that are not significantly higher than the baseline's or, if there are none, the losses that are
-      higher by less than the margin.  A sentence on the configuration's net speed-up follows.  If at least two fields
+      higher within the margin.  A sentence on the configuration's net speed-up follows.  If at least two fields
       are each changed alone by at least :data:`_FEWEST` configurations, there is instead a sentence for each of these
       fields.
     * Bytes: the losses that equal the baseline's in every digit.
@@ -54,9 +54,7 @@ def on_fewest_bytes(head: Head) -> list[str]:
         return _fewest(head, alike, f"whose validation losses equal those of {base} in every digit")
     if head.asked != "loss" or loss_verdicts.front(head.derived).empty:
         return []
-    changing = {
-        field: alone for field, alone in _by_changed_field(head, keys).items() if len(alone) >= _FEWEST
-    }
+    changing = _by_changed_field(head, keys)
     if len(changing) > 1:
         return [text for field, alone in changing.items() for text in _fewest_of_field(head, field, alone)]
     alike = _with_verdict(head, keys, _EQUAL)
@@ -64,7 +62,7 @@ def on_fewest_bytes(head: Head) -> list[str]:
         which = f"whose validation loss is not significantly higher than that of {base}"
     else:
         alike = _with_verdict(head, keys, _WITHIN)
-        which = f"whose validation loss is higher than that of {base} by less than the margin"
+        which = f"whose validation loss is higher than that of {base} within the margin"
     sentences = _fewest(head, alike, which)
     first = _senders_of_fewest(head, alike)
     if len(first) == 1:
@@ -79,7 +77,10 @@ def _with_verdict(head: Head, keys: Sequence[Key], verdicts: Sequence[Verdict]) 
 
 
 def _by_changed_field(head: Head, keys: Sequence[Key]) -> dict[str, list[Key]]:
-    """Return, by field, the configurations whose policies differ from the baseline's in this field alone."""
+    """Return, by field, the configurations whose policies differ from the baseline's in this field alone.
+
+    Fields that fewer than :data:`_FEWEST` configurations change alone are left out.
+    """
     trials = with_policies(head.derived)
     found = defaultdict[str, list[Key]](list)
     for key in keys:
@@ -89,7 +90,7 @@ def _by_changed_field(head: Head, keys: Sequence[Key]) -> dict[str, list[Key]]:
             changed = [name for name in own if own[name] != usual[name]]
             if len(changed) == 1:
                 found[changed[0]].append(key)
-    return dict(found)
+    return {field: alone for field, alone in found.items() if len({name for _, name in alone}) >= _FEWEST}
 
 
 def _share(head: Head, key: Key) -> str:
@@ -128,11 +129,11 @@ def _fewest_of_field(head: Head, field: str, keys: Sequence[Key]) -> list[str]:
     """Return the sentence on the configuration that sends the fewest bytes of those that change only ``field``.
 
     ``keys`` are these configurations.  Only those count whose loss is not significantly higher than the baseline's or,
-    if there are none, is higher by less than the margin.  The list is empty unless exactly one sends the fewest bytes.
+    if there are none, is higher within the margin.  The list is empty unless exactly one sends the fewest bytes.
     """
     alike, how = _with_verdict(head, keys, _EQUAL), "that is not significantly higher"
     if not alike:
-        alike, how = _with_verdict(head, keys, _WITHIN), "that is higher by less than the margin"
+        alike, how = _with_verdict(head, keys, _WITHIN), "that is higher within the margin"
     first = _senders_of_fewest(head, alike)
     if len(first) != 1:
         return []
@@ -234,8 +235,12 @@ def on_errors(head: Head) -> list[str]:
     The configuration is the one that the page's first sentence is about.
 
     The list is empty if the suite does not ask for losses, if the error has no interval, or if there are more than
-    :data:`_MOST_PLACES` settings.
+    :data:`_MOST_PLACES` settings.  It is also empty if several fields are each changed alone by at least
+    :data:`_FEWEST` configurations: such a suite compares the configurations of each field, and the error of a single
+    one would say nothing about the others.
     """
+    if len(_by_changed_field(head, [*head.compared("loss")])) > 1:
+        return []
     errors, places = head.compared("error"), places_of(head.derived)
     known = [key for key in errors if key[1] == head.key[1] and errors[key].value.known]
     if head.asked != "loss" or head.key not in known or len(known) > _MOST_PLACES:

@@ -11,14 +11,13 @@ from typing import Final
 from report.data.configuration import spelled
 from report.data.text import number
 from report.effects.counterparts import own_fields, with_policies
-from report.effects.effects import Effect, Key, verdict_on
+from report.effects.effects import Effect, Key
 from report.further.head import Head
 from report.further.pairs import memory_sentence
 from report.sentence import NOT_SIGNIFICANT, capitalised, evidence, on_one, whose
-from report.tables.phases import PHASES, by_phase, over_baseline
+from report.tables.phases import NOUNS
 
 _FEWEST: Final = 2  # fewest configurations, or fewest phases, of which a sentence names the largest speed-up
-_NOUNS: Final = {"generate": "generation", "score": "scoring", "train": "training"}
 _IN_BETTER_MEMORY: Final = ("better", "not significant")  # verdicts on memory no larger than the baseline's
 _three_digits: Final = number(3)
 
@@ -94,34 +93,27 @@ def _with_interval(effect: Effect) -> str:
 def on_phases(head: Head) -> list[str]:
     """Return the sentence on the phases of an RLHF step in which a configuration gains most and least.
 
-    The configuration is the one that the page's first sentence is about.
+    The configuration is the one that the page's first sentence is about.  The table of verdicts has the speed-ups of
+    all configurations in all phases.
 
     The list is empty if this sentence is not about the time of a step, or if fewer than two phases have an
     interval.
     """
-    if head.kind != "step" or not head.derived.frames.steps["generate"].notna().any():
-        return []
-    rows = by_phase(head.derived).dropna(subset=["baseline_seconds"])
-    rows = rows[rows["setting"].eq(head.key[0]) & rows["configuration"].eq(head.key[1])]
-    found = {
-        phase: over_baseline(rows[rows["phase"].eq(phase)]) for phase in PHASES if phase in {*rows["phase"]}
-    }
-    known = {phase: interval for phase, interval in found.items() if interval.known}
-    if len(known) < _FEWEST:
-        return []
-    ranked = sorted(known, key=lambda phase: known[phase].estimate)
+    of_phases = {phase: head.found.get(phase, {}).get(head.key) for phase in NOUNS}
     gains = {
-        phase: Effect(interval, verdict_on(interval, more_is_better=True), interval)
-        for phase, interval in known.items()
+        phase: effect for phase, effect in of_phases.items() if effect is not None and effect.change.known
     }
+    if head.kind != "step" or len(gains) < _FEWEST:
+        return []
+    ranked = sorted(gains, key=lambda phase: gains[phase].change.estimate)
     largest, smallest = (
-        f"{known[phase].estimate:.2f}{evidence('step', gains[phase])} in {_NOUNS[phase]}"
+        f"{gains[phase].change.estimate:.2f}{evidence('step', gains[phase])} in {NOUNS[phase]}"
         for phase in (ranked[-1], ranked[0])
     )
     subject = capitalised(whose("speed-up", head.top.name))
     ending = "" if gains[ranked[0]].significant else NOT_SIGNIFICANT
     return [
-        f"{subject} is {largest}, the largest of {len(known)} phases, and {smallest}, the smallest{ending}."
+        f"{subject} is {largest}, the largest of {len(gains)} phases, and {smallest}, the smallest{ending}."
     ]
 
 

@@ -216,10 +216,10 @@ def losses(derived: Derived) -> Table:
 
     verdict = (
         f"Verdict: the margin is {loss_verdicts.allowed(derived)} of {base}'s "
-        f"{'training' if derived.frames.margin else 'loss'}{margin}. Not inferior: the whole interval lies below the "
-        f"margin. Inferior: the whole interval lies above the margin. Inconclusive: the interval contains the margin. "
-        f"No power: with this spread, fewer than {ENOUGH_POWER:.0%} of equal configurations would be found not "
-        "inferior, so nothing is concluded; the table Verdicts calls this inconclusive."
+        f"{'training' if derived.frames.margin else 'loss'}{margin}. Within the margin: the whole interval lies below "
+        "the margin. Beyond the margin: the whole interval lies above the margin. Inconclusive: the interval contains "
+        f"the margin. No power: with this spread, fewer than {ENOUGH_POWER:.0%} of equal configurations would be found "
+        "within the margin, so nothing is concluded; the table Verdicts calls this inconclusive."
     )
     return table_of(
         "losses",

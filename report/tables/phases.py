@@ -10,12 +10,15 @@ import pandas as pd
 from harness.records.confidence_intervals import Interval
 from report.data import published
 from report.data.configuration import is_baseline, with_baseline
+from report.data.frames import groups
 from report.data.metrics import Derived, slowest_steps, timed_steps
 from report.data.speedups import PAIR, speedup, step_interval, undisturbed
 from report.data.text import number
+from report.effects.effects import Effect, Key, verdict_on
 from report.tables.table import CONFIGURATION, RATIO, TRIALS, Column, Table, rows_of, table_of
 
-PHASES: Final = ("generate", "score", "train")
+NOUNS: Final = {"generate": "generation", "score": "scoring", "train": "training"}
+PHASES: Final = tuple(NOUNS)
 _PUBLISHED: Final = {"generation": "generate", "training": "train"}
 
 
@@ -79,6 +82,22 @@ def over_baseline(paired: pd.DataFrame) -> Interval:
     """
     either = paired["disturbed"].astype(bool) | paired["baseline_disturbed"].astype(bool)
     return speedup(paired.assign(disturbed=either), below="seconds")
+
+
+def speeds_in(phase: str, derived: Derived) -> dict[Key, Effect]:
+    """Return the speed-up of each configuration over its baseline in one phase of an RLHF step.
+
+    The keys are (setting, configuration).  The dict is empty if steps have no phases.
+    """
+    if not derived.frames.steps["generate"].notna().any():
+        return {}
+    rows = by_phase(derived)
+    rows = rows[rows["phase"].eq(phase) & rows["baseline_seconds"].notna() & ~is_baseline(rows)]
+    changes = {key: over_baseline(own) for key, own in groups(rows, ["setting", "configuration"])}
+    return {
+        key: Effect(change, verdict_on(change, more_is_better=True), change)
+        for key, change in changes.items()
+    }
 
 
 def by_phase(derived: Derived) -> pd.DataFrame:

@@ -20,6 +20,7 @@ from rich.console import Console
 from harness import cli, terminal
 from harness.measure import machine
 from harness.records.trial_record import SCHEMA_VERSION, Failure, InterfaceCounters, Record, write
+from harness.suites.expand_suite import MOST_TRIALS
 from harness.suites.suite import Suite
 from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
 from tests.harness.cluster.test_rank_processes import until
@@ -175,6 +176,39 @@ def test_one_damaged_record(folder: Path, capsys: pytest.CaptureFixture[str], ze
     write(folder / "copied", whole).rename(folder / "results" / "q" / "0123456789ab.json")
     assert f"0123456789ab.json: is a copy of the record {whole.id}; delete" in refused(
         folder, capsys, "report", "q"
+    )
+
+
+def test_what_killed_processes_left_is_no_result(
+    folder: Path, capsys: pytest.CaptureFixture[str], zeropp: Zeropp, machinery: list[tuple[Any, ...]]
+) -> None:
+    """Half a record in a hidden folder is neither shown, nor archived, nor a suite, and does not stop a run."""
+    whole = record(CRASHED)
+    zeropp("archive", "q", "before")
+    for place in (Path("results"), RESULTS):  # where an archive was unpacked, and where a record was written
+        left = place / ".zeropp-left"
+        left.mkdir()
+        (left / f"{whole.id}.json").write_text("{")
+    assert whole.id in zeropp("show", whole.id[:5]).stdout
+    assert whole.id in zeropp("show", "q").stdout
+    assert "results holds q;" in refused(folder, capsys, "report", "nothing")
+    zeropp("archive", "q", "after")
+    packed = [folder / name / "q.tar.xz" for name in ("before", "after")]
+    assert packed[0].read_bytes() == packed[1].read_bytes()
+    zeropp("run", suite(folder))
+    assert zeropp("report", "q").stdout == "results/q/report.html\n"
+
+
+def test_a_record_of_too_late_a_sweep_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The refusal has the path of the record, which the user is to delete."""
+    record(CRASHED)
+    written = record_of(
+        Trial(strategy="zero3", seed=1), suite="q", failure=CRASHED, sweep=MOST_TRIALS, code={}, units=[]
+    )
+    write(RESULTS, written)
+    assert refused(folder, capsys, "run", suite(folder)) == (
+        f"zeropp: results/q/{written.id}.json: this record belongs to sweep {MOST_TRIALS + 1}, but sweeps have numbers "
+        f"up to {MOST_TRIALS}; delete this record\n"
     )
 
 

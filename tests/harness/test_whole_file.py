@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.records.trial_record import RecordError, write_whole
-from harness.whole_file import written_whole
+from harness.whole_file import is_hidden, written_whole
 
 DIES = """
 import os, signal, sys
@@ -27,13 +31,74 @@ with written_whole([Path(name) for name in sys.argv[2:]]) as unfinished:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_writer_that_is_killed_changes_no_target(tmp_path: Path, number: signal.Signals) -> None:
-    """A process that is killed while it writes leaves old files as they were, and makes no new ones."""
+    """A process that is killed while it writes leaves old files as they were, and makes no new ones.
+
+    What it leaves is hidden, and the next process that writes into the folder removes it.
+    """
     old, new = tmp_path / "old", tmp_path / "new"
     old.write_text("whole")
     command = [sys.executable, "-c", DIES, str(int(number)), str(old), str(new)]
     assert subprocess.run(command, check=False).returncode == -number
     assert old.read_text() == "whole"
     assert not new.exists()
+    (left,) = {*tmp_path.iterdir()} - {old}
+    assert is_hidden(left)
+    write_whole(new, "whole")
+    assert {*tmp_path.iterdir()} == {old, new}
+
+
+def test_what_others_hold_is_not_removed(tmp_path: Path) -> None:
+    """A folder of a running writer stays, and so do other hidden folders, files and links."""
+    beyond, strange = tmp_path / "beyond", tmp_path / "here" / ".other"
+    beyond.mkdir()
+    (beyond / "file").touch()
+    strange.mkdir(parents=True)
+    link = tmp_path / "here" / ".zeropp-link"
+    link.symlink_to(beyond)
+    (tmp_path / "here" / ".zeropp-file").touch()
+    first, second = (tmp_path / "here" / name for name in ("first", "second"))
+    with written_whole([first]) as (unfinished,):
+        unfinished.write_text("first")
+        write_whole(second, "second")
+    assert first.read_text() == "first"
+    assert second.read_text() == "second"
+    assert strange.is_dir()
+    assert link.is_symlink()
+    assert (beyond / "file").exists()
+    assert (tmp_path / "here" / ".zeropp-file").exists()
+
+
+def test_a_folder_that_is_taken_for_a_left_one_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may remove a new folder between its making and its locking."""
+    made = tempfile.TemporaryDirectory
+    folders: list[Path] = []
+
+    def make(**options: Any) -> Any:
+        folder = made(**options)
+        folders.append(Path(folder.name))
+        if len(folders) == 1:
+            folders[0].rmdir()
+        return folder
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", make)
+    write_whole(tmp_path / "file", "text")
+    assert len(folders) == 2
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+
+
+def test_a_file_system_without_locks_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files appear whole there, too; folders that were left stay, since their writers may be running."""
+
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    (tmp_path / ".zeropp-left").mkdir()
+    write_whole(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"
+    assert {path.name for path in tmp_path.iterdir()} == {".zeropp-left", "file"}
 
 
 def _write(

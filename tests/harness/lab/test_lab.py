@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -116,8 +117,18 @@ def test_a_budget_of_snapshots_is_kept(snapshot: Path) -> None:
             assert uniform.empty or cost.error <= uniform.min() * (1 + 1e-9)
     assert tried >= 20
     assert "bits: vNMSE" in next(iter(budget_lines(measured, 4.0)))
-    with pytest.raises(Refusal, match="--bits 1"):
+    with pytest.raises(Refusal) as refusal:
         list(budget_lines(measured, 1.0))
+    match = re.fullmatch(
+        r"--bits 1: the smallest of the codecs take (\S+) bits for each element of (\w+): give --bits \1 or more, or "
+        "name a smaller codec with --codec",
+        str(refusal.value),
+    )
+    assert match is not None
+    least, rows = float(match[1]), measured[measured["kind"] == match[2]]
+    assert choose_codecs(rows, least)
+    with pytest.raises(Refusal, match=f"give --bits {match[1]} or more"):
+        choose_codecs(rows, least - 0.01)
 
 
 @given(st.integers(-100, 100), st.integers(1, 4))

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from harness.cli import main
 from harness.runs.feasibility import forecast, this_host
@@ -21,9 +22,17 @@ from harness.train import command as train_command
 from harness.train import loop
 from harness.train.loop import Job
 from impl.checkpoint.commit import CheckpointError
+from impl.checkpoint.save_load import save
+from impl.comm.mesh import Mesh
 from impl.engine.masters import LossScaleError
 from impl.errors import ZeroError
+from impl.policy.presets import preset
+from impl.policy.topology import Topology
+from impl.zero import shard
 from tests.impl.deepspeed.test_config_to_policy import SNIPPETS
+from tests.support.ranks import on_threads
+from tests.support.strategies import ROOMY
+from tests.support.training import model
 
 ROOT = Path(__file__).parents[3]
 TOY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
@@ -83,8 +92,62 @@ def test_what_cannot_be_gone_on_from_is_refused(tmp_path: Path, capfd: pytest.Ca
     assert "1 steps are done, so --steps 1 leaves none to run" in refusal(
         capfd, *base, "--load", folder, "--steps", "1"
     )
-    assert "with seed 0, and this run has 3" in refusal(capfd, *base, "--load", folder, "--seed", "3")
+    assert "with --seed 0, and this run has --seed 3: give the same --seed, or load another" in refusal(
+        capfd, *base, "--load", folder, "--seed", "3"
+    )
     assert "--save-every needs a folder for checkpoints" in refusal(capfd, *base, "--save-every", "1")
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_the_flags_that_differ(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The text, the length of sequences, the model and the optimizer; before that a checkpoint without a run."""
+    folder, text = tmp_path / "checkpoints", tmp_path / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 500, encoding="utf-8")
+    base = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--batch-size", "1"]
+    base += ["--ranks-per-node", "1", "--steps", "2"]
+    usual = [*base, "--seq-length", "32", "--corpus", str(text)]
+    output(capfd, *usual, "--save", str(folder))
+    adam = {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}
+    own = tmp_path / "own"
+    on_threads(Topology(1, 1), _saved, own)
+    (path,), (of_own,) = folder.iterdir(), own.iterdir()
+    sequence = (
+        "comes from a run with --seq-length 32, and this run has --seq-length 16: give the same --seq-length, or load "
+        "another checkpoint"
+    )
+    corpus = (
+        r"comes from a run with --corpus \(SHA-256 [0-9a-f]{12}\), and this run has --corpus \(SHA-256 [0-9a-f]{12}\): "
+        "give the same --corpus, or load another checkpoint"
+    )
+    layers = (
+        r"the model and the checkpoint differ in \d+ entries of the state dict, such as \S+, which is only in the "
+        r"model: load the checkpoint with the model that was saved \(--preset, --num-layers, --hidden-size and "
+        r"--vocab-size give the model\)"
+    )
+    optimizer = (
+        "has the state of AdamW, and this run's optimizer is Adam: set optimizer.type and optimizer.params.adam_w_mode "
+        "in the --deepspeed_config as in the saved run"
+    )
+    for message, flags in {
+        sequence: [*base, "--seq-length", "16", "--corpus", str(text)],
+        corpus: [*base, "--seq-length", "32"],
+        layers: [*usual, "--num-layers", "3"],
+        optimizer: [*usual, "--deepspeed_config", config(tmp_path, json.dumps(adam))],
+    }.items():
+        line = refusal(capfd, *flags, "--load", str(folder))
+        whole = rf"zeropp: rank 0: {re.escape(str(path))}: {message} \(log: \S+\)\n"
+        assert re.fullmatch(whole, line), line
+    assert refusal(capfd, *usual, "--load", str(own)).startswith(
+        f"zeropp: rank 0: {of_own}: was not saved by zeropp train, so the batches of its run are not known: give "
+        "--load a checkpoint that zeropp train has saved "
+    )
+
+
+def _saved(mesh: Mesh, folder: Path) -> None:
+    """Save a checkpoint as a program of a user's own does."""
+    zero = shard(model(), mesh=mesh, policy=preset("zero3", memory=ROOMY))
+    save(folder, zero, [torch.optim.AdamW(zero.param_groups())])
 
 
 def test_where_checkpoints_cannot_be_is_refused_before_anything_runs(

@@ -153,9 +153,14 @@ def test_a_state_of_another_budget_is_refused(mesh: Mesh) -> None:
 
 
 def test_codecs_beyond_the_budget_are_refused_before_training() -> None:
-    """The error names the bytes of the budget and of the policy's own codecs."""
-    policy = preset("zero3", **INITIAL, budget=parse_budget("gradients 3 every 1 of int2:8"))
-    with pytest.raises(
-        PolicyError, match=r"allows a rank \d+ bytes for gradients, but .* int4:8, which takes \d+ bytes"
-    ):
-        on_threads(Topology(2, 1), train, NET, policy, 1)
+    """The error names the least bits in a budget that the policy's own codecs fit into; a hundredth less is refused."""
+    for bits in ("3", "7.99"):
+        policy = preset("zero3", **INITIAL, budget=parse_budget(f"gradients {bits} every 1 of int2:8"))
+        with pytest.raises(
+            PolicyError,
+            match=rf"allows {bits} bits for each element of gradients, but training begins with int4:8, which takes 8 "
+            r"bits with scales and padding: set gradients to a smaller codec, or set 'gradients 8' in budget",
+        ):
+            on_threads(Topology(2, 1), train, NET, policy, 1)
+    policy = preset("zero3", **INITIAL, budget=parse_budget("gradients 8 every 1 of int2:8"))
+    on_threads(Topology(2, 1), train, NET, policy, 1)

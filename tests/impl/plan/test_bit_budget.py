@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from impl.codecs.codec import parse
-from impl.plan.bit_budget import Cost, at_most, choose, shares_of, total
+from impl.plan.bit_budget import (
+    BudgetError,
+    Cost,
+    at_most,
+    bits_for,
+    bytes_within,
+    choose,
+    shares_of,
+    total,
+)
 from impl.plan.traffic import Decision, Event, predict
 from impl.policy.policy import MemoryLimits, Policy, parse_budget
 from impl.policy.presets import preset
@@ -50,8 +59,19 @@ def test_an_ample_budget_gives_the_least_errors(parts: list[dict[str, Cost]]) ->
 
 def test_a_budget_that_is_too_small_is_refused() -> None:
     """A budget below the smallest codecs' bytes is refused, and the error names both numbers."""
-    with pytest.raises(ValueError, match="a budget of 3 bytes is too small: the smallest codecs take 4"):
+    with pytest.raises(
+        BudgetError, match="a budget of 3 bytes is too small: the smallest codecs take 4"
+    ) as refusal:
         choose([{"a": Cost(4, 1.0), "b": Cost(8, 0.0)}], 3)
+    assert refusal.value.needed == 4
+
+
+@given(st.integers(0, 10**12), st.integers(1, 10**12))
+def test_the_bits_for_a_number_of_bytes_allow_them(nbytes: int, elements: int) -> None:
+    """A hundredth of a bit less does not."""
+    bits = bits_for(nbytes, elements)
+    assert bytes_within(bits, elements) >= nbytes
+    assert nbytes == 0 or bytes_within((round(bits * 100) - 1) / 100, elements) < nbytes
 
 
 CODECS = ("int2:32", "int3:32", "int6:32", "int8:64", "bf16")

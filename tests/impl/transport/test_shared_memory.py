@@ -40,8 +40,9 @@ def test_a_processor_that_reorders_writes_needs_the_library(
     with pytest.raises(SharedMemoryError) as refusal:
         flag_functions()
     assert str(refusal.value) == (
-        f"transport 'shm' on {machine}, which reorders writes, needs the C++ kernels: install what their "
-        "build lacks, or use transport 'backend' (no C++ compiler installed: looked for c++)"
+        f"transport 'shm' on {machine}, which reorders writes, needs the C++ kernels (no C++ compiler installed: "
+        "looked for c++): install what their build lacks, or use transport 'backend' (in a suite, "
+        "cluster.transport = 'gloo')"
     )
 
 

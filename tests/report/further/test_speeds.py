@@ -76,6 +76,19 @@ def test_the_phases_of_a_step_with_the_largest_and_the_smallest_gain_are_named()
     assert "phases" not in head_of(timed({"zero3": 2.0, "zeropp": 1.0})).sentence
 
 
+def test_the_verdicts_have_a_column_for_each_phase_of_a_step() -> None:
+    """Every configuration has its speed-up in each phase, with its mark; steps that only train have no such columns."""
+    table = head_of(phased((0.25, 1.0, 1.25))).table
+    cells = [table.column(f"Speed-up in {phase}").key for phase in ("generation", "scoring", "training")]
+    baseline, zeropp = table.data[cells].to_numpy().tolist()
+    assert baseline == ["1.00"] * 3
+    forms = (r"(3\.9|4\.0)\d .* ▲", r"(1\.0|0\.9)\d .* ○", r"0\.(79|80|81) .* ▼")
+    for cell, form in zip(zeropp, forms, strict=True):
+        assert re.fullmatch(form, cell)
+    others = head_of(timed({"zero3": 2.0, "zeropp": 1.0})).table
+    assert not [column.title for column in others.columns if column.title.startswith("Speed-up in")]
+
+
 def test_the_bytes_that_offload_copies_follow_a_sentence_on_memory() -> None:
     """Those of the fullest rank in a step, of the configuration that the sentence names."""
     records = timed({"zero3": 1.0, "zeropp": 1.0}, range(2))
