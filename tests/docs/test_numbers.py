@@ -87,7 +87,7 @@ def test_an_estimate_says_what_limits_it_in_every_form() -> None:
     assert known.ci.endswith(", disturbed")
 
 
-@pytest.mark.parametrize("suite", ["quickstart", "peers"])
+@pytest.mark.parametrize("suite", ["quickstart", "peers", "successors"])
 def test_intervals_of_suites_of_several_occasions_hold_each_occasions_mean(suite: str) -> None:
     """Or the footnotes of the verdicts name the configurations whose occasions lie outside; all other suites with
     records have one occasion.
