@@ -1024,7 +1024,8 @@ def _own_hops(engine: Any) -> list[dict[str, Any]]:
     - ``source``: what is sent, such as ``weights``, or ``copy`` for hpZ's copy of the weights;
     - ``between``: whether the messages go to other nodes;
     - ``unseen``: whether ranks exchange these messages in shared memory, which an audit does not see;
-    - ``bytes``: bytes of the message to each other rank of the group; ``scales``: how many of these bytes are scales;
+    - ``bytes``: how many bytes the rank sends to each of the other ranks of the group; ``scales``: how many of these
+      bytes are scales;
     - ``each``: whether this turn happens in every micro-batch.
     """
     plan, schedule = sys.modules["impl.plan.hops"], sys.modules["impl.plan.prefetch_schedule"]

@@ -219,7 +219,7 @@ class Strategy:
         return None, {}
 
     def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
-        """Predict how many bytes this rank has sent in training at the end of each step.
+        """Predict, for the end of each step, how many bytes this rank has sent in training so far.
 
         Args:
             before: The passes before the first step.
@@ -451,9 +451,9 @@ class Sharded(Strategy):
         return book.sent, book.copied
 
     def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
-        """Predict how many bytes this rank has sent in training at the end of each step.
+        """Predict, for the end of each step, how many bytes this rank has sent in training so far.
 
-        Arguments and result are those of :meth:`Strategy.predicted_steps`.
+        Arguments and result are those of the method of this name in the class :class:`Strategy`.
         """
         totals = [self._book(before).trained, *self._book([*before, *events]).steps]
         return [(sent.get("inter", 0), sent.get("intra", 0)) for sent in totals]

@@ -85,9 +85,9 @@ def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
 
 
 def setting_of(trial: Trial, *also: str) -> str:
-    """Return a text that is equal for two trials if they differ only in configuration and in the fields ``also``.
+    """Return a text of a trial's settings without its configuration and without the fields that ``also`` names.
 
-    By default, trials with unequal ``seed`` or ``repeat`` have unequal texts.
+    Trials that differ in ``seed`` or ``repeat`` have different texts unless ``also`` names these fields.
     """
     data = {name: value for name, value in trial.canonical().items() if name not in (*CONFIGURATION, *also)}
     return json.dumps(data, sort_keys=True)

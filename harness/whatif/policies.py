@@ -240,8 +240,8 @@ def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) 
     """Return a unit for each bucket of DDP, in the order in which the forward pass uses them.
 
     The forward seconds of the slowest rank are divided among the units in proportion to their elements.  The backward
-    seconds of a unit are the computation between the issue of the bucket before and the issue of the unit's bucket.
-    Computation after the issue of the last bucket counts for the last bucket.
+    seconds of a unit are the seconds of computation from the issue of the previous bucket to the issue of the unit's
+    own bucket.  Computation after the last issue is added to the bucket that was issued last.
 
     Args:
         step: The traced step.

@@ -60,7 +60,7 @@ class OuterWitness:
         optimizer.register_step_post_hook(self._note)
 
     def _note(self, *_: Any) -> None:
-        """Read the watched masters of the units that an outer step will move after this step of the optimizer."""
+        """Before a step of the optimizer, read the watched masters of units that an outer step will move after it."""
         for unit, fragment in self._units:
             if meets(self._policy, self._step + 1, fragment):
                 self._before[unit.geometry.name] = self._read(unit)

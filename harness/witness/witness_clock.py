@@ -120,8 +120,10 @@ class WitnessClock:
 def _lap(begin: _Reading, end: _Reading) -> Spent:
     """Return what a thread spent between two readings.
 
-    The returned seconds of sleep are a lower bound.  A thread may lose its CPU between two counts that belong to one
-    reading, so the longest possible wait for a CPU is subtracted.  A thread that never gave up its CPU did not sleep.
+    The returned seconds of sleep are a lower bound.  The counts of one reading are taken one after the other, and the
+    thread may lose its CPU between two of them.  The longest wait for a CPU that the counts allow is therefore
+    subtracted from the time in which the thread did not run.  If the thread never gave up its CPU of its own accord,
+    the seconds of sleep are 0.
     """
     seconds, ran = end.seconds - begin.seconds, end.ran - begin.ran
     if begin.stalled is None or end.stalled is None:

@@ -73,11 +73,12 @@ class CollectiveLog:
 
 
 def parting(histories: Mapping[int, Iterable[Step]]) -> str | None:
-    """Return, in words, the first exchange in which ranks differ, and which ranks opened which exchange.
+    """Return a text on the first number at which ranks opened different exchanges: which ranks opened what.
 
-    ``histories`` has the last exchanges of each rank.  Exchanges with the same number are compared.
+    ``histories`` has the last exchanges of each rank.  Each rank numbers its exchanges in the order in which it opens
+    them, and exchanges with the same number are compared.
 
-    Returns None if no exchange differs.
+    Returns None if none of them differ.
     """
     # number of the exchange -> its description -> the ranks that opened it
     opened: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))

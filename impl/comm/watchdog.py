@@ -240,7 +240,7 @@ class Watchdog:
         return WireError("\n".join(lines))
 
     def close(self) -> None:
-        """Write to the store that this rank has closed its wire, since other ranks may still wait for its messages."""
+        """Announce in the store that this rank has closed its wire: other ranks may still wait for its messages."""
         with contextlib.suppress(RuntimeError):  # the process that hosts the store may have exited
             self._write(f"closed its wire after {self.collective_log.count} exchanges")
 

@@ -170,10 +170,11 @@ def _changed_text(field: str, value: str) -> str:
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
-    """Return the fields that all policies change from their presets to the same value: ``{"prefetch": "0"}``.
+    """Return the fields that all policies change from their presets to the same value.
 
-    Keys are labels of fields, and values are texts.  Fields that do more than change the execution (types, prefetch)
-    are left out.  Trials of libraries such as DDP, which have no policy, are ignored.
+    Keys are labels of fields, and values are texts: ``{"prefetch": "0"}``, for example.  Only fields that change
+    nothing but the execution, such as types and prefetch, are returned.  Trials of libraries such as DDP, which have no
+    policy, are ignored.
     """
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     return {
