@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-_PREFIX: Final = ".zeropp-"
+_PREFIX: Final = ".zeropp-unfinished-"  # long, so that no folder of a user has this name
 
 
 @contextlib.contextmanager

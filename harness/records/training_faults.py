@@ -478,7 +478,7 @@ def slowed(checked: Sequence[Checked], record: Record) -> str | None:
         return (
             f"rank {rank} computed for {found.used:.3f} s in half of its steps or more, but the model alone takes "
             f"{found.alone:.3f} s and the rank sent {found.sent:.0f} bytes a step: at most {found.allowed:.3f} s "
-            "is explained, and all other ranks exceed their limits further"
+            "is explained, and every other rank exceeds its limit by more"
         )
     return _idle(checked, record)
 

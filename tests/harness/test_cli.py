@@ -186,7 +186,7 @@ def test_what_killed_processes_left_is_no_result(
     whole = record(CRASHED)
     zeropp("archive", "q", "before")
     for place in (Path("results"), RESULTS):  # where an archive was unpacked, and where a record was written
-        left = place / ".zeropp-left"
+        left = place / ".zeropp-unfinished-left"
         left.mkdir()
         (left / f"{whole.id}.json").write_text("{")
     assert whole.id in zeropp("show", whole.id[:5]).stdout

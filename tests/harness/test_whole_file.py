@@ -53,9 +53,9 @@ def test_what_others_hold_is_not_removed(tmp_path: Path) -> None:
     beyond.mkdir()
     (beyond / "file").touch()
     strange.mkdir(parents=True)
-    link = tmp_path / "here" / ".zeropp-link"
+    link = tmp_path / "here" / ".zeropp-unfinished-link"
     link.symlink_to(beyond)
-    (tmp_path / "here" / ".zeropp-file").touch()
+    (tmp_path / "here" / ".zeropp-unfinished-file").touch()
     first, second = (tmp_path / "here" / name for name in ("first", "second"))
     with written_whole([first]) as (unfinished,):
         unfinished.write_text("first")
@@ -65,7 +65,7 @@ def test_what_others_hold_is_not_removed(tmp_path: Path) -> None:
     assert strange.is_dir()
     assert link.is_symlink()
     assert (beyond / "file").exists()
-    assert (tmp_path / "here" / ".zeropp-file").exists()
+    assert (tmp_path / "here" / ".zeropp-unfinished-file").exists()
 
 
 def test_a_folder_that_is_taken_for_a_left_one_is_made_again(
@@ -95,10 +95,10 @@ def test_a_file_system_without_locks_is_written(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", without_locks)
-    (tmp_path / ".zeropp-left").mkdir()
+    (tmp_path / ".zeropp-unfinished-left").mkdir()
     write_whole(tmp_path / "file", "text")
     assert (tmp_path / "file").read_text() == "text"
-    assert {path.name for path in tmp_path.iterdir()} == {".zeropp-left", "file"}
+    assert {path.name for path in tmp_path.iterdir()} == {".zeropp-unfinished-left", "file"}
 
 
 def _write(

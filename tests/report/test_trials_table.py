@@ -26,7 +26,7 @@ def test_folders_and_archives_give_the_same_trials(tmp_path: Path) -> None:
     folder = archive.unpack(REFERENCE / "slow_node.tar.xz", tmp_path)
     pd.testing.assert_frame_equal(packed, report.load(str(folder)))
     pd.testing.assert_frame_equal(packed, report.load(tmp_path))
-    left = tmp_path / ".zeropp-left"  # by a process that was killed while it unpacked
+    left = tmp_path / ".zeropp-unfinished-left"  # by a process that was killed while it unpacked
     left.mkdir()
     (left / "0123456789ab.json").write_text("{", encoding="utf-8")
     pd.testing.assert_frame_equal(packed, report.load(tmp_path))

@@ -405,7 +405,7 @@ def test_untimed_values_are_the_same_over_an_open_link(text: str, tmp_path: Path
         assert opened.compared.gradient_errors == held.compared.gradient_errors
         assert [v.loss for v in opened.validations] == [v.loss for v in held.validations]
         assert opened.record.ledger == held.record.ledger == opened.predicted
-        assert all(0 < rate < 500 for rate in opened.probed)  # an open link has thousands
+        assert all(0 < rate < 100 for rate in opened.probed)  # an open link has thousands
         if opened.sent is not None and held.sent is not None:
             assert opened.sent.tx_bytes == pytest.approx(held.sent.tx_bytes, rel=0.03)
     assembled(by_target[0], both)
