@@ -314,7 +314,10 @@ def _existing_folder(suite: str, results: Path) -> Path:
 
 
 def suites_in(results: Path) -> str:
-    """Return the names of the suites that have a folder in ``results``, as ``a, b``; ``no suites`` if none has."""
-    folders = [path for path in results.glob("*") if path.is_dir() and not is_hidden(path)]
+    """Return the names of the suites that have records in ``results``, as ``a, b``; ``no suites`` if none has.
+
+    A folder without records, such as one of archives, is no suite.
+    """
+    folders = [path for path in results.glob("*") if not is_hidden(path) and any(path.glob("*.json"))]
     names = sorted(path.name for path in folders)
     return ", ".join(names) or "no suites"

@@ -41,7 +41,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Buil
 
     def render(text: str, records: list[Record] = RECORDS) -> Build:
         held: dict[str, Derived] = {SUITE: derive(frames_of(records))}
-        monkeypatch.setattr(numbers, "_DERIVED", held)
+        monkeypatch.setattr(numbers.records, "_DERIVED", held)
         (tmp_path / PAGE).write_text(text, encoding="utf-8")
         made = Build()
         made.add(PAGE, tmp_path)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import pandas as pd
 import pytest
@@ -18,13 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from docs import numbers
-from docs.numbers import DocumentError, Estimate
+from docs.numbers import DocumentError, Estimate, losses
 from harness.records.confidence_intervals import Interval
 from harness.suites.peers import PEERS
 from harness.suites.trial import Trial
 from report.data import speedups
 from report.data.frames import frames_of
 from report.data.metrics import derive
+from report.data.text import listed
 from report.tables import all_tables
 from report.verdicts import verdicts
 from tests.report.records import changed_steps, record_of
@@ -87,11 +88,17 @@ def test_an_estimate_says_what_limits_it_in_every_form() -> None:
     assert known.ci.endswith(", disturbed")
 
 
-@pytest.mark.parametrize("suite", ["quickstart", "peers", "successors"])
+SEVERAL_OCCASIONS: Final = ["bandwidth", "peers", "quickstart", "successors"]
+
+
+def test_suites_of_several_occasions_are_those_tested_below() -> None:
+    """All other suites with records ran at one occasion."""
+    assert numbers.several_occasions() == listed(SEVERAL_OCCASIONS)
+
+
+@pytest.mark.parametrize("suite", SEVERAL_OCCASIONS)
 def test_intervals_of_suites_of_several_occasions_hold_each_occasions_mean(suite: str) -> None:
-    """Or the footnotes of the verdicts name the configurations whose occasions lie outside; all other suites with
-    records have one occasion.
-    """
+    """Or the footnotes of the verdicts name the configurations whose occasions lie outside."""
     derived = numbers.derived(suite)
     pairs = derived.pairs[derived.pairs["id"] != derived.pairs["baseline"]]
     assert len({*pairs["occasion"]}) > 1
@@ -217,8 +224,8 @@ def test_a_net_speed_up_over_another_configuration_is_of_these_two() -> None:
 
 def test_a_net_speed_up_over_another_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two configurations that each have one setting are not compared across these."""
-    monkeypatch.setattr(numbers, "_net_speed", lambda *_: SimpleNamespace(row={"setting": "a"}))
-    monkeypatch.setattr(numbers, "_trials", lambda *_: pd.DataFrame({"id": ["t"], "setting": ["b"]}))
+    monkeypatch.setattr(losses, "_net_speed", lambda *_: SimpleNamespace(row={"setting": "a"}))
+    monkeypatch.setattr(losses, "trials_of", lambda *_: pd.DataFrame({"id": ["t"], "setting": ["b"]}))
     with pytest.raises(numbers.DocumentError, match=r"'ZeRO-3' at '' is of another setting than 'qgZ'"):
         numbers.net_speed("quickstart", "qgZ", over="ZeRO-3")
 
@@ -273,7 +280,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             if strategy in strategies or not strategies
         ]
         records = [changed_steps(record_of(trial), partial(_taking, seconds)) for trial, seconds in trials]
-        monkeypatch.setitem(numbers._DERIVED, name, derive(frames_of(records)))
+        monkeypatch.setitem(numbers.records._DERIVED, name, derive(frames_of(records)))
         return name
 
     return make

@@ -119,13 +119,15 @@ def test_usage(folder: Path, capsys: pytest.CaptureFixture[str], arguments: tupl
 @pytest.mark.parametrize("name", ["nothing", "abcdef012345", "../..", "*", "..", ""])
 @pytest.mark.parametrize("command", ["show", "report"])
 def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: str, name: str) -> None:
-    """An unknown suite or id is refused, naming the suites there are; so is a folder without records."""
+    """An unknown suite or id is refused, naming the suites with records and no other folder; so is an empty folder."""
     if name in ("../..", ".."):
         name = f"{name}/no-such-folder"
     record()
+    (folder / "results" / "reference").mkdir()
+    (folder / "results" / "reference" / "q.tar.xz").touch()
     text = refused(folder, capsys, command, name)
     assert f"unknown suite{' or id' if command == 'show' else ''} " in text
-    assert "results holds q" in text
+    assert "results holds q;" in text
     (folder / "results" / "empty").mkdir()
     if command == "show":
         assert "no records" in refused(folder, capsys, "show", "empty")
