@@ -1,4 +1,4 @@
-"""Reads what the witnesses of an audited program wrote, and combines it into the calls of all ranks."""
+"""Reads what the witnesses recorded in an audited program's processes, and combines it into the calls of all ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Group:
 
 
 class Key(NamedTuple):
-    """The fields that all calls in one row of the report share."""
+    """The fields that all calls counted in one row of the report have in common."""
 
     phase: str
     operation: str  # what the program called
@@ -69,7 +69,7 @@ Rows = Mapping[Key, Count]
 
 @dataclass
 class Rank:
-    """The calls that one process of the program made, and facts about the process."""
+    """The calls that one process of the audited program made, and facts about the process."""
 
     number: int = -1  # global rank
     world: int = 0  # number of ranks of the program
@@ -93,7 +93,7 @@ class Rank:
     def take(self, event: Mapping[str, Any]) -> None:
         """Add the content of one event to this object.
 
-        An event is one line of the witness's file (:mod:`harness.audit.witness`).
+        An event is one line of the file that the witness of the process has written (:mod:`harness.audit.witness`).
         """
         match event["event"]:
             case "process":
@@ -117,14 +117,15 @@ class Rank:
                 self.whole = max(self.whole, last or 0)
             case "counters":
                 self.counters[event["step"]] = event["sent"]
-                # Read again after the step, as when a process group is destroyed, they count these calls too.
+                # The counters were read again after the step, as when a process group is destroyed.  They now count
+                # the step's late calls too.
                 self.late.pop(event["step"], None)
             case "late":
                 self.late[event["step"]] = _counts(event["rows"])
             case "lost":
                 self.missed.append(
-                    f"the recorder overflowed: {event['entries']} calls of steps {event['first']} to {event['last']} "
-                    "are lost"
+                    f"the flight recorder overflowed: {event['entries']} calls of steps {event['first']} to "
+                    f"{event['last']} are lost; set TORCH_FR_BUFFER_SIZE to a larger number"
                 )
             case "unmarked":
                 self.missed.append(
@@ -149,7 +150,7 @@ class Topology:
     nodes: Mapping[int, int]  # node by global rank
 
     def place(self, ranks: Iterable[int]) -> str:
-        """Return ``inside`` if all ranks are on one node, ``between`` if no two are on one node, else ``across``."""
+        """Return ``inside`` if all ranks share a node, ``between`` if each has a node of its own, else ``across``."""
         nodes = [self.nodes.get(rank, 0) for rank in ranks]
         if len(set(nodes)) <= 1:
             return "inside"
@@ -190,8 +191,8 @@ class Calls:
     def steps(self, first: int, last: int | None) -> list[int]:
         """Return the numbers of the steps from ``first`` to ``last`` whose calls were read on every rank.
 
-        If ``last`` is None, the range has no end.  If no step in the range was read on every rank, all steps that were
-        read on every rank are returned.
+        If ``last`` is None, the range has no end.  If the range has no step that was read on every rank, the range is
+        ignored, and all steps that were read on every rank are returned.
         """
         end = self.whole if last is None else min(last, self.whole)
         return list(range(first, end + 1)) or list(range(1, self.whole + 1))
@@ -217,7 +218,9 @@ def read(folder: Path, ranks_per_node: int | None = None) -> Calls:
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not isinstance(error, json.JSONDecodeError):
                 raise Refusal(f"{path}: cannot be read ({error}); run zeropp audit again") from error
-            rank.notes.append("its last line is incomplete")  # for example on a full disk
+            rank.notes.append(
+                "the last line of its file is incomplete, as on a full disk: calls may be missing"
+            )
         progress = path.with_name(path.name + ".steps")
         if not rank.ended and progress.exists() and (text := progress.read_text(encoding="ascii")):
             rank.steps = int(text)
@@ -233,10 +236,10 @@ def combine(
 
     Args:
         ranks: The calls of each process.  If a rank was restarted, only its last process counts.
-        notes: Sentences on what the audit could not see.  Sentences on the ranks are appended.
+        notes: Sentences on what the audit could not see.  Further sentences, on the ranks, are appended to this list.
         processes: Number of Python processes in which the witness was loaded.
-        ranks_per_node: Number of consecutive ranks on each node.  By default, the nodes follow from the environment
-            variables or the hosts of the processes.
+        ranks_per_node: Number of consecutive ranks on each node.  By default, the nodes follow from the launcher's
+            environment variables or, without these, from the hosts of the processes.
     """
     last: dict[int, Rank] = {}
     for rank in sorted(ranks, key=lambda rank: rank.process.get("started", 0)):
@@ -254,7 +257,8 @@ def combine(
             notes.append(f"rank {rank.number} was killed in step {rank.steps + 1}{after}")
         unseen = {group.backend for group in rank.groups.values() if not group.seen}
         notes += [
-            f"backend {backend} of torch {rank.torch} has no recorder: calls from C++, such as DDP's, are not seen"
+            f"backend {backend} of torch {rank.torch} has no flight recorder: calls from C++, such as DDP's, are not "
+            "seen"
             for backend in sorted(unseen)
         ]
     return Calls(kept, _topology(kept, ranks_per_node), processes, list(dict.fromkeys(notes)))
@@ -263,10 +267,9 @@ def combine(
 def _topology(ranks: Sequence[Rank], ranks_per_node: int | None) -> Topology:
     """Return the node of each rank of the program.
 
-    If ``ranks_per_node`` is given, the node of every rank is computed from the rank's number.  Otherwise the node is
-    taken from the file that the rank's witness has written.  Ranks on other hosts may have left no file here.  Under
-    torchrun, the node of such a rank is computed from the rank's number.  Without torchrun, all ranks that have no file
-    count as one more node.
+    With ``ranks_per_node``, the node of a rank is computed from the rank's number.  Otherwise the node is taken from
+    the file of the rank's witness.  Ranks on other hosts may have left no file here.  Under torchrun, the node of such
+    a rank is computed from the rank's number; without torchrun, all ranks without a file count as one more node.
     """
     world = max((rank.world for rank in ranks), default=0)
     numbers = sorted({*range(world), *(rank.number for rank in ranks)})
@@ -276,7 +279,7 @@ def _topology(ranks: Sequence[Rank], ranks_per_node: int | None) -> Topology:
     for rank in ranks:
         known = rank.process.get("environment", {})
         local = known.get("LOCAL_WORLD_SIZE", "")
-        if local and "GROUP_RANK" in known:  # torchrun; the ranks that are not seen are placed likewise
+        if local and "GROUP_RANK" in known:  # torchrun; ranks without a file are placed by their numbers
             for number in numbers:
                 places.setdefault(number, str(number // int(local)))
         number = known.get("GROUP_RANK") or known.get("SLURM_NODEID")
@@ -296,9 +299,9 @@ class Line:
 
 
 def lines(calls: Calls, step: int) -> list[Line]:
-    """Return the calls of all ranks in a step as lines, sorted by phase and then by bytes, the most bytes first.
+    """Return the calls of all ranks in a step as the report's rows, sorted by phase, then by bytes, most bytes first.
 
-    Several ranks share a line if their calls agree in all fields but the group's name and the peer, and if their groups
+    Several ranks share a row if their calls agree in all fields but the group's name and the peer, and if their groups
     have the same size and the same place (:meth:`Topology.place`).
     """
     found: dict[tuple[Any, ...], list[tuple[int, Key, Group]]] = defaultdict(list)
@@ -321,10 +324,10 @@ def lines(calls: Calls, step: int) -> list[Line]:
 
 
 def alike(calls: Calls, steps: Sequence[int]) -> list[list[int]]:
-    """Divide steps into classes, such that every rank made the same calls in all steps of a class.
+    """Divide steps into classes, so that in all steps of a class every rank made the same calls.
 
-    Returns the steps of each class.  The largest class comes first.  Among classes of equal size, the class with the
-    latest step comes first.
+    Returns a list of steps for each class.  The largest class comes first.  Among classes of equal size, the class with
+    the latest step comes first.
     """
     classes: dict[Any, list[int]] = defaultdict(list)
     for step in steps:
@@ -334,7 +337,10 @@ def alike(calls: Calls, steps: Sequence[int]) -> list[list[int]]:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Return whole numbers as text in ascending order: ``0-3, 6`` for 6, 0, 1, 2 and 3."""
+    """Return whole numbers as text, sorted, with runs of consecutive numbers shortened.
+
+    For 6, 0, 1, 2 and 3 this is ``0-3, 6``.
+    """
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

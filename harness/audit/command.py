@@ -86,10 +86,10 @@ def options(
 
 
 def audit(options: Options) -> tuple[int, Report | None]:
-    """Run the program, and return the program's exit status and the report.
+    """Run the program under the audit, and return the program's exit status and the report.
 
-    The report is None if there is no step whose calls were read on every rank, or if no process made a process group.
-    The reason, and notes on what the audit could not see, are printed to standard error.
+    The report is None in two cases: if no process made a process group, or if there is no step whose calls were read on
+    every rank.  The reason, and notes on what the audit could not see, are printed to standard error.
     """
     run.prepare(options.folder, {"last_step": options.last, "marker": options.marker})
     status = run.run(options.command, options.folder)
@@ -119,7 +119,7 @@ def audit(options: Options) -> tuple[int, Report | None]:
 
 
 def reported(calls: Calls, options: Options) -> Report | None:
-    """Return the report of the calls of an audited program.
+    """Compute the report of an audited program from its calls.
 
     Returns None if there is no step whose calls were read on every rank.
     """

@@ -67,9 +67,9 @@ FORM: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """One expectation, such as ``all_gather int8 <= 0.5 M``.
+    """One expectation of what a program sends, such as ``all_gather int8 <= 0.5 M``.
 
-    A type, phase or number of ranks that is empty or 0 matches every call.
+    An empty type or phase, and 0 ranks, match every call.
     """
 
     text: str
@@ -83,7 +83,7 @@ class Expectation:
     place: str = ""  # "between nodes", "inside nodes", "sent", or empty for whole messages
 
     def covers(self, key: Key, size: int) -> bool:
-        """Return whether the expectation counts calls with the fields ``key``, in a group of ``size`` ranks."""
+        """Return whether the expectation counts a call that has the fields ``key`` and a group of ``size`` ranks."""
         return (
             self.operation in ("all", key.operation)
             and self.dtype in ("", key.dtype)
@@ -92,9 +92,9 @@ class Expectation:
         )
 
     def holds(self, value: float, bound: float) -> bool:
-        """Return whether the measured ``value`` is, as the expectation demands, ``<=``, ``>=`` or ``==`` the ``bound``.
+        """Return whether the measured ``value`` and the ``bound`` are in the relation that the expectation demands.
 
-        ``==`` allows 1 % of difference.
+        The relation is ``<=``, ``>=`` or ``==``; ``==`` allows 1 % of difference.
         """
         match self.relation:
             case "<=":
@@ -106,7 +106,7 @@ class Expectation:
 
 
 def parse(text: str) -> Expectation:
-    """Return the expectation that a text states.
+    """Parse the text of an expectation.
 
     Raises:
         Refusal: If the text does not have the form of an expectation, or if it names an operation, type, phase or unit
@@ -170,7 +170,7 @@ def broken(
 
     The line for a broken expectation names the first step in which it is broken, the rank or node, and what was
     measured there.  An expectation in M cannot be checked if the number of parameters is not known.  If the audit has
-    missed calls on a rank, the first lines say so, since no expectation is then known to hold.
+    missed calls on a rank, lines that say so come first, since then it is not known whether the expectations hold.
     """
     made = [
         f"not known to hold: rank {rank.number}: {missed}"
@@ -198,10 +198,11 @@ def broken(
 
 
 def _values(expectation: Expectation, calls: Calls, steps: Sequence[int]) -> Iterator[tuple[str, int, float]]:
-    """Yield (name, step, value) for each rank in each step.
+    """Yield what an expectation is compared with, as (name, step, value), for each step and each rank or node.
 
-    The name is a text such as ``rank 3``.  The value is the number of bytes or calls that the expectation counts.  For
-    an expectation ``between nodes``, a value is yielded for each node instead, with a name such as ``node 1``.
+    For an expectation ``between nodes`` there is a value for each node, with a name such as ``node 1``.  For any other
+    expectation there is a value for each rank, with a name such as ``rank 3``.  The value is the number of bytes or
+    calls that the expectation counts.
     """
     for step in steps:
         of_node: dict[int, float] = defaultdict(float)
@@ -232,10 +233,10 @@ def _in_unit(value: float, unit: str, bound: float, number: float) -> str:
 
 
 def _instead(expectation: Expectation, calls: Calls, step: int) -> str:
-    """Return a text on the types that the first rank sent in a step, for the line on a broken expectation.
+    """Return the end of a line on a broken expectation, which lists the types that were sent in ``step``.
 
-    Calls are counted by type if they have the expectation's operation and phase.  The text is, for example,
-    ``; all_gather was called with bfloat16 (12 MB)``.  Returns an empty text if the expectation names no type.
+    The text is, for example, ``; all_gather was called with bfloat16 (12 MB)``.  It counts the calls of the first rank
+    that have the expectation's operation and phase, by type.  It is empty if the expectation names no type.
     """
     if not expectation.dtype:
         return ""

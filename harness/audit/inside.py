@@ -30,10 +30,7 @@ from harness.terminal_table import console
 
 
 class Found:
-    """The calls that this process made in the ``with`` block of ``audit()``.
-
-    They can be read when the block has ended.
-    """
+    """The calls that this process made in the ``with`` block of ``audit()``; readable after the block has ended."""
 
     def __init__(self, model: torch.nn.Module | None, ranks_per_node: int | None) -> None:
         self._elements = None if model is None else sum(_numel(p) for p in model.parameters())
@@ -41,7 +38,7 @@ class Found:
         self._calls: Calls | None = None
 
     def take(self, events: list[dict[str, Any]]) -> None:
-        """Fill this object from all events that the witness has recorded."""
+        """Fill this object from all events that the witness has recorded in the block."""
         rank = Rank()
         for event in events:
             rank.take(event)
@@ -68,15 +65,15 @@ class Found:
 
     @property
     def report(self) -> Report:
-        """The report of all steps of the block."""
+        """The report of all steps of the block; its tables and sentences are what :meth:`show` prints."""
         calls = self.calls
         return tables.report_on(calls, calls.steps(1, None), self._model(), by="optimizer steps")
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of the table of calls that :meth:`show` prints, as dictionaries by the table's columns.
+        """The table of calls that :meth:`show` prints, as a dictionary for each row, by the table's columns.
 
-        The table shows one step of the largest group of steps in which the same calls were made.
+        The table shows one step, which stands for the largest group of steps in which the same calls were made.
         """
         return tables.call_rows(self.report)
 

@@ -1,8 +1,8 @@
-"""Starts the witness in a Python process of an audited program, then the program's own ``sitecustomize``.
+"""Starts the witness in a Python process of an audited program, then runs the program's own ``sitecustomize``.
 
-``zeropp audit`` copies this file as ``sitecustomize.py``, next to a copy of :mod:`harness.audit.witness`, into a folder
-that is first on PYTHONPATH, so that Python imports it before the program.  It needs nothing but the standard library
-of Python 3.8 or later.  No exception of the audit leaves this file.
+The witness records the process's collectives.  ``zeropp audit`` copies this file as ``sitecustomize.py``, next to a
+copy of :mod:`harness.audit.witness`, into a folder that is first on PYTHONPATH.  Python therefore imports it before the
+program.  It needs nothing but the standard library of Python 3.8 or later.  No exception of the audit leaves this file.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120  # im
 
 
 def _start() -> None:
-    """Take this folder off ``sys.path``, and start the witness under a name that no program uses."""
+    """Remove this file's folder from ``sys.path``, and start the witness under a module name that no program uses."""
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != _HERE]  # noqa: PTH100
     path = os.path.join(_HERE, "witness.py")  # noqa: PTH118
     spec = importlib.util.spec_from_file_location("_zeropp_audit_witness", path)
@@ -28,7 +28,7 @@ def _start() -> None:
 
 
 def _continue() -> None:
-    """Run the ``sitecustomize`` that Python would have found without this file; Python reports the errors in it."""
+    """Run the ``sitecustomize`` that Python would have found without this file; Python reports any error in it."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
         return

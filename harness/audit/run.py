@@ -24,7 +24,7 @@ _OLD_BUFFER: Final = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # former name of this varia
 
 
 def prepare(folder: Path, options: Mapping[str, Any]) -> None:
-    """Make the folder of an audit, with a copy of the witness and with ``options``, which the witness reads.
+    """Make the folder of an audit, and write into it a copy of the witness and the witness's ``options``.
 
     The files of an earlier audit in this folder are removed.
 
@@ -54,7 +54,7 @@ def prepare(folder: Path, options: Mapping[str, Any]) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the environment variables that the audit sets: PYTHONPATH, and the size of the flight recorder's ring."""
+    """Return the variables that the audit sets for the program: PYTHONPATH, and the size of torch's flight recorder."""
     paths = [str((folder / _SITE).resolve()), os.environ.get("PYTHONPATH", "")]
     added = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     sizes = [os.environ.get(name, "") for name in (_BUFFER, _OLD_BUFFER)]
@@ -99,10 +99,10 @@ def _default_interrupt() -> None:
 
 
 def count_parameters(name: str) -> int:
-    """Return the number of elements of all parameters of the model that the function ``module:function`` returns.
+    """Return the number of elements of all parameters of the model that ``name``, a ``module:function``, makes.
 
-    The model is made on the device ``meta``, where tensors take no memory.  ``name`` may also name a torch.nn.Module
-    instead of a function.
+    The function is called on the device ``meta``, where tensors take no memory.  ``name`` may also be the name of a
+    torch.nn.Module.
 
     Raises:
         Refusal: If the function cannot be imported, raises an error, or returns something else than a torch.nn.Module.
@@ -124,7 +124,7 @@ def count_parameters(name: str) -> int:
 
 
 def why_nothing(processes: int, command: Sequence[str]) -> str:
-    """Return the line that says why an audit saw no process group.
+    """Return the message that explains why an audit has nothing to report: it saw no process group.
 
     ``processes`` is the number of Python processes that loaded the audit, and ``command`` the program as it was given.
     """

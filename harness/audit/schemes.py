@@ -1,9 +1,9 @@
-"""Compares the calls of a step with closed forms, to find which scheme of data parallelism sends such messages.
+"""Finds the scheme of data parallelism whose messages match those that a program sent in a step.
 
-The closed form of a scheme says how many elements the whole messages of each operation have in a micro-batch.  The
-whole message of a collective is the complete tensor, such as the gathered tensor of an all-gather, and not only the
-part that a rank sends; :mod:`harness.audit.wire` computes how many bytes a rank sends for a whole message.  The table
-gives the numbers of elements as multiples of the model's parameters.
+An audit knows a closed form of each scheme: a formula for the number of elements that each kind of collective has in a
+micro-batch.  A collective counts with its whole message, which is the complete tensor, such as the gathered tensor of
+an all-gather.  A rank sends only a part of this tensor; :mod:`harness.audit.wire` computes how many bytes the part has.
+The table gives the numbers of elements as multiples of the number of the model's parameters.
 
 | scheme | all-gather | reduce-scatter | all-reduce |
 | --- | --- | --- | --- |
@@ -13,18 +13,19 @@ gives the numbers of elements as multiples of the model's parameters.
 | HSDP of S shards | as ZeRO-3, among the shards | 1 among the shards | 1 / S among the replicas |
 | hpZ | 1 in forward among all ranks, 1 in backward inside a group | as ZeRO-3 | |
 
-Units that stay gathered after forward are not gathered in backward.  As in ZeRO++, an all-gather in a type of 8 bits or
-less is called qwZ, and an all-to-all of such a type in place of the reduction is called qgZ.  With FSDP2, sizes,
-padding and types are taken from FSDP2's units, so that the closed form is exact.
+Modules whose weights stay gathered after forward are not gathered again in backward.  As in ZeRO++, an all-gather in a
+type of 8 bits or less is called qwZ.  An all-to-all in such a type that takes the place of the reduce-scatter is called
+qgZ.  If the program uses FSDP2, the sizes, padding and types are read from its units, which are the modules given to
+``fully_shard()``.  The closed form is then exact.
 
-This project's engine sends frames: the bytes of codes, scales and padding of an encoded shard.  The sizes of frames are
-taken from the hops of the engine's units, so that this closed form is exact too.  On N nodes of R ranks, with F the
-bytes of one rank's frames for all units, a rank sends in hierarchical ZeRO-3 and ZeRO++
+This project's engine sends encoded shards, called frames, which hold codes, scales and padding.  The sizes of frames
+are read from the running engine, so that its closed form is exact too.  On N nodes of R ranks, with F the bytes of one
+rank's frames for the whole model, a rank sends these bytes in hierarchical ZeRO-3 and ZeRO++:
 
 | | to other nodes | inside the rank's node |
 | --- | --- | --- |
 | gather for forward | (N - 1) F | (R - 1) N F |
-| gather for backward, of units that do not stay gathered | (N - 1) F, or 0 with hpZ | (R - 1) N F |
+| gather for backward, of weights that do not stay gathered | (N - 1) F, or 0 with hpZ | (R - 1) N F |
 | reduction | (N - 1) F | (R - 1) N F |
 """
 
@@ -46,11 +47,12 @@ _NARROW: Final = ("int8", "uint8")
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Measured and expected bytes of the messages that have the same operation, phase, type and group size.
+    """One row of the comparison with a scheme: the measured and the expected bytes of one kind of messages.
 
-    The bytes are sums over the calls of one rank in one step.  A collective counts with its whole message, such as the
-    gathered tensor of an all-gather (:class:`harness.audit.calls.Count`).  The expected bytes follow from the closed
-    form of a scheme of data parallelism: a formula for what the scheme sends.
+    Messages are of one kind if they have the same operation, phase, element type and group size.  Both numbers of bytes
+    are sums over the messages of one rank in one step.  A collective counts with its whole message, such as the
+    gathered tensor of an all-gather.  The expected bytes come from the scheme's closed form, a formula for what the
+    scheme sends.
     """
 
     operation: str
@@ -63,7 +65,7 @@ class Term:
 
     @property
     def difference(self) -> float | None:
-        """Measured bytes over expected bytes, minus 1; None if the closed form has no such messages."""
+        """Measured bytes over expected bytes, minus 1; None if the scheme has no such messages."""
         return None if not self.expected else self.measured / self.expected - 1
 
 
@@ -83,7 +85,7 @@ class Scheme:
 
     @property
     def expected(self) -> float:
-        """The bytes of all ``terms`` together by the scheme's closed form."""
+        """The bytes of all ``terms`` together that the scheme's closed form expects."""
         return sum(term.expected or 0 for term in self.terms)
 
 
@@ -101,7 +103,7 @@ class Model:
 
 
 def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Model | None:
-    """Return the size of the audited model; None if it is not known.
+    """Return the audited model's number of parameters and what is known of its units; None if the number is unknown.
 
     Args:
         calls: The calls of all ranks, with what the witnesses noted about the model.
@@ -123,9 +125,10 @@ def model_of(calls: Calls, elements: int | None = None, named: str = "") -> Mode
 
 
 def recognise(calls: Calls, rank: Rank, step: int, model: Model) -> Scheme:
-    """Return the scheme whose closed form fits the calls that a rank made in a step.
+    """Return the scheme of data parallelism whose closed form fits the calls that ``rank`` made in ``step``.
 
-    If no closed form fits within :data:`TOLERANCE`, the returned scheme's name is :data:`NONE`.
+    A closed form is a formula for the bytes that a scheme sends.  If no closed form fits within :data:`TOLERANCE`, the
+    name of the returned scheme is :data:`NONE`.
     """
     if model.hops and (own := rank.model or {}).get("own"):
         return _of_hops(calls, rank, step, model, own["own"])
@@ -154,11 +157,16 @@ def _term(place: Place, count: Count, expected: float | None = None) -> Term:
 
 
 def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]]:
-    """Return the name of the scheme that the messages look like, and the bytes of its closed form.
+    """Guess the scheme from the kinds of messages that a rank sent, and return its name and its expected bytes.
 
-    ``large`` has the sums of a rank's messages in one step, by (operation, phase, type, size of the group), without
-    sums that are too small to be weights or gradients.  The bytes are a dict with some or all of these keys.  If the
-    messages look like no scheme, the name is :data:`NONE`.
+    Args:
+        large: Measured sums of one rank's messages in one step, by (operation, phase, type, group size).  Sums that are
+            too small to be weights or gradients are left out.
+        model: Size of the model.
+
+    Returns:
+        (name, bytes).  ``name`` is :data:`NONE` if the messages look like no scheme.  ``bytes`` has the expected bytes
+        by keys of ``large``; keys for which the scheme has no messages are missing.
     """
     if model.units:
         found = _of_units(large, model)
@@ -169,11 +177,15 @@ def _closed_form(large: dict[Place, Count], model: Model) -> tuple[str, dict[Pla
     elements = model.elements
 
     def whole(places: Sequence[Place], share: float = 1.0) -> dict[Place, float]:
-        """Return, for each place, the bytes of ``share`` of the parameters times the number of micro-batches.
+        """Return the expected bytes of messages that carry ``share`` times the model's parameters in each micro-batch.
 
-        A place is (operation, phase, type, size of the group).  The number of micro-batches is found from the elements
-        that were measured at this place.  With 1000 parameters, a share of 0.5 and 1490 elements, the quotient
-        1490 / (0.5 * 1000) = 2.98 is rounded to 3 micro-batches.  The least number is 1.
+        The number of micro-batches is not known.  It is estimated for each place from the elements that were measured
+        there, and is at least 1.  For example, with 1000 parameters, a share of 0.5 and 1490 measured elements, the
+        quotient 1490 / (0.5 * 1000) = 2.98 is rounded to 3 micro-batches.
+
+        Args:
+            places: Keys of ``large``: (operation, phase, type, group size).
+            share: Elements of one micro-batch's messages, divided by the model's parameters.
         """
         return {
             place: share
@@ -215,10 +227,10 @@ _OPERATIONS: Final = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"
 
 
 def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place, float]] | None:
-    """Return the name of FSDP2's scheme, and the bytes of the closed form that follows from FSDP2's units.
+    """Return the name of FSDP2's scheme and its expected bytes, computed from the sizes and groups of FSDP2's units.
 
-    ``large`` and the returned bytes have the keys (operation, phase, type, size of the group).  Returns None if FSDP2
-    would send messages under a key that ``large`` lacks.
+    ``large`` has the measured sums of a rank's messages.  Its keys, and those of the returned bytes, are (operation,
+    phase, type, group size).  Returns None if FSDP2 would send messages under a key that ``large`` lacks.
     """
     once: dict[Place, float] = defaultdict(float)
     kept = all(not unit["gathered_again_in"] for unit in model.units)
@@ -243,12 +255,12 @@ def _of_units(large: dict[Place, Count], model: Model) -> tuple[str, dict[Place,
 
 
 def _of_hops(calls: Calls, rank: Rank, step: int, model: Model, hops: Sequence[dict[str, Any]]) -> Scheme:
-    """Return the scheme that this project's engine follows, with the bytes that ``rank`` sent in ``step``.
+    """Compare what ``rank`` sent in ``step`` with what this project's engine should send, and return the scheme.
 
-    The closed form is the sum of ``hops``, the exchanges by which the engine gathers weights and reduces gradients, as
-    the witness has described them.  The scheme's name is :data:`NONE` if the measured bytes do not fit this sum, or if
-    there are other large messages.  An audit does not see messages that ranks exchange in shared memory, so the closed
-    form leaves them out.
+    The expected bytes are the sum of ``hops``: descriptions, from the witness, of the exchanges in which the engine
+    gathers weights and reduces gradients.  Exchanges through shared memory are left out, since an audit does not see
+    them.  The scheme's name is :data:`NONE` if the measured bytes differ from the expected bytes, or if the rank sent
+    other large messages too.
     """
     sums: dict[_Spot, Count] = defaultdict(lambda: Count(0, 0, 0))
     types: dict[_Spot, str] = {}
@@ -300,9 +312,11 @@ _PHASE: Final = {"forward": "forward", "again": "forward", "backward": "backward
 
 
 def _micro_batches(sums: dict[_Spot, Count], hops: Sequence[dict[str, Any]]) -> int:
-    """Return the number of micro-batches of our engine's step, computed from the bytes that the rank sent in forward.
+    """Return the number of micro-batches in the audited step of this project's engine.
 
-    If only the first micro-batch gathers weights in forward, these bytes do not show the number, and 1 is returned.
+    The number is computed from ``sums``, the bytes that the rank sent in forward passes, and ``hops``, the bytes of the
+    gathers of one forward pass.  If only the first micro-batch gathers weights in forward, the number cannot be
+    computed, and 1 is returned.
     """
     first, again = (
         sum((len(hop["ranks"]) - 1) * hop["bytes"] for hop in hops if hop["turn"] == turn)
@@ -344,7 +358,7 @@ def _bits(dtype: str) -> int:
 
 
 def share_of(count: float, dtype: str, model: Model | None) -> float | None:
-    """Return the number of elements in ``count`` bytes of the type ``dtype``, divided by the model's ``elements``.
+    """Convert ``count`` bytes of the type ``dtype`` into elements, and return these as a share of the model's elements.
 
     Returns None if there is no model, or if ``count`` is NaN.
     """

@@ -1,6 +1,6 @@
-"""Makes the tables of an audit: the calls, their comparison with a closed form, and the bytes that interfaces counted.
+"""Makes the tables of an audit: the calls, the comparison with a scheme, and the bytes that interfaces counted.
 
-The calls of all steps also become a CSV file.
+The module also writes the calls of all steps as CSV.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Report:
 
     @property
     def shown(self) -> int:
-        """The step whose calls tables show: the first step of the largest class of steps with equal calls."""
+        """The step whose calls the tables show: the first step of the largest class of steps with equal calls."""
         return self.classes[0][0]
 
 
@@ -84,9 +84,10 @@ def report_on(
     broken: Sequence[str] = (),
     kept: int = 0,
 ) -> Report:
-    """Return the report of the steps with the numbers ``steps``, at least one.
+    """Compare the calls of the steps with the schemes, and return the report of these steps.
 
-    The other arguments become the fields of the same name of :class:`Report`.
+    ``steps`` are the numbers of the steps, at least one.  The other arguments become the fields of the same name of
+    :class:`Report`.
     """
     classes = alike(calls, steps)
     scheme = None if model is None else recognise(calls, calls.ranks[0], classes[0][0], model)
@@ -94,9 +95,10 @@ def report_on(
 
 
 def call_rows(report: Report, step: int | None = None) -> list[dict[str, Any]]:
-    """Return a row for each :class:`Line` of ``step``, by the keys of :data:`COLUMNS` and a few more.
+    """Return the table of calls in one step, a dictionary for each row, by the keys of :data:`COLUMNS` and a few more.
 
-    Without ``step``, the rows are those of :attr:`Report.shown`, the step that stands for all reported steps.
+    There is one row for each :class:`Line`, which stands for equal calls of one or several ranks.  By default the step
+    is :attr:`Report.shown`, the step that stands for all reported steps.
     """
     return [_row(report, line) for line in lines(report.calls, report.shown if step is None else step)]
 
@@ -131,15 +133,16 @@ def _row(report: Report, line: Line) -> dict[str, Any]:
 
 
 def short(site: str) -> str:
-    """Return a call site, with its path relative to the working folder if the file lies in that folder."""
+    """Return a call site, with its path relative to the working folder if the file lies in the working folder."""
     base = f"{Path.cwd()}/"
     return site.removeprefix(base)
 
 
 def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
-    """Return a row for each term of a scheme, then for each of its other messages, then for the sum of its terms.
+    """Return the rows of the table that compares measured bytes with a scheme, by the keys of :data:`SCHEME_COLUMNS`.
 
-    Keys are those of :data:`SCHEME_COLUMNS`.
+    There is a row for each kind of messages that the scheme has, then a row for each other kind of messages, such as
+    norms and losses, and last the sum of the scheme's messages.
     """
     rows = [
         {
@@ -159,16 +162,17 @@ def scheme_rows(scheme: Scheme) -> list[dict[str, Any]]:
 
 
 def counter_rows(report: Report) -> list[dict[str, Any]]:
-    """Return a row for each node and interface, with the bytes that the interface sent in the reported steps.
+    """Return a row for each node and interface, with the bytes that the interface counted in the reported steps.
 
-    ``expected`` are the bytes that the calls of these steps send to other nodes.  A few of the first and last reported
-    steps may be left out of both numbers (:func:`_between_reads`).
+    A row compares two numbers: ``counted``, the bytes that the interface has sent, and ``expected``, the bytes that the
+    calls of the same steps send to other nodes.  A few of the first and last reported steps may be left out of both
+    numbers (:func:`_between_reads`).
 
-    Each rank of a node reads the node's counters when the rank's step ends.  The first rank's reading lacks what other
-    ranks have yet to send in this step.  The last rank's reading includes what other ranks have already sent in the
-    next step.  The node's count at the end of the step lies between these two readings.  The bytes between the ends of
-    two steps are therefore known as a range: ``counted`` is the middle of this range, and ``uncertain`` half of its
-    width.  At the program's end, the last reading is exact.
+    The counters are not read at one moment.  Each rank of a node reads them when the rank's own step ends.  The first
+    rank's reading lacks what other ranks have yet to send in this step.  The last rank's reading includes what other
+    ranks have already sent in the next step.  The node's true count at the end of the step lies between these two
+    readings, so the bytes between the ends of two steps are known only as a range.  ``counted`` is the middle of the
+    range, and ``uncertain`` is half of its width.  When the program has ended, the last reading is exact.
     """
     calls, rows = report.calls, list[dict[str, Any]]()
     for node in sorted(set(calls.topology.nodes.values())):
@@ -177,7 +181,7 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
         if between is None:
             continue
         first, last = between
-        # After the last step, the last reading also counts what was sent after this step.
+        # The reading after the program's last step also counts what was sent after this step.
         through = last + 1 if _ended(ranks, last) else last
         expected = sum(
             wire.between_by_node(calls, step).get(node, 0.0) for step in range(first + 1, through + 1)
@@ -204,15 +208,16 @@ def counter_rows(report: Report) -> list[dict[str, Any]]:
 def _ended(ranks: Sequence[Rank], step: int) -> bool:
     """Return whether ``step`` was the last step of all ranks, and all ranks then ended by themselves.
 
-    In this case, each rank has read its node's counters once more when it ended.
+    Each rank has then read its node's counters once more when it ended.
     """
     return all(rank.ended in ("exit", "os._exit") and rank.steps == step for rank in ranks)
 
 
 def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
-    """Return, by interface, (least value, greatest value) of the counters that the ranks of one node read after a step.
+    """Return, for each interface, the (smallest, largest) value that the ranks of one node read after ``step``.
 
-    If the program ended with this step, the greatest value is exact, and is returned as both values.
+    Each rank reads the counter at another moment, so that the values differ.  If the program ended with this step, the
+    largest value is exact, and is returned as both values.
     """
     read: dict[str, list[int]] = {}
     for rank in ranks:
@@ -223,13 +228,13 @@ def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
 
 
 def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, int] | None:
-    """Return two steps (first, last) at whose ends a node's counters are compared.
+    """Choose two steps (first, last), such that a node's bytes between their ends are known as exactly as possible.
 
-    Candidates are the reported steps, and the step before the first reported step.  A step is a candidate only if all
-    ranks of the node read the counters after this step.  ``first`` is one of the first ten candidates, and ``last`` is
-    one of the last ten.  Of all such pairs, the pair with the smallest error is returned.  The error of a pair is the
-    uncertainty of both readings, divided by the number of steps between them.  Returns None if there are fewer than two
-    candidates.
+    The steps that can be chosen are the reported steps, and the step before them, if all ranks of the node read the
+    counters after the step.  ``first`` is one of the first ten of these steps, and ``last`` is one of the last ten.
+    The chosen pair has the least uncertainty for each step between the two: the spread of the ranks' readings after
+    both steps, divided by the number of steps between them.  Returns None if there are fewer than two steps to choose
+    from.
     """
     common = set.intersection(*(set(rank.counters) for rank in ranks))
     read = sorted(step for step in common if steps[0] - 1 <= step <= steps[-1])
@@ -246,7 +251,7 @@ def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, in
 
 
 def as_csv(report: Report) -> str:
-    """Return the calls of all reported steps as CSV, with a line for each step and each row of :func:`call_rows`."""
+    """Return the calls of all reported steps as CSV text: a line for each row of :func:`call_rows` of each step."""
     out = io.StringIO()
     rows = [{"step": step, **row} for step in report.steps for row in call_rows(report, step)]
     names = list(rows[0]) if rows else ["step"]

@@ -1,7 +1,7 @@
-"""Says how many bytes a rank sends for a call, inside its node and to other nodes.
+"""Computes how many bytes a rank sends for a call, inside its node and to other nodes.
 
-The formulas assume rings, which gloo and NCCL use for large messages.  With P ranks and a whole message of S bytes, a
-rank sends
+The formulas assume ring algorithms, which gloo and NCCL use for large messages.  With P ranks and a whole message of S
+bytes (the complete tensor, such as the gathered tensor of an all-gather), a rank sends
 
 | operation | bytes |
 | --- | --- |
@@ -9,10 +9,10 @@ rank sends
 | all-reduce | 2 S (P - 1) / P to the next rank of the group |
 | all-to-all | S / P to each other rank |
 | send | S to the receiving rank |
-| broadcast, reduce, gather, scatter | S (P - 1) / P to the next rank of the group: the mean over the ranks |
+| broadcast, reduce, gather, scatter | S (P - 1) / P to the next rank of the group |
 
-The last row is a mean, since the audit does not know the root.  For gather and scatter, S is the size of one rank's
-tensor.
+The last row is the mean over all ranks, since the audit does not know which rank is the root.  For gather and scatter,
+S is the size of one rank's tensor.
 
 Source: gloo/allgather_ring.h, gloo/allreduce.cc; NCCL's documentation of algorithm bandwidth (nccl-tests,
 doc/PERFORMANCE.md).
@@ -39,10 +39,15 @@ class Sent(NamedTuple):
 
 
 def sent(rank: int, key: Key, count: Count, group: Group, topology: Topology) -> Sent:
-    """Return the bytes that ``rank`` sends for the calls that have the fields ``key``, in ``group``.
+    """Return the bytes that ``rank`` sends for some equal calls in the process group ``group``.
 
-    ``count`` has the sum of the bytes of these calls.  It counts whole messages, such as the gathered tensor of an
-    all-gather, of which a rank sends only a part.
+    Args:
+        rank: The global rank.
+        key: The fields that the calls share, such as their operation.
+        count: The calls' sums.  Their bytes are those of whole messages, such as the gathered tensor of an all-gather,
+            of which a rank sends only a part.
+        group: The process group.
+        topology: The node of each rank.
     """
     size, me = group.size, topology.nodes.get(rank, 0)
     if key.done_as == "recv" or size < 2:
@@ -60,10 +65,10 @@ def sent(rank: int, key: Key, count: Count, group: Group, topology: Topology) ->
 
 
 def between_by_node(calls: Calls, step: int, *, late: bool = False) -> dict[int, float]:
-    """Return, by node, the bytes that the node's ranks send to other nodes in a step.
+    """Return, for each node, the bytes that the node's ranks send to other nodes in a step.
 
-    With ``late``, only a part of the step's calls are counted: the calls that were made after the step's interface
-    counters had been read.
+    With ``late``, only some calls of the step are counted: those that were made after the interface counters had been
+    read for this step.
     """
     leaving: dict[int, float] = defaultdict(float)
     for rank in calls.ranks:

@@ -1,35 +1,35 @@
 """Records the collectives of one process of an audited program, step by step, into a file of the audit's folder.
 
-A copy of this file is loaded into the program's processes by their ``sitecustomize`` (:mod:`harness.audit.on_path`),
-possibly by another Python than ours: it needs Python 3.8 or later and imports only the standard library.  It uses
-torch only after the program has imported it.  No exception leaves this module, and the first exception is written into
-the file.
+A copy of this file is loaded into the program's processes by their ``sitecustomize`` (:mod:`harness.audit.on_path`).
+The program may run in another Python than ours: this file needs Python 3.8 or later, and imports only the standard
+library.  It uses torch only after the program has imported it.  No exception leaves this module; the first exception is
+written into the file.
 
 Calls come from two sources:
 
 - the *recorder*: torch's flight recorder, which the backends NCCL and (from torch 2.13) gloo fill in C++.  The recorder
   also has the calls that C++ code makes, such as DDP's reducer.  It is a ring buffer, and can only be copied as a
   whole, which takes about 10 us for each entry.  The witness reads it after each of the first ten steps, and whenever
-  it is about to overflow.  After other steps the witness reads it only if reading has taken at most one percent of the
-  process's processor time so far.
-- the *wrapper*: methods of ``ProcessGroup`` that note a call before they make it.  The wrapper sees only calls from
-  Python.  It is used for send and recv over gloo, and for backends without a recorder.
+  it is about to overflow.  After other steps the witness reads it only if all its readings since the first step
+  together stay below one percent of the process's processor time.
+- the *wrapper*: replacements of ``ProcessGroup``'s methods, which note a call before they make it.  The wrapper sees
+  only calls from Python.  It is used for send and recv over gloo, and for backends without a recorder.
 
-Copying the recorder with Python stacks takes longer than without.  The witness therefore learns sequences: a step's
-operations, groups, sizes and types, in their order.  Once a sequence has come twice with the same stacks, later steps
-with this sequence are read without stacks, and get the phases and call sites that were learnt.  If a step in a reading
-has an unknown sequence, the whole reading is repeated with stacks.
+Copying the recorder with Python stacks takes longer than without.  The witness therefore learns sequences.  A sequence
+is the list of a step's calls, each with its operation, group, sizes and types.  Once a sequence has come twice with the
+same stacks, later steps with this sequence are read without stacks.  Their calls get the phases and call sites that
+were learnt.  If a step has an unknown sequence, the recorder is read once more, with stacks.
 
 The file has one JSON object a line, whose ``event`` is one of
 
 - ``process``: facts about this process; ``torch``: torch's version and recorders; ``rank``: this process's rank;
 - ``group``: name, ranks and backend of a process group;
-- ``model``: the number of parameters that optimizers hold, the units of FSDP2, and the hops of this project's engine;
+- ``model``: the number of parameters that optimizers hold, the units of FSDP2, and what this project's engine sends;
 - ``rows``: calls of the steps ``first`` to ``last``, which all had the same calls; ``last`` is null for calls after
   the last whole step.  A row is a list in the order of :data:`FIELDS`;
 - ``counters``: bytes that each interface has sent until the end of a step, without the headers of packets;
 - ``late``: rows of the calls of a step that were made after the step's counters were read;
-- ``lost``: entries of the recorder that were overwritten before they were read;
+- ``lost``: the number of entries of the recorder that were overwritten before they were read;
 - ``unmarked``: the function that ``--step-marker`` names does not exist, so that no call of it ends a step;
 - ``fault``: an exception that was raised in this module;
 - ``end``: how the process ended; without this event, the process was killed.
@@ -64,9 +64,9 @@ FIELDS = (
     "phase", "operation", "done_as", "dtype", "group", "peer", "site", "caller", "source", "calls", "elements",
     "bytes",
 )  # fmt: skip
-"""What a row holds.  Calls that agree in all fields but the last three are counted in one row."""
-# Number of entries that the recorder holds in an audited program.  More entries would take longer to copy, at the
-# latest when the program ends; fewer entries would not hold the calls of a large step.
+"""The fields of a row, in order.  Calls that agree in all fields but the last three are counted in one row."""
+# Number of entries that the flight recorder holds in an audited program.  With more entries, a copy of the recorder
+# would take longer.  With fewer entries, the calls of a large step would not fit.
 RING = 5_000
 FIRST_STEPS = 10  # the recorder is read after each of so many first steps
 BUDGET = 0.01  # share of the process's processor time that reading may take after the first steps
@@ -113,7 +113,7 @@ _STANDARD = os.path.dirname(os.__file__) + os.sep  # noqa: PTH120  # the folder 
 
 
 def operation_of(name: str) -> str:
-    """Return the collective in the name of a method, function or profiling entry.
+    """Return the collective that the name of a method, function or profiling entry stands for.
 
     For ``_allgather_base`` this is ``all_gather``.  A name without a known collective is returned in lower case.
     """
@@ -139,12 +139,12 @@ def describe(frames: Iterable[tuple[str, str, int]], thread: str = "") -> tuple[
         thread: Name of the thread that made the call; autograd's threads are recognised by their names.
 
     Returns:
-        - the collective, under the name of torch.distributed's function for it, such as ``all_gather``;
-        - ``forward``, ``backward``, ``optimizer`` or ``other``;
-        - the innermost line of the user's program, outside of installed packages and the standard library;
-        - the innermost function that does not belong to torch.distributed's Python interface.
+        - operation: the collective, named as torch.distributed's function for it, such as ``all_gather``;
+        - phase: ``forward``, ``backward``, ``optimizer`` or ``other``;
+        - call site: the innermost line of the user's program, outside of installed packages and the standard library;
+        - caller: the innermost function that does not belong to torch.distributed's Python interface.
 
-        A text is empty if the stack has no such function or line.
+        Operation, call site and caller are empty if the stack does not show them.
     """
     operation = site = caller = first_phase = ""
     backward = thread.startswith("pt_autograd")
@@ -177,10 +177,11 @@ def _below_packages(path: str) -> str:
 
 
 def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method of :class:`Witness` so that it raises no exception.
+    """Wrap a method of :class:`Witness` so that it never raises an exception into the audited program.
 
-    If the method fails, the wrapper writes the event ``fault`` and returns None.  A wrapped method does nothing if this
-    thread is already inside a wrapped method, or if the witness has stopped.
+    If the method fails, the wrapper writes the event ``fault`` and returns None.  The wrapper does nothing and returns
+    None in two cases: if it is called from within another wrapped method, in the same thread, or if the witness has
+    stopped.
     """
 
     @functools.wraps(function)
@@ -201,11 +202,13 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Sequence:
-    """The calls of a step, in their order, which later steps are compared with.
+    """The calls of a step, in their order; a later step with the same calls is recognised by comparing it with them.
 
     Attributes:
-        identities: For each call, its operation, group, sizes and types, by which calls are compared without stacks.
-        rows: The row of each call.  None once the same calls have come with different stacks.
+        identities: For each call, its operation, group, sizes and types.  Steps are compared by these, since stacks are
+            not needed for them.
+        rows: For each call, its row, with the phase and call site that were learnt from its stack.  None if the same
+            calls came with different stacks.
         times: Number of steps that had these calls.
     """
 
@@ -214,7 +217,7 @@ class _Sequence:
         self.rows: list[Any] | None = rows
 
     def learn(self, rows: list[Any]) -> None:
-        """Count another step with the calls of this sequence; if the step had other ``rows``, forget the known rows."""
+        """Count one more step with these calls; if its ``rows`` differ from the known rows, forget the known rows."""
         self.times += 1
         if self.rows != rows:
             self.rows = None
@@ -253,7 +256,7 @@ class Witness:
         self.marks: list[tuple[int, int, int]] = []  # (step, begin of its optimizer, end), not written; in ns
         self.tail: list[Call] = []  # calls after the last step, not written
         self.noted: list[Call] = []  # calls that the wrapper saw, not written
-        # Calls that the wrapper counted since the last reading, and in this step; the most calls in any step.
+        # since: calls that the wrapper counted since the last reading; in_step: in this step; most: in any one step.
         self.since = self.in_step = self.most = 0
         self.seen: dict[str, int] = {}  # the last entry of each recorder that was read
         self.known: dict[str, list[_Sequence]] = {}  # by recorder
@@ -273,9 +276,10 @@ class Witness:
     # Beginning and end ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Write facts about this process, and arrange that :meth:`arm` runs as soon as the program has imported torch.
+        """Write facts about this process, and arrange that the recording starts when the program imports torch.
 
-        Also arrange that :meth:`end` runs when the process ends, and :meth:`forked` in each forked process.
+        As soon as torch has been imported, :meth:`arm` runs.  Also arrange that :meth:`end` runs when the process ends,
+        and :meth:`forked` in each forked process.
         """
         self.write(event="process", **_process())
         atexit.register(self.end, "exit")
@@ -299,7 +303,7 @@ class Witness:
             sys.meta_path.insert(0, _AfterImport(wanted))
 
     def forked(self) -> None:
-        """Begin to record anew in a forked process, into another file.
+        """In a forked process, begin to record anew, into a file of its own.
 
         Calls that the parent process has not written yet are dropped here, since the parent writes them.
         """
@@ -317,9 +321,9 @@ class Witness:
                     self.write(event="end", how=how, steps=self.steps, **self.seconds())
 
     def seconds(self) -> dict[str, float]:
-        """Return two numbers of processor seconds since the end of the first step.
+        """Return the processor seconds of reading the recorder and of the whole process, since the first step's end.
 
-        ``reading`` was spent in reading the recorder, and ``lasted`` is the time of the whole process.
+        The keys are ``reading`` (seconds spent in reading the recorder) and ``lasted`` (seconds of the whole process).
         """
         lasted = time.process_time() - self.first_step if self.first_step else 0.0
         return {"reading": round(self.spent, 4), "lasted": round(lasted, 4)}
@@ -327,7 +331,8 @@ class Witness:
     def stop(self, *, in_hook: bool = False) -> None:
         """Stop recording, and remove all wrappers and hooks.
 
-        With ``in_hook``, this method is called in an optimizer's hook.  The hooks then stay, and do nothing.
+        ``in_hook`` says that an optimizer's hook calls this method.  torch then iterates over the hooks, so they stay
+        registered and do nothing from now on.
         """
         self.over = True
         for undo in reversed(self.undo):
@@ -337,7 +342,7 @@ class Witness:
                 hook.remove()
 
     def fault(self) -> None:
-        """Write the event ``fault`` for the exception that is being handled, unless this event was written before."""
+        """Write the event ``fault`` for the exception that is being handled; only the first fault is written."""
         if not self.faulty:
             self.faulty = True
             with contextlib.suppress(Exception):  # for example a full disk: there is nothing left to do
@@ -364,7 +369,10 @@ class Witness:
 
     @_guarded
     def arm(self, torch: Any) -> None:
-        """Set the optimizers' hooks and the wrappers of ``ProcessGroup``, after the program has imported ``torch``."""
+        """Start to record: register hooks on all optimizers, and wrap the methods of ``torch``'s ``ProcessGroup``.
+
+        Called when the program has imported ``torch``.
+        """
         self.torch = torch
         self.write(event="torch", version=str(torch.__version__), recorders=sorted(self.recorders()))
         if not (hasattr(torch, "distributed") and torch.distributed.is_available()):
@@ -392,15 +400,17 @@ class Witness:
             self.replace(module, "destroy_process_group", destroy_process_group)
 
     def replace(self, holder: Any, name: str, value: Any) -> None:
-        """Set the attribute ``name`` of ``holder`` to ``value``; :meth:`stop` restores the attribute."""
+        """Set the attribute ``name`` of ``holder`` to ``value``; :meth:`stop` restores the former value."""
         before = vars(holder)[name]  # not getattr(), which unwraps the methods of pybind's classes
         setattr(holder, name, value)
         self.undo.append(lambda: setattr(holder, name, before))
 
     def noting(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """Wrap a method of ``ProcessGroup`` such that the witness learns of each call before the call is made.
+        """Return a replacement for a method of ``ProcessGroup`` that notes each call before it makes the call.
 
-        A call that a recorder is known to see is only counted.  Any other call goes to :meth:`note`, as ``operation``.
+        A call that torch's flight recorder is known to see is only counted, so that the witness knows how full the
+        recorder is.  Any other call is passed to :meth:`note`, as ``operation``, and so is a call by which the recorder
+        may be nearly full.
         """
         maybe_unseen = operation in _POINT_TO_POINT
 
@@ -426,7 +436,7 @@ class Witness:
         """Count a call of ``operation`` from Python; if no recorder sees the call, also note its row.
 
         If ``group`` is not known yet, first find all new groups.  If the recorder is nearly full, and no step has ended
-        since it was last read, first read it.
+        since the recorder was last read, read it now.
         """
         self.since += 1
         self.in_step += 1
@@ -460,10 +470,10 @@ class Witness:
 
     @_guarded
     def before_step(self, optimizer: Any, *_: Any) -> None:
-        """Note the time at which ``optimizer`` begins to step, if ``optimizer`` is the optimizer that ends steps.
+        """Note when a step of ``optimizer`` begins, if ``optimizer`` is the one whose steps end training steps.
 
-        The optimizer that ends steps is the first optimizer whose ``step()`` is called; of nested optimizers, it is the
-        outermost.  After it has been deleted, the next optimizer that steps takes its place.
+        That one is the first optimizer whose ``step()`` is called; of nested optimizers, the outermost.  After it has
+        been deleted, the next optimizer that steps takes its place.
         """
         if self.stepper is None or self.stepper() is None:
             self.stepper = weakref.ref(optimizer)
@@ -472,7 +482,7 @@ class Witness:
 
     @_guarded
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """End a step if ``optimizer`` is the optimizer that ends steps.
+        """End the training step, if ``optimizer`` is the one whose steps end training steps (:meth:`before_step`).
 
         If ``optimizer`` has stepped for the first time, also write the number of its parameters.
         """
@@ -484,11 +494,12 @@ class Witness:
 
     @_guarded
     def mark(self) -> None:
-        """Count the current step as ended, and read the recorder if this is due.
+        """Count the current step as ended, and read the recorder if it is time to.
 
-        It is due after each of the first :data:`FIRST_STEPS` steps, after ``last_step``, and if the recorder could
-        overflow in the next step.  Otherwise the recorder is read only if reading has taken at most the share
-        :data:`BUDGET` of the process's processor time.  After ``last_step``, the witness stops.
+        The recorder is always read after each of the first :data:`FIRST_STEPS` steps, after ``last_step``, and if it
+        could overflow in the next step.  After any other step it is read only if all readings since the first step,
+        this one included, take at most the share :data:`BUDGET` of the process's processor time.  After ``last_step``,
+        the witness stops.
         """
         self._mark()
 
@@ -512,7 +523,7 @@ class Witness:
             self.stop(in_hook=True)
 
     def mark_calls(self, module: Any) -> None:
-        """Wrap the function that ``marker`` names in ``module``, such that a step ends each time the function returns.
+        """Wrap the function of ``module`` that ``marker`` names, so that a step ends each time the function returns.
 
         If the module has no such function, write the event ``unmarked``.
         """
@@ -535,13 +546,13 @@ class Witness:
     # What there is ----------------------------------------------------------------------------------------------
 
     def recorders(self) -> dict[str, Callable[..., bytes]]:
-        """Return by name (``generic``, ``nccl``) the functions of this torch that copy a flight recorder's entries."""
+        """Return torch's functions that copy a flight recorder's entries, by name: ``generic`` or ``nccl``."""
         c10d = getattr(self.torch._C, "_distributed_c10d", None)  # noqa: SLF001
         names = {"generic": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
         return {name: getattr(c10d, dump) for name, dump in names.items() if hasattr(c10d, dump)}
 
     def sees(self, backend: str) -> bool:
-        """Return whether a recorder sees the collectives of a backend, such as ``cpu:gloo,cuda:nccl``."""
+        """Return whether torch's flight recorder sees the collectives of a backend, such as ``cpu:gloo,cuda:nccl``."""
         recorders = self.recorders()
         version = tuple(int(part) for part in self.torch.__version__.split("+")[0].split(".")[:2])
         known = {"nccl"} if "nccl" in recorders else set()
@@ -573,10 +584,10 @@ class Witness:
                 self.write(event="rank", rank=self.rank, world=default.size())
 
     def measure_model(self, optimizer: Any) -> None:
-        """Write the event ``model`` after ``optimizer`` has stepped for the first time.
+        """Write the event ``model``, which describes the model, after ``optimizer`` has stepped for the first time.
 
-        The event has the number of elements of the parameters in all optimizers that have stepped, FSDP2's units, and
-        the hops of this project's engines.
+        The event has the number of elements of the parameters in all optimizers that have stepped so far, FSDP2's
+        units, and what this project's engines send in a step.
         """
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -596,14 +607,14 @@ class Witness:
 
     @_guarded
     def read(self, *, final: bool) -> None:
-        """Write the calls of all steps that have ended; if ``final``, also the calls after the last such step."""
+        """Write the calls of all steps that have ended; if ``final``, also the calls after the last of these steps."""
         self._read(final=final)
 
     def _read(self, *, final: bool) -> None:
         if self.torch is None or not hasattr(self.torch, "distributed"):
             return
-        # Thousands of dictionaries would let the garbage collector search the whole program again and again, which
-        # takes ten times as long as reading them.  They form no cycles.
+        # A reading makes thousands of dictionaries.  They would make the garbage collector search the whole program
+        # again and again, which takes ten times as long as the reading.  They form no cycles and need no collector.
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -635,10 +646,13 @@ class Witness:
         self.read_steps = self.steps
 
     def _write_steps(self, calls: list[Call]) -> list[Call]:
-        """Write the calls of the steps that have ended, and return the calls after them.
+        """Write the calls of the steps that have ended; return the remaining calls, which the current step made.
 
-        A call of the optimizer that directly follows the end of a step, such as DeepSpeed's gather of the new
-        weights, belongs to that step.
+        A call in the phase ``optimizer`` that directly follows the end of a step, such as DeepSpeed's gather of the new
+        weights, is counted in the step that has just ended.
+
+        Args:
+            calls: All calls that have not been written, sorted by time.
         """
         by_step: dict[int, list[Call]] = {step: [] for step, _, _ in self.marks}
         place, moments = 0, [moment for moment, _ in calls]
@@ -674,7 +688,7 @@ class Witness:
         return tail
 
     def recorded(self) -> list[Call]:
-        """Return the calls that the recorders have noted since the recorders were last read."""
+        """Return the calls that torch's flight recorders have added since they were last read."""
         calls: list[Call] = []
         if self.closed and not self.since and not self.marks:
             return calls
@@ -701,8 +715,8 @@ class Witness:
 
         Args:
             name: Name of the recorder.
-            dump: Function that copies the recorder's entries.
-            stacks: Whether the copied entries have the Python stacks of the calls.
+            dump: torch's function that copies the recorder's entries.
+            stacks: Whether to copy the Python stacks of the calls too.
         """
         entries = pickle.loads(dump(True, stacks, False)).get("entries") or []  # noqa: S301  # torch wrote it
         last = self.seen.get(name, -1)
@@ -725,10 +739,14 @@ class Witness:
         return new, last
 
     def recalled(self, name: str, entries: list[dict[str, Any]]) -> list[Any] | None:
-        """Return the rows of ``entries``, which have no stacks, as learnt from earlier steps with the same calls.
+        """Return the rows of ``entries``, which have no stacks: phases and call sites come from earlier steps.
 
-        Returns None if the rows are not known: if a step has calls that have not come twice with the same stacks, or if
-        there are calls after the last step.
+        Returns None if the rows are not known.  This is so in two cases: if a step has calls that have not yet come
+        twice with the same stacks, or if some entries belong to no step that has ended.
+
+        Args:
+            name: Name of the recorder.
+            entries: The recorder's new entries.
         """
         rows: list[Any] = []
         for step in self.by_mark(entries):
@@ -740,7 +758,7 @@ class Witness:
         return rows if len(rows) == len(entries) else None  # there were calls after the last step
 
     def remember(self, name: str, entries: list[dict[str, Any]], rows: list[Any]) -> None:
-        """Remember the sequence of calls of each step in ``entries``, with the rows of these calls."""
+        """Remember the calls of each step in ``entries``, with the ``rows`` that were made from their stacks."""
         place, sequences = 0, self.known.setdefault(name, [])
         for step in self.by_mark(entries):
             identities, rows_of_step = [_IDENTITY(entry) for entry in step], rows[place : place + len(step)]
@@ -752,7 +770,7 @@ class Witness:
                 sequences.append(_Sequence(identities, rows_of_step))
 
     def by_mark(self, entries: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the entries of each step that has ended since the last reading, one list for each step."""
+        """Yield, for each step that has ended since the last reading, those of ``entries`` that the step made."""
         place, moments = 0, [*map(_CREATED, entries)]
         for _, _, end in self.marks:
             first = place
@@ -761,7 +779,7 @@ class Witness:
             yield entries[first:place]
 
     def row_of(self, entry: dict[str, Any]) -> tuple[Any, ...] | None:
-        """Return a recorder's entry as a row that has the :data:`FIELDS` except the field named ``calls``.
+        """Convert a recorder's entry into a row, which has all :data:`FIELDS` except the field named ``calls``.
 
         Returns None if the call sends no elements and is no barrier.
         """
@@ -794,10 +812,10 @@ class Witness:
         return (*key, elements, size)
 
     def counters(self) -> dict[str, int]:
-        """Return by name the bytes sent so far by each interface, each InfiniBand port, and this process's GPU.
+        """Return the bytes sent so far by each network interface, InfiniBand port, and this process's GPU, by name.
 
-        To compare an interface with the bytes of messages, 66 bytes of headers are subtracted for each of its packets.
-        A GPU's bytes are what it has sent through NVLinks.
+        From an interface's bytes, 66 bytes of headers are subtracted for each packet, so that they can be compared with
+        the bytes of messages.  A GPU's bytes are what it has sent through NVLinks.
         """
         sent = {}
         with open("/proc/self/net/dev", encoding="ascii") as file:  # noqa: PTH123  # also right in a namespace
@@ -840,21 +858,21 @@ class Witness:
 
 
 class _AfterImport:
-    """A finder for ``sys.meta_path`` that calls a function after a wanted module has been imported.
+    """A finder for ``sys.meta_path`` that calls a function after a certain module has been imported.
 
-    ``wanted`` has these functions by the module's name.  The other finders find the modules.  The function is called
-    only after an import, since a program may also look for a module without importing it, as
-    ``importlib.util.find_spec()`` does.
+    ``wanted`` has the functions by the names of the modules.  The modules themselves are found by Python's other
+    finders.  A function is called only when its module has been imported: a program may also look for a module without
+    importing it, as ``importlib.util.find_spec()`` does.
     """
 
     def __init__(self, wanted: dict[str, Callable[[Any], None]]) -> None:
         self.wanted = wanted
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Return the spec that another finder has for a wanted module, with its loader replaced by a :class:`_Loader`.
+        """Return the spec of a module in ``wanted``, changed so that the module's function is called after its import.
 
-        The :class:`_Loader` calls the function that ``wanted`` has for the module, after the module has been loaded.
-        Returns None for other modules, which Python's other finders then find.
+        Another finder makes the spec; its loader is wrapped in a :class:`_Loader`.  Returns None for all other modules,
+        which Python's other finders then find.
         """
         if name not in self.wanted:
             return None
@@ -870,9 +888,9 @@ class _AfterImport:
         return None
 
     def imported(self, name: str, module: Any) -> None:
-        """Call the function that ``wanted`` has for a module, which has just been imported.
+        """Call the function that ``wanted`` has for ``module``, which has just been imported under ``name``.
 
-        After the last wanted module, also remove this finder from ``sys.meta_path``.
+        After the last of the modules in ``wanted``, also remove this finder from ``sys.meta_path``.
         """
         after = self.wanted.pop(name, None)
         if not self.wanted and self in sys.meta_path:
@@ -884,7 +902,8 @@ class _AfterImport:
 class _Loader:
     """Loads a module with the loader that another finder chose, and then calls ``after(module)``.
 
-    Before the module's code runs, the module's ``__loader__`` is set to the chosen loader.
+    Before the module's code runs, the module's ``__loader__`` is set to the chosen loader, so that the module does not
+    see this class.
     """
 
     def __init__(self, loader: Any, after: Callable[[Any], None]) -> None:
@@ -907,8 +926,8 @@ class _Loader:
 def _process() -> dict[str, Any]:
     """Return facts that identify this process.
 
-    Among them are the process's host, process id (``pid``), time of start in ns and command, and the environment
-    variables of the launcher that say which rank this is.
+    These are the host, the process id (``pid``), the time of start in ns, the command, Python's version, and the
+    launcher's environment variables that say which rank this is.
     """
     environment = {
         name: os.environ[name]
@@ -927,7 +946,7 @@ def _world() -> Any:
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """Yield the tensors in an argument, which may be a list of lists."""
+    """Yield the tensors in an argument of a collective, which may be a tensor, a list, or a list of lists."""
     if isinstance(value, (list, tuple)):
         for part in value:
             yield from _tensors(part)
@@ -936,10 +955,11 @@ def _tensors(value: Any) -> Iterator[Any]:
 
 
 def _rows(calls: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
-    """Make one row of all calls that agree in every field but elements and bytes, and return the rows sorted.
+    """Combine equal calls into rows, and return the rows sorted.
 
-    A call has the :data:`FIELDS` except the field named ``calls``.  A row has all of them, in the same order: ``calls``
-    is the number of calls that the row counts, and ``elements`` and ``bytes`` are the sums over these calls.
+    Calls are equal if they agree in every field but ``elements`` and ``bytes``.  A call has the :data:`FIELDS` except
+    the field named ``calls``.  A row has all fields, in the same order: ``calls`` is the number of calls that it
+    combines, and ``elements`` and ``bytes`` are the sums over these calls.
     """
     sums: dict[tuple[Any, ...], list[int]] = {}
     for call in calls:
@@ -973,7 +993,7 @@ def _elements(parameter: Any) -> int:
 def _other_engines(
     optimizers: Container[int], held: Iterable[int]
 ) -> tuple[str, dict[int, tuple[int, str]]] | None:
-    """Return the model's parameters if DeepSpeed or this project's engine trains it.
+    """Return the sizes of the model's parameters if DeepSpeed or this project's engine trains it.
 
     The optimizers of these engines hold flat shards, from which the parameters cannot be counted.
 
@@ -982,8 +1002,8 @@ def _other_engines(
         held: Ids of the parameters that these optimizers hold.
 
     Returns:
-        The engine's name, and a dictionary with the (elements, type) of each parameter; its keys are arbitrary numbers.
-        None if neither engine trains the model.
+        The engine's name, and a dictionary with the (elements, type) of each parameter, whose keys mean nothing.  None
+        if neither engine trains the model.
     """
     if engines := _own_engines(held):
         slots = [slot for engine in engines for unit in engine.units for slot in unit.geometry.slots]
@@ -1001,9 +1021,9 @@ def _other_engines(
 
 
 def _own_engines(held: Iterable[int]) -> list[Any]:
-    """Return this project's engines whose masters are among the parameters with the ids ``held``.
+    """Return those of this project's engines that the optimizers with the parameters ``held`` (ids) train.
 
-    A master is the fp32 shard that an engine hands to the optimizer in place of the model's parameters.
+    Such an engine hands its masters, which are fp32 shards, to the optimizer in place of the model's parameters.
     """
     watch = sys.modules.get("impl.engine.optimizer_watch")
     engines = [] if watch is None else watch.engines()
@@ -1011,10 +1031,10 @@ def _own_engines(held: Iterable[int]) -> list[Any]:
 
 
 def _own_hops(engine: Any) -> list[dict[str, Any]]:
-    """Return what a step of this project's engine sends, summed over the engine's units.
+    """Return what this rank sends in a step of this project's engine, summed over the engine's units.
 
     A hop is one exchange of messages in a group of ranks; a gather or a reduction consists of one or more hops.  Each
-    returned dictionary stands for the hops that have the same turn, group of ranks, codec, kind and source:
+    returned dictionary sums up the hops that have the same turn, group of ranks, codec, kind and source:
 
     - ``turn``: ``forward`` (the first forward pass after an optimizer step), ``again`` (a further forward pass before
       the next optimizer step), ``backward`` or ``reduction``;
@@ -1024,8 +1044,8 @@ def _own_hops(engine: Any) -> list[dict[str, Any]]:
     - ``source``: what is sent, such as ``weights``, or ``copy`` for hpZ's copy of the weights;
     - ``between``: whether the messages go to other nodes;
     - ``unseen``: whether ranks exchange these messages in shared memory, which an audit does not see;
-    - ``bytes``: how many bytes the rank sends to each of the other ranks of the group; ``scales``: how many of these
-      bytes are scales;
+    - ``bytes``: how many bytes the rank sends to each of the other ranks of the group;
+    - ``scales``: how many of these bytes are the codec's scales;
     - ``each``: whether this turn happens in every micro-batch.
     """
     plan, schedule = sys.modules["impl.plan.hops"], sys.modules["impl.plan.prefetch_schedule"]
@@ -1069,11 +1089,11 @@ def _own_hops(engine: Any) -> list[dict[str, Any]]:
 
 
 def _fsdp_units(held: Container[int]) -> list[dict[str, Any]]:
-    """Return the sizes, types and groups of each of FSDP2's units whose parameters an optimizer holds.
+    """Return the sizes, types and groups of FSDP2's units, one dictionary for each unit.
 
-    ``held`` has the ids of the parameters that optimizers hold.  Units without such a parameter, such as a frozen
-    teacher's, are left out.  Returns an empty list if the program has no unit of FSDP2, or if this version of torch
-    keeps its units in attributes with other names.
+    Only units with a parameter that an optimizer holds are returned; ``held`` has the ids of these parameters.  So a
+    frozen teacher's units are left out.  Returns an empty list if the program has no unit of FSDP2, or if this version
+    of torch keeps its units in attributes with other names.
     """
     units = []
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})

@@ -1,7 +1,7 @@
-"""Exchanges values among all ranks of a trial outside of the wire, for measurements and barriers.
+"""Exchanges values among all ranks of a trial, for measurements and barriers, outside of the engine's own messages.
 
-Ranks that are processes use the default group of torch.distributed; ranks that are threads of one process hand their
-values over (:mod:`impl.transport.threads`).  All ranks must call each function, in one order.
+Ranks that are processes use the default group of torch.distributed.  Ranks that are threads of one process hand their
+values over in memory (:mod:`impl.transport.threads`).  All ranks must call the same functions in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def backend() -> str:
 
 
 def barrier() -> None:
-    """Wait until all ranks have called this."""
+    """Wait until all ranks have called this function."""
     if (thread := current()) is None:
         dist.barrier()
     else:
@@ -52,7 +52,7 @@ def gather(tensor: Tensor) -> list[Tensor]:
 
 
 def mean_of_group(tensor: Tensor, ranks: int) -> Tensor:
-    """Return the mean of ``tensor`` over this rank's group, elementwise.
+    """Return the elementwise mean of ``tensor`` over the ranks of this rank's group.
 
     A group is ``ranks`` consecutive ranks: with ``ranks`` 2, ranks 0 and 1 are a group, and ranks 2 and 3 are a group.
     """

@@ -1,12 +1,12 @@
 """Connects the supervisors of a run's nodes, which exchange small JSON messages through one key-value store.
 
 Every node has one supervisor, a process that starts and watches the node's ranks and outlives them
-(:mod:`harness.cluster.node_supervisors`).  The store is a ``TCPStore``: torchrun's own under torchrun, otherwise one
-that the supervisor of node 0 serves.  All messages are sealed with the run's token (:mod:`harness.cluster.run_token`),
-since every local user may connect to a store.
+(:mod:`harness.cluster.node_supervisors`).  The store is a ``TCPStore``.  Under torchrun it is torchrun's own; otherwise
+the supervisor of node 0 serves one.  All messages are encrypted and authenticated with the run's secret token
+(:mod:`harness.cluster.run_token`), since every local user may connect to a store.
 
-Heartbeats: each supervisor increments a counter in the store once a second, over a connection of its own.  A
-supervisor whose counter has not changed for :data:`_LOST_SECONDS` is lost.
+Each supervisor shows that it is alive by heartbeats: once a second, over a connection of its own, it increments a
+counter in the store.  A supervisor whose counter has not changed for :data:`_LOST_SECONDS` seconds is lost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ChannelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which node of the run this process belongs to, and where all nodes find the store of the run's messages."""
+    """Which node of the run this process belongs to, and at which address all nodes find the run's key-value store."""
 
     node: int
     nodes: int
@@ -62,14 +62,14 @@ class Place:
     def for_ranks(self, work: int) -> Place:
         """Return the place at which the ranks of all nodes meet for the command with number ``work``.
 
-        The ranks meet at the same store as the supervisors.  Only ``job``, the name of the run, is different: the name
-        is a part of each key, so the keys of these ranks differ from all other keys in the store.
+        The address of the store stays the same.  Only ``job``, the name of the run, changes.  It is a part of each key,
+        so that the ranks' keys differ from all other keys in the store.
         """
         return replace(self, job=f"{self.job}/ranks/{work}")
 
 
 class Channel:
-    """One supervisor's end of the control channel; a context manager that sends heartbeats."""
+    """One supervisor's connection to the run's key-value store; a context manager that sends heartbeats meanwhile."""
 
     def __init__(self, place: Place) -> None:
         """Connect to the store, or serve it, and find the run's token.
@@ -99,9 +99,9 @@ class Channel:
             file.unlink(missing_ok=True)
 
     def begin(self, nonces: list[str]) -> None:
-        """Start a session: from now on, seal messages with a secret that depends on the token and on ``nonces``.
+        """Start a session: from now on, encrypt messages with a secret that depends on the token and on ``nonces``.
 
-        Messages of earlier runs with the same token can then not be opened any more.
+        Messages of earlier runs with the same token can then no longer be read.
 
         Args:
             nonces: The random text that each node's supervisor has drawn, in order of nodes.
@@ -109,7 +109,7 @@ class Channel:
         self._sealed = run_token.of_session(self.token, nonces)
 
     def post(self, key: str, value: Any) -> None:
-        """Store ``value`` as JSON, sealed, under ``key``; raises a ChannelError if the store is gone."""
+        """Encrypt ``value`` as JSON, and store it under ``key``; raises a ChannelError if the store is gone."""
         try:
             self._store.set(key, self._sealed.close(self._full(key), value))
         except RuntimeError as error:
@@ -136,14 +136,15 @@ class Channel:
             ) from error
 
     def _full(self, key: str) -> str:
-        """Return the key with the run's name in front; a message is sealed for this full key."""
+        """Return the key with the run's name in front, under which a value is stored and for which it is encrypted."""
         return f"{self.place.job}/{key}"
 
     def _shared_token(self) -> str:
-        """Return the run's token.
+        """Return the run's secret token, which all processes of the run share.
 
         The leading process takes the token from its environment or, if there is none, makes a new token.  It announces
-        the token's digest in the store.  All other processes look for the token with this digest.
+        the token's digest in the store.  All other processes look for the token with this digest in their environment,
+        or in a file that the leading process has written.
         """
         try:
             if self.place.follows:
@@ -179,10 +180,10 @@ class Channel:
         return value
 
     def lost(self, node: int) -> bool:
-        """Return whether a node has sent no new heartbeat for :data:`_LOST_SECONDS` seconds.
+        """Return whether ``node`` is lost: whether it has sent no new heartbeat for :data:`_LOST_SECONDS` seconds.
 
-        A node that has not sent any heartbeat yet is lost only :data:`_START_SECONDS` seconds after this process first
-        asked for this node.  The node of this process is never lost.
+        A node that has not sent any heartbeat yet gets more time: it is lost :data:`_START_SECONDS` seconds after this
+        process first asked for this node.  The node of this process is never lost.
         """
         count, now = self._read(f"beat/{node}", self._meeting) or 0, time.monotonic()
         if node not in self._seen or count > self._seen[node][0]:
@@ -193,8 +194,8 @@ class Channel:
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError, Refusal):  # the main thread reports that the store is gone
             store, key = self._connect(serve=False), f"beat/{self.place.node}"
-            # The first heartbeat is sent at once.  A node that ends early then counts as lost after a few seconds;
-            # without any heartbeat, it would count as a node that has yet to start.
+            # The first heartbeat is sent at once.  If this node ends early, other nodes then notice it after
+            # _LOST_SECONDS.  Without any heartbeat, they would take it for a node that has yet to start.
             for count in itertools.count(1):
                 store.set(key, self._meeting.close(self._full(key), count))
                 if self._ended.wait(_BEAT_SECONDS):
@@ -223,7 +224,7 @@ class Channel:
 
 
 def _with_port(place: Place) -> str:
-    """Return ``host:port``, with brackets around an IPv6 address."""
+    """Return a place's address as ``host:port``, with brackets around an IPv6 address."""
     return f"[{place.host}]:{place.port}" if ":" in place.host else f"{place.host}:{place.port}"
 
 

@@ -1,12 +1,13 @@
-"""Handles Ctrl-C: ends the process at once while there is nothing to clean up, and raises an exception later.
+"""Handles Ctrl-C: it first ends the process at once, and later raises an exception, so that callers can clean up.
 
 A ``KeyboardInterrupt`` that is raised while torch is imported may be swallowed by code that lets no exception pass, or
-abort the process.  Therefore, until the command line starts processes, joins nodes or writes files, the signal's
-handler itself ends the process with one line and status 130 (:func:`end_at_once`).  After :func:`take_over`, Ctrl-C
-raises a ``KeyboardInterrupt`` as usual.
+abort the process.  Therefore Ctrl-C ends the process with one line and status 130 (:func:`end_at_once`) until the
+command line starts processes, joins nodes or writes files.  From then on (:func:`take_over`), Ctrl-C raises a
+``KeyboardInterrupt`` as usual.
 
-Importing this module also installs a hook that turns the import error of a missing package into one line and status
-2.  The command line imports this module before any module that takes time to import; this module imports no torch.
+Importing this module also installs a hook for import errors: if a package is missing, the process ends with one line
+and status 2.  The command line imports this module before any module that takes time to import; this module imports no
+torch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _excepthook = sys.excepthook
 
 
 def end_at_once() -> None:
-    """Let Ctrl-C end this process at once, unless it ignores Ctrl-C."""
+    """From now on let Ctrl-C end this process at once; a process that ignores Ctrl-C still ignores it."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _leave)
 
@@ -49,9 +50,9 @@ def _leave(_: int = 0, __: FrameType | None = None) -> None:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Replace ``sys.excepthook``: end the process with one line at a Ctrl-C or a missing package.
+    """Report an error that nothing has caught; installed as ``sys.excepthook``.
 
-    All other errors are reported as usual.
+    For a Ctrl-C or a missing package, the process ends with one line.  All other errors are reported as usual.
     """
     cause: BaseException | None = error
     # C extensions may wrap a KeyboardInterrupt in other errors.

@@ -2,15 +2,16 @@
 
 Kinds of link (``cluster.link``):
 
-- ``namespaces``: every node is a Linux network namespace, and the kernel's ``tbf`` queue limits the rate in both
-  directions (:mod:`harness.shaping.netns_shaper`).  The queue limits all messages, also those of peers.
+- ``namespaces``: every node is a Linux network namespace, and the kernel's ``tbf`` queue (token bucket filter) limits
+  the rate in both directions (:mod:`harness.shaping.netns_shaper`).  The queue limits all messages, also those that
+  DDP, FSDP2 or DeepSpeed send.
 - ``paced``: all ranks share the host's loopback, and our engine delays its messages to keep to the rate
-  (:mod:`harness.shaping.pacer`).  Peers are refused, because nothing would limit their messages.
+  (:mod:`harness.shaping.pacer`).  DDP, FSDP2 and DeepSpeed are refused, because nothing would limit their messages.
 - ``none``: the host's loopback, without a limit.
 - ``real``: an existing network between hosts, as fast as it is.
 - ``shaped``: an existing network whose hosts limit their own interfaces with a ``tbf`` queue
   (:mod:`harness.shaping.nic_shaper`).
-- ``auto``: namespaces if this machine allows them, otherwise paced (or none, without a rate).
+- ``auto``: ``namespaces`` if this machine allows them.  Otherwise ``paced`` if there is a rate, and ``none`` if not.
 
 The rate that a link achieves is always measured (:func:`exchange`), never assumed.  Importing this module imports
 neither torch nor pydantic.
@@ -52,14 +53,13 @@ _ADVICE: Final = (
 def message_bytes(cluster: Cluster) -> int:
     """Return the size in bytes of the messages with which the rate of a cluster's link is measured.
 
-    Returns 0 for a cluster of one node.  Without a rate, the size is 64 MiB, or 8 MiB with link ``none``.  With a rate,
-    the size is the largest of
+    The size is
 
-    - the bytes that the link sends in 0.2 s;
-    - the bytes that the link sends in 50 times the latency;
-    - 20 bursts of the queue;
-    - only for a ``shaped`` link: the bytes that the link sends in 0.5 s, but at most 64 MiB.  (On such a link, a
-      message of 0.2 s sometimes takes up to 0.6 % longer than its size and the rate say.)
+    - 0 for a cluster of one node;
+    - 8 MiB for link ``none`` without a rate, and 64 MiB for all other links without a rate;
+    - with a rate: the largest of the bytes that the link sends in 0.2 s, the bytes that it sends in 50 times the
+      latency, and 20 bursts of the queue.  For a ``shaped`` link, also the bytes that the link sends in 0.5 s, but at
+      most 64 MiB: on such a link, a message of 0.2 s sometimes takes up to 0.6 % longer than its size and the rate say.
 
     With NCCL, all ranks of a node send at once (:func:`exchange`).  A size that was computed from a rate is then
     divided by the number of these ranks.
@@ -77,13 +77,13 @@ def message_bytes(cluster: Cluster) -> int:
 
 
 def slowest_rates(by_rank: Sequence[Sequence[float]], per_node: int) -> list[float]:
-    """Return, for each repetition, the rate of the slowest node in Mbit/s.
+    """Return, for each repetition of a measurement, the rate of the slowest node in Mbit/s.
 
     The ranks of a node send at the same time, and the node has finished when its slowest rank has finished.  The node's
     rate is therefore the slowest rank's rate times the number of ranks that sent.
 
     Args:
-        by_rank: For each rank, a rate in Mbit/s for each repetition; an empty list for ranks that only waited.
+        by_rank: For each rank, its rate in Mbit/s in each repetition; an empty list for ranks that only waited.
         per_node: Number of ranks of a node.
     """
     nodes = [filter(None, by_rank[first : first + per_node]) for first in range(0, len(by_rank), per_node)]
@@ -93,7 +93,7 @@ def slowest_rates(by_rank: Sequence[Sequence[float]], per_node: int) -> list[flo
 
 @dataclass(slots=True)
 class Link:
-    """An open link between nodes; a context manager that closes it."""
+    """An open link between nodes; a context manager that closes the link."""
 
     cluster: Cluster  # the cluster whose nodes the link joins
     kind: str  # namespaces, paced, none, real or shaped
@@ -113,10 +113,10 @@ class Link:
         self.message_bytes = message_bytes(self.cluster)
 
     def record(self, probed_mbit: list[float]) -> LinkRecord:
-        """Return the link as a part of a trial's record.
+        """Return what a trial's record says about the link.
 
-        The record's requested rate is that of the slowest node.  ``probed_mbit`` has the rates, in Mbit/s, that were
-        measured after the trial.
+        The record's requested rate is the rate of the slowest node.  ``probed_mbit`` has the rates, in Mbit/s, that
+        were measured after the trial.
         """
         from harness.records.trial_record import LinkRecord
 
@@ -158,8 +158,8 @@ class Link:
 def open_link(cluster: Cluster, run_id: str) -> Link:
     """Open the link between a cluster's nodes, and return it.
 
-    The ports of a ``real`` or ``shaped`` link are not known here, and the caller sets them.  The interfaces of a
-    ``shaped`` link are limited later, by the hosts' supervisors.
+    A ``real`` or ``shaped`` link is returned without its ports, which the caller sets.  The interfaces of a ``shaped``
+    link are limited later, by the hosts' supervisors.
 
     Args:
         cluster: The cluster.
@@ -173,7 +173,7 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
     if cluster.nodes == 1:
         return Link(cluster, "none", "one node has no link", loopback)
     if kind == "shaped" and rate is not None:
-        # Between a trial's timed steps, the rate of other links is lifted; hosts' interfaces keep theirs.
+        # "untimed" says whether messages outside of the timed steps are limited too: here they are ("shaped").
         return Link(cluster, kind, why, (), tbf_details(rate) | {"untimed": "shaped"})
     if kind in ("real", "none"):
         if rate is not None or latency:
@@ -204,7 +204,10 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
 
 
 def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
-    """Let a keeper (:mod:`harness.shaping.keeper`) make network namespaces, and return the link between them."""
+    """Make a network namespace for each node, and return the link between them.
+
+    A keeper makes the namespaces, and holds them until the link is closed (:mod:`harness.shaping.keeper`).
+    """
     rate, latency, inner, nodes = cluster.rate, cluster.latency or 0.0, cluster.inner_rate, cluster.nodes
     rates = [rate] * (nodes - 1) + [None if rate is None else rate * cluster.slow]
     queue = {} if rate is None else tbf_details(rate) | {"untimed": "open"}
@@ -232,7 +235,7 @@ def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
 
 
 def tbf_details(rate_mbit: float) -> dict[str, Any]:
-    """Return the kind and the parameters of the queue that limits a link to a rate, as a link's record names them.
+    """Return facts about the queue that limits a link to a rate, for the link's record.
 
     The queue is the kernel's token bucket filter (``tbf``).  Its parameters ``burst``, ``limit`` and ``segment`` are in
     bytes (:class:`harness.shaping.netns_shaper.Shape`).
@@ -242,10 +245,10 @@ def tbf_details(rate_mbit: float) -> dict[str, Any]:
 
 
 def measure_link(rank: Rank, message: tuple[int, int, str, str]) -> list[float]:
-    """Measure the link's rate on this rank with :func:`exchange`, and return the rates in Mbit/s.
+    """Measure the link's rate with :func:`exchange`, and return this rank's rate in each repetition, in Mbit/s.
 
-    Supervisors can run this function on their ranks (:mod:`harness.cluster.node_supervisors`); it therefore takes two
-    arguments only.
+    Supervisors run this function on their ranks (:mod:`harness.cluster.node_supervisors`).  It therefore has exactly
+    two arguments.
 
     Args:
         rank: This rank.
@@ -266,7 +269,7 @@ def exchange(
     grouped: bool,
     together: bool = False,
 ) -> list[float]:
-    """Measure the link's rate with messages from each node to the next node, around a ring.
+    """Measure the link's rate: send messages from each node to the next node, with the last node sending to the first.
 
     Normally the first rank of each node sends a message to the first rank of the next node, and all other ranks wait.
     With ``together``, each rank sends a message to the rank of the next node that has the same local number, because a
@@ -284,8 +287,8 @@ def exchange(
         together: Whether all ranks of a node send messages at once.
 
     Returns:
-        For each repetition, the bits of a message over the time in which this rank sent and received, in Mbit/s.  Empty
-        for ranks that only wait.
+        For each repetition, this rank's rate in Mbit/s: the bits of a message, divided by the time in which this rank
+        sent one message and received one.  Empty for ranks that only wait.
     """
     import torch
     import torch.distributed as dist
@@ -304,9 +307,9 @@ def exchange(
         # The first message, which is not timed, opens the connection and its window; a shorter one is enough for that.
         size = message_bytes if repetition >= 0 else message_bytes // OPENING
         if sends and not grouped:
-            # The receive is posted before the barrier and before this rank's own data.  Gloo then tells the sender,
-            # over the same connection, that it may send.  Behind this rank's data, that notice would have to wait,
-            # which would halve the rate.
+            # The receive is posted before the barrier, and so before this rank sends its own data.  When a receive is
+            # posted, gloo sends a notice to the other rank that it may send.  After this rank's data, on the same
+            # connection, the notice would have to wait for the data, which would halve the rate.
             receiving = dist.irecv(incoming[:size], before)
         dist.barrier()
         if sends:

@@ -9,17 +9,17 @@ from harness.errors import LinkError
 
 
 def nccl_variables(port: Port) -> dict[str, str]:
-    """Return environment variables that make NCCL send through a node's network namespace, interface or adapters.
+    """Return environment variables that make NCCL use the interface or adapters of ``port`` between nodes.
 
     There are three cases in which NCCL, without such variables, would send in another way:
 
-    - Network namespaces of one machine: NCCL tells hosts apart by their names (NCCL user guide, Environment Variables),
-      and would use peer access and shared memory between namespaces, which no queue limits.
-    - Hosts with a shaped interface: NCCL could use InfiniBand, a plugin's network or NVLink.
+    - Network namespaces of one machine: NCCL tells hosts apart by their names (NCCL user guide, Environment Variables).
+      Between namespaces it would therefore use peer access and shared memory, which no queue limits.
+    - Hosts with an interface of limited rate: NCCL could use InfiniBand, a plugin's network or NVLink.
     - Requested adapters that do not work: NCCL would use sockets.
 
-    In the last two cases, ``NCCL_NET`` makes NCCL fail instead.  If none of the three cases applies, this function
-    returns an empty dictionary.
+    In the last two cases, ``NCCL_NET`` makes NCCL fail instead.  In all other cases, this function returns an empty
+    dictionary.
     """
     if port.hcas:
         adapters = {"NCCL_IB_HCA": f"={port.hcas}", "NCCL_IB_DISABLE": "0"}
@@ -33,9 +33,9 @@ def nccl_variables(port: Port) -> dict[str, str]:
 
 
 def flight_recorder(traces: str) -> dict[str, str]:
-    """Return variables that make torch record NCCL's latest calls, and write them to files at a time-out.
+    """Return variables with which torch records NCCL's latest calls, and writes them to files after a time-out.
 
-    The name of each rank's file is ``traces`` followed by the rank's number; ``python -m
+    The path of each rank's file is ``traces`` followed by the rank's number; ``python -m
     torch.distributed.flight_recorder.fr_trace`` reads the files (torch docs, torch_nccl_environment_variables).
     """
     return {
@@ -46,7 +46,7 @@ def flight_recorder(traces: str) -> dict[str, str]:
 
 
 def nccl_in_words(ports: Sequence[Port]) -> str:
-    """Return NCCL's environment variables on every node as text for records.
+    """Return the environment variables that NCCL gets on every node, as text for records.
 
     If all nodes have the same variables, the text names them once.
     """

@@ -1,8 +1,9 @@
-"""Runs work on the ranks of several nodes: each node has a supervisor, and the supervisor of node 0 leads.
+"""Runs functions on the ranks of several nodes: each node has a supervisor, and the supervisor of node 0 leads.
 
-The leading supervisor posts numbered commands on the control channel (:mod:`harness.cluster.control_channel`).  A
-command names a *work*, a function that all supervisors know, with its argument as JSON.  Every node that takes part
-starts its ranks, runs the work on them, and posts an answer: the results as JSON, or a failure.
+A supervisor is the process that starts and watches the ranks of a node.  The leading supervisor posts numbered commands
+on the control channel (:mod:`harness.cluster.control_channel`).  A command names a *work*, which is a function that all
+supervisors know, with its argument as JSON.  Every node that takes part starts its ranks, runs the work on them, and
+posts an answer: the results as JSON, or a failure.
 
 A supervisor outlives its ranks.  When a rank fails on any node, the ranks of all nodes are ended.  The next command
 starts new ranks.
@@ -39,9 +40,9 @@ _LOG_LETTERS: Final = 200_000  # last letters of a node's log that are sent to n
 Answer = dict[str, Any]
 """A node's answer to a command.
 
-After success, the answer has the keys ``results`` (of the node's ranks) and ``shaped`` (facts about the interface whose
-rate was limited; {} if none was).  After a failure, it has the keys ``kind``, ``message`` and ``log`` of the failure,
-and ``effect``: whether the failure is only the effect of another failure.
+After success, the answer has the keys ``results`` (of the node's ranks) and ``shaped`` (facts about the network
+interface whose rate was limited; {} if no rate was limited).  After a failure, it has the key ``kind`` of the failure,
+its ``message``, the node's ``log``, and ``effect``: whether the failure is only the effect of another node's failure.
 """
 _SILENT: Final[Answer] = {"kind": "timeout", "message": "no answer from another node"}
 Work = Callable[[Rank, Any], Any]  # a module-level function (rank, argument) -> result
@@ -76,7 +77,7 @@ class Nodes:
     _commands: int = 0
 
     def on_one_host(self, count: int) -> tuple[int, int] | None:
-        """Return the numbers of two of the first ``count`` nodes that share a host; None if no two nodes do."""
+        """Return the numbers of two nodes, among the first ``count``, that share a host; None if no two of them do."""
         first: dict[str, int] = {}
         for number, node in enumerate(self.nodes[:count]):
             if (other := first.setdefault(node.identity, number)) != number:
@@ -84,7 +85,7 @@ class Nodes:
         return None
 
     def check_code(self) -> None:
-        """Raise a Refusal if a node runs other code than node 0."""
+        """Raise a Refusal if a node runs another version of this project's code than node 0."""
         codes = [node.facts.get("code", {}) for node in self.nodes]
         for number, code in enumerate(codes):
             for name in ("version", "source"):
@@ -141,7 +142,7 @@ class Nodes:
         raise _cause({0: answer} | self._stop(number, others), launch.log)
 
     def end(self) -> None:
-        """Tell the other supervisors to end, and wait up to 5 s until each of them has read this command."""
+        """Tell the other supervisors to end; if all nodes have met, wait up to 5 s until each of them has confirmed."""
         with contextlib.suppress(ChannelError):
             if not self.together:
                 self.channel.post("session", {"status": self.status})
@@ -159,11 +160,11 @@ class Nodes:
     def _answers(
         self, number: int, nodes: Sequence[int], seconds: float, *, cause: bool = False
     ) -> dict[int, Answer]:
-        """Wait for the answers of ``nodes`` to command ``number``, and return the answers so far by node.
+        """Collect the answers of ``nodes`` to command ``number``, for at most ``seconds``, and return them by node.
 
-        Waiting ends when all nodes have answered, and at the latest after ``seconds``.  With ``cause``, it also ends as
-        soon as a node reports a failure that is not the effect of another failure.  For a lost node, the answer is a
-        failure of kind ``lost``.
+        Nodes that have not answered by then are left out.  A node that is lost gets an answer too: a failure of kind
+        ``lost``.  Waiting ends early when all nodes have answered.  With ``cause``, it also ends as soon as a node
+        reports a failure that is not the effect of another failure.
         """
         deadline, answers = time.monotonic() + seconds, dict[int, Answer]()
         while True:
@@ -179,7 +180,7 @@ class Nodes:
             time.sleep(POLL_SECONDS)
 
     def _stop(self, number: int, others: Sequence[int]) -> dict[int, Answer]:
-        """Make the other nodes end their ranks, and return these nodes' answers.
+        """Make the nodes ``others`` end their ranks for command ``number``, and return these nodes' answers by node.
 
         A node answers after its ranks have ended.  A node that does not answer in time is left out.
         """
@@ -188,7 +189,7 @@ class Nodes:
 
 
 def _types(work: Work) -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
-    """Return pydantic's adapters for the type of a work's argument and for the type of its result."""
+    """Return pydantic's adapters for the type of the argument and the type of the result of ``work``."""
     _, argument, result = get_type_hints(work).values()
     return TypeAdapter(argument), TypeAdapter(result)
 
@@ -200,7 +201,7 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
     At the end of the ``with`` block, the other supervisors end with the exit status ``Nodes.status``.
 
     Args:
-        place: This process's place, on node 0.
+        place: This process's node, which is node 0, and where the supervisors meet.
         facts: Facts about this node's machine, code and software.
         hosts: Hosts on which to start supervisors through ssh; empty if a launcher has started them.
 
@@ -231,15 +232,16 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit: Admit) -> int:
-    """Run commands of the leading supervisor on the ranks of this node, until the run ends.
+    """Obey the leading supervisor: run its commands on the ranks of this node, until the run ends.
 
     If ``place.waits`` is true, another process supervises this node, and this process only waits.
 
     Args:
-        place: This process's place.
-        works: The functions that commands may name.
+        place: This process's node, and where the supervisors meet.
+        works: The functions that commands may name, by name.
         facts: Facts about this node's machine, code and software.
-        admit: Checks the argument of a command's work and how ranks are started, and returns the argument to use.
+        admit: Called with a command's argument and how ranks are started.  Checks both, and returns the argument to
+            use.
 
     Returns:
         The exit status that the leading supervisor posts.
@@ -270,7 +272,7 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit
 
 
 def _meet(channel: Channel) -> int | None:
-    """Wait until all nodes have met, and begin the session on this node.
+    """Wait until all nodes have met, and begin the session; from then on, messages have the session's seal.
 
     Returns None if the nodes have met.  If they have failed to meet, returns the exit status for this supervisor.
     """
@@ -286,9 +288,9 @@ def _meet(channel: Channel) -> int | None:
 
 
 def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any], admit: Admit) -> Answer:
-    """Run the work that command ``number`` names on this node's ranks, and return the answer (:data:`Answer`).
+    """Run the work that command ``number`` names on this node's ranks, and return the answer to post (:data:`Answer`).
 
-    The work is stopped if the leading supervisor stops this command, or if the leading supervisor is lost.
+    The ranks are stopped if the leading supervisor stops this command, or if the leading supervisor is lost.
     """
     place, (argument_type, result_type) = channel.place, _types(work)
 
@@ -314,9 +316,9 @@ def _obey(channel: Channel, work: Work, number: int, command: dict[str, Any], ad
 
 
 def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_reason: StopReason) -> Answer:
-    """Run work on this node's ranks, and return the answer.
+    """Run ``work`` on this node's ranks, and return the results, or the failure, as an :data:`Answer`.
 
-    If the node's port has a shaped rate, the node's interface is limited to this rate while the ranks run.
+    If the launch sets a rate for this node's network interface, the interface is limited to it while the ranks run.
     """
     port = launch.ports[launch.node or 0]
     others = [other.address for other in launch.ports if other is not port]
@@ -333,7 +335,7 @@ def _run(work: Work, argument: Any, launch: Launch, on_progress: Report, stop_re
 
 
 def _cause(answers: Mapping[int, Answer], log: Path) -> LaunchError:
-    """Return the error that most likely caused a command's failure, from the answers of all nodes.
+    """Choose, from the answers of all nodes, the failure that most likely caused all others, and return it as an error.
 
     Also append the logs of the other nodes to ``log``, the log of node 0.
     """

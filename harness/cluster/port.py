@@ -1,4 +1,7 @@
-"""Describes a node's end of the link, and finds the interface that leads to another host.  No torch."""
+"""Describes the network interface through which a node sends, and finds the interface that leads to another host.
+
+Importing this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from harness.errors import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """A node's end of the link."""
+    """A node's end of the link: the interface, and how its rate is limited."""
 
     interface: str | None  # network interface for gloo and for byte counters; None lets gloo choose
     address: str  # address of the interface
@@ -28,7 +31,7 @@ class Port:
 
 
 def address_towards(host: str) -> str:
-    """Return the address from which this machine would send to ``host``.  Nothing is sent.
+    """Return the address of this machine from which it would send to ``host``.  Nothing is sent.
 
     Raises:
         Refusal: If there is no route to the host.
@@ -45,7 +48,7 @@ def address_towards(host: str) -> str:
 
 
 def port_towards(host: str) -> Port:
-    """Return the port on the interface of this machine that leads to ``host``.
+    """Return the interface of this machine that leads to ``host``, as a :class:`Port`.
 
     If the environment variable ``GLOO_SOCKET_IFNAME`` names an interface, that interface is taken instead.
 
@@ -71,7 +74,7 @@ def port_towards(host: str) -> Port:
 
 
 def host_identity() -> str:
-    """Return a text that is equal for two supervisors if and only if they share a host and a network namespace.
+    """Return a text that is equal for two supervisors exactly if they run on one host, in one network namespace.
 
     On a system without ``/proc``, this is the host's name.
     """

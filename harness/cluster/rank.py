@@ -1,7 +1,7 @@
 """Describes one rank to the code that runs on it: its number, its node's link, and how it reports progress.
 
-A rank can also take its GPU, and lift the link's rate for messages that are not timed.  Importing this module does not
-import torch.
+This module can also make a GPU the rank's own, and lift the link's rate for messages that are not timed.  Importing it
+does not import torch.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Rank:
 
     @property
     def local(self) -> int:
-        """Number of this rank inside its node."""
+        """Number of this rank among the ranks of its node, counted from 0."""
         return self.rank % self.topology.ranks_per_node
 
     @property
@@ -84,8 +84,8 @@ class Rank:
     def open_link(self) -> Iterator[None]:
         """Lift the link's rate while the body of ``with`` runs, so that messages in it are not slowed down.
 
-        All ranks must call this method.  The rate of a ``shaped`` link, whose hosts limit their interfaces, is not
-        lifted.
+        All ranks must call this method.  It does nothing if the link has no rate, or if the link is ``shaped``, so that
+        hosts limit their own interfaces.
         """
         if self.pacer is None and not self.port.control:
             yield
@@ -101,11 +101,11 @@ class Rank:
             if self.pacer is not None:
                 self.pacer.open = False
             dist.barrier()  # after this barrier, all messages of the body have arrived
-        dist.barrier()  # before this barrier, no rank sends anything: the rate is being restored
+        dist.barrier()  # no rank sends anything before this barrier, since the rate is being restored
 
 
 def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
-    """Make a rank's GPU torch's current device, and return the device's name, such as ``cuda:1``.
+    """Choose the GPU of a rank, make it torch's current device, and return its name, such as ``cuda:1``.
 
     Raises:
         Refusal: If the machine has too few GPUs.
@@ -128,8 +128,8 @@ def take_gpu(rank: Rank, launcher: str, transport: str) -> str:
 def lift_rate(control: str) -> Iterator[None]:
     """Lift the link's rate while the body of ``with`` runs.
 
-    The keeper process at the socket ``control`` lifts the rate.  It restores the rate afterwards, even if this process
-    dies in the body.
+    The rate is lifted by the process that limits it, the keeper, which listens at the Unix-domain socket ``control``.
+    The keeper restores the rate afterwards, even if this process dies in the body.
     """
     with socket.socket(socket.AF_UNIX) as keeper:
         keeper.settimeout(ANSWER_SECONDS)
@@ -139,20 +139,20 @@ def lift_rate(control: str) -> Iterator[None]:
 
 
 def _request(keeper: socket.socket, send: Callable[[], None], expected: bytes) -> None:
-    """Send a request with ``send()`` to the keeper, the process that limits the link's rate, and wait for its answer.
+    """Call ``send()``, which sends a request to the process that limits the link's rate, and wait for the answer.
 
     Raises:
-        LinkError: If the keeper does not answer, or if the answer is not ``expected``.
+        LinkError: If the process does not answer, or if the answer is not ``expected``.
     """
     try:
         send()
         answer = keeper.recv(len(expected), socket.MSG_WAITALL)
     except OSError as error:
         raise LinkError(
-            f"the process that keeps the link does not answer: {error}; run the trial again"
+            f"the process that limits the link's rate does not answer: {error}; run the trial again"
         ) from error
     if answer != expected:
         raise LinkError(
-            f"the process that keeps the link has ended: it answered {answer!r} instead of {expected!r}; run the trial "
-            "again"
+            f"the process that limits the link's rate has ended: it answered {answer!r} instead of {expected!r}; run "
+            "the trial again"
         )

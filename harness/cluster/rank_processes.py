@@ -1,13 +1,13 @@
 """Starts a trial's rank processes, fresh ones for each trial, and watches them until they end.
 
-A fork server that has imported torch forks four ranks in a tenth of a second.  Every rank enters its node's network
+A fork server, which has imported torch, forks four ranks in a tenth of a second.  Every rank enters its node's network
 namespace while it is still single-threaded, joins the process group, and runs its work.  Its output goes to a log that
 is kept only after a failure.
 
-If ranks are to be threads, one such process holds them all (:mod:`impl.simulate`).
+If ranks are to be threads, one such process holds all of them (:mod:`impl.simulate`).
 
-If a rank fails, the others are killed.  After a timeout, every rank first writes the stacks of all its threads.  If the
-sweep dies, its ranks die too, and so does the fork server.
+If a rank fails, all other ranks are killed.  After a timeout, every rank first writes the stacks of all its threads to
+its log.  If the process that runs the sweep dies, its ranks and the fork server end too.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 StopReason = Callable[[], str | None]  # returns why this host's ranks must end; None while they may run on
 
-# Modules that the fork server imports for all ranks.  Engines' hooks need torch._dynamo, which takes 1.6 s to import;
-# the main module of a run imports harness.cli, which takes 0.2 s.
+# Modules that the fork server imports, so that no rank has to.  Two of them are imported because ranks need them and
+# they take long: torch._dynamo (1.6 s), for engines' hooks, and harness.cli (0.2 s), for the main module of a run.
 PRELOAD: Final = (
     "torch", "torch.distributed", "torch.distributed.fsdp", "torch.nn.parallel", "torch._dynamo",
     "harness.cluster.rank_processes", "harness.runs.rank_trial", "harness.runs.sweep", "harness.cli",
 )  # fmt: skip
-# Environment of the ranks' allocator: freed memory stays with the process, so that later steps have no page faults.
-# torch's huge pages are switched off, since each allocation would fault again (docs/design/decisions.md).
+# Environment variables of the memory allocator in ranks.  Freed memory stays with the process, so that later steps have
+# no page faults.  torch's huge pages are switched off: with them, each allocation has page faults again
+# (docs/design/decisions.md).
 ALLOCATOR: Final = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
@@ -74,7 +75,7 @@ ALLOCATOR: Final = {
 BACKENDS: Final = {"shm": "gloo", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "staged": "gloo"}
 REFUSALS: Final = (LinkError, Refusal, CorpusError, PolicyError, GeometryError, CodecError)
 _POLL_SECONDS: Final = 0.2  # between two checks whether ranks on other hosts have failed
-# Process groups time out so much later than the parent process does, so that the parent reports the timeout.
+# Process groups time out this many seconds after the parent process, so that the parent reports the timeout.
 _LATER_SECONDS: Final = 30.0
 _GRACE_SECONDS: Final = 0.5  # to wait after a failure for other ranks to report theirs
 _CAUSE_SECONDS: Final = (
@@ -90,7 +91,7 @@ _LOST_PEER: Final = ("closed by peer", "reset by peer", "Broken pipe", "Connecti
 
 
 class LaunchError(Exception):
-    """Raised when a rank failed, or when ranks timed out.
+    """Raised when a rank failed, or when ranks did not end in time.
 
     Attributes:
         kind: Kind of the failure.
@@ -122,9 +123,10 @@ class Launch:
 
     @property
     def ranks(self) -> range:
-        """Numbers of the rank processes that this process starts.
+        """Numbers of the processes that this process starts for the ranks.
 
-        If ranks are threads, there is one process for all of them, with number 0.
+        There is one process for each rank of all nodes or, if ``node`` is set, of that node; its number is the rank's
+        number.  If ranks are threads, there is one process for all of them, with number 0.
         """
         if self.threads_on is not None:
             return range(1)
@@ -136,9 +138,9 @@ class Launch:
 
 @dataclass(slots=True)
 class _Watched:
-    """A rank process as its parent sees it.
+    """A rank process, and what its parent has received from it.
 
-    Its last message is (None, result), or (kind of failure, error message).
+    The last message of a rank process is (None, result), or (kind of failure, error message).
     """
 
     rank: int
@@ -157,7 +159,7 @@ class _Watched:
     def receive(self, on_progress: Report) -> None:
         """Receive one message of the rank: its progress, result or error.
 
-        If the process has ended without a last message, set ``error`` to the way in which it ended.
+        If the process has ended without a result or error, set ``error`` to a sentence that says how it ended.
         """
         try:
             message = self.pipe.recv()
@@ -188,7 +190,7 @@ def run_ranks(
     on_progress: Report = lambda _: None,
     stop_reason: StopReason | None = None,
 ) -> list[Result]:
-    """Run ``target(rank, argument)`` in one fresh process per rank, and return the results in rank order.
+    """Run ``target(rank, argument)`` in one fresh process for each rank, and return the results in rank order.
 
     If ``launch.threads_on`` is set, all ranks are threads of one fresh process.  If ``launch.node`` is set, only the
     ranks of this node are run.
@@ -236,7 +238,7 @@ def run_in_place(
     launch: Launch,
     on_progress: Report,
 ) -> None:
-    """Run ``target(rank, argument)`` in this process, which torchrun started as one of the ranks of ``launch``.
+    """Run ``target(rank, argument)`` in this process itself, as one rank of ``launch``; torchrun has started all ranks.
 
     The argument may differ between ranks.
     """
@@ -257,10 +259,10 @@ def run_in_place(
 
 
 def end_if_in_group(status: int) -> None:
-    """End this process at once with ``status``, if torch's default process group still exists in it.
+    """End this process at once with ``status`` if torch's default process group still exists in it.
 
-    It still exists only after a failure.  The interpreter's normal end could then abort, or wait for ranks that never
-    answer.
+    The group still exists only after a failure.  The interpreter's normal end could then abort, or wait for ranks that
+    never answer.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -274,8 +276,8 @@ def start_server() -> None:
     socket_folder.give_to_multiprocessing()
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
     # SIGINT is blocked while the server is started, and the server inherits the blocked signal.  Otherwise a Ctrl-C,
-    # which is for the sweep, would make the server print a traceback while it imports torch.  The resource tracker has
-    # to be started before SIGINT is blocked, because starting the tracker unblocks SIGINT.
+    # which is meant for the sweep, would make the server print a traceback while it imports torch.  multiprocessing's
+    # resource tracker has to be started before SIGINT is blocked, because starting the tracker unblocks SIGINT.
     resource_tracker.ensure_running()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -286,7 +288,7 @@ def start_server() -> None:
 
 
 def _start(ranks: list[_Watched], target: Any, argument: Any, launch: Launch, scratch: Path) -> None:
-    """Start the rank processes of this launch, and append each to ``ranks`` as soon as it runs."""
+    """Start the rank processes of this launch, and append each to ``ranks`` as soon as it has started."""
     start_server()
     context = multiprocessing.get_context("forkserver")
     for rank in launch.ranks:
@@ -316,8 +318,9 @@ def _watch(
 
     A failure is an error of a rank, a reason that ``stop_reason`` returns, or the end of ``timeout_seconds``.
 
-    Returns None if all ranks have sent a result.  Otherwise returns the failure that most likely came first.  To find
-    this failure, the function waits a short time for the errors of other ranks.
+    Returns:
+        None if all ranks have sent a result.  Otherwise the failure that most likely came first: after a rank's error,
+        the function waits a short time for the errors of other ranks, and then chooses.
     """
     deadline = time.monotonic() + timeout_seconds
     while all(watched.error is None for watched in ranks):
@@ -352,7 +355,7 @@ def _watch(
 
 
 def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
-    """Write the ends of all ranks' logs to one file, in which equal logs appear only once.
+    """Write the ends of all ranks' logs to the file ``launch.log``, in which equal logs appear only once.
 
     Returns:
         The file; None if it cannot be written.
@@ -373,7 +376,7 @@ def _keep_logs(scratch: Path, launch: Launch) -> Path | None:
 
 
 def _out_of_memory_kills() -> int:
-    """Return the number of out-of-memory kills so far: the machine's plus the number in this process's cgroup."""
+    """Return a count that grows with each out-of-memory kill on this machine or in this process's cgroup."""
     count = 0
     for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
         with contextlib.suppress(OSError):
@@ -385,7 +388,7 @@ def _out_of_memory_kills() -> int:
 def _rank_main(  # noqa: PLR0917  # a new process needs all of them
     number: int, launch: Launch, scratch: Path, target: Any, argument: Any, pipe: Connection
 ) -> None:
-    """Run a rank process: redirect its output to a log, join the process group, run ``target``, send the result."""
+    """Run a rank process: redirect its output to a log, join the process group, run ``target``, and send the result."""
     gc.freeze()  # else the first collection would copy the pages of all imports, which takes 0.25 s
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the sweep, which then ends its ranks
     log = os.open(scratch / f"rank{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -425,10 +428,10 @@ def _rank_main(  # noqa: PLR0917  # a new process needs all of them
 
 
 def _traces(launch: Launch) -> str:
-    """Return a path prefix for files of NCCL's latest calls, one file for each rank, and make the folder of the files.
+    """Return the beginning of the paths of the files with NCCL's latest calls, and make the folder of these files.
 
-    A file's path is this prefix and the rank's number: if the prefix is ``trial.log.nccl``, rank 3 has the file
-    ``trial.log.nccl3``.
+    Each rank has a file, whose path is this text followed by the rank's number: if the text is ``trial.log.nccl``, rank
+    3 has the file ``trial.log.nccl3``.
     """
     launch.log.parent.mkdir(parents=True, exist_ok=True)
     return f"{launch.log}.nccl"
@@ -446,7 +449,10 @@ def _write_nccl_trace(launch: Launch, number: int) -> None:
 
 
 def _limit_nccl(launch: Launch) -> None:
-    """Give the default process group the same NCCL time-out as the process groups of a trial's wire."""
+    """Give the default process group the NCCL time-out that the process groups of a trial's wire will have.
+
+    The wire is the module through which our engine sends.
+    """
     if launch.backend != BACKENDS["nccl"]:
         return
     from impl.comm.mesh import limit_nccl
@@ -456,7 +462,7 @@ def _limit_nccl(launch: Launch) -> None:
 
 
 def _end_with_sweep() -> None:
-    """Make this rank process end as soon as the fork server, which is its parent, or the sweep's process ends."""
+    """Make this rank process end as soon as its parent (the fork server) or the process of the sweep ends."""
     netns_shaper.die_with_parent(os.getppid())
     if (sweep := multiprocessing.parent_process()) is not None:
         ends = sweep.sentinel
@@ -464,7 +470,7 @@ def _end_with_sweep() -> None:
 
 
 def _run_threads(launch: Launch, device: str, pipe: Connection, target: Any, argument: Any) -> list[Any]:
-    """Run ``target`` on all ranks as threads of this process, and return the results in rank order."""
+    """Run ``target`` on all ranks, which are threads of this process, and return the results in rank order."""
     from impl.simulate import simulate
 
     _end_with_sweep()
@@ -477,7 +483,8 @@ def _run_threads(launch: Launch, device: str, pipe: Connection, target: Any, arg
         )
 
     nodes, ranks_per_node = launch.topology.nodes, launch.topology.ranks_per_node
-    # A rank that runs for the whole time of the launch is ended by the launch, which keeps the stacks of all threads.
+    # simulate() ends a rank that computes for this long without waiting.  The parent process ends all ranks at the same
+    # time at the latest, and keeps the stacks of all threads.
     options: Any = {"device": device, "threads": launch.threads, "timeout": launch.timeout_seconds}
     return simulate(nodes, ranks_per_node, **options)(run)
 
@@ -522,7 +529,7 @@ def _join(number: int, launch: Launch, scratch: Path, pipe: Connection) -> Rank:
 
 
 def _registered(backend: str) -> str:
-    """Return torch's name of a backend; if ``backend`` is a user's module, call its ``register()`` first."""
+    """Return torch's name of a backend; if ``backend`` is a user's module, first call the module's ``register()``."""
     if "." not in backend:
         return backend
     module = importlib.import_module(backend)
@@ -531,7 +538,7 @@ def _registered(backend: str) -> str:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Return the kind of failure for an error that ended a rank, such as ``memory`` for torch's OutOfMemoryError."""
+    """Return the kind of failure that a rank's error belongs to, such as ``memory`` for torch's OutOfMemoryError."""
     if isinstance(error, LaunchError):
         return error.kind
     if isinstance(error, LinkError):

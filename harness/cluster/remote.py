@@ -1,4 +1,7 @@
-"""Starts supervisors on other hosts through ssh: the same command line, with the variables that torchrun would set."""
+"""Starts supervisors on other hosts through ssh, with this process's command line and the variables torchrun would set.
+
+A supervisor is the process that starts and watches the ranks of a node.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _END_SECONDS = 5.0
 
 
 def place_of(hosts: Sequence[str]) -> Place:
-    """Return this machine's place in a run on ``hosts``, of which this machine is the first.
+    """Return this machine's place in a run on ``hosts``: it is node 0, and all supervisors meet at its address.
 
     Raises:
         Refusal: If the second host cannot be reached.
@@ -33,14 +36,14 @@ def place_of(hosts: Sequence[str]) -> Place:
 
 @contextlib.contextmanager
 def supervisors(hosts: Sequence[str], place: Place, token: str) -> Iterator[Callable[[], None]]:
-    """Start a supervisor on each host but the first, through ssh, in the same folder and with the same Python as here.
+    """Start a supervisor through ssh on each host but the first, in the same folder and with the same Python as here.
 
     The supervisors get the run's token through standard input, because other users can read command lines.  At the end
     of the ``with`` block, the ssh processes are ended.
 
     Yields:
-        A function that raises a Refusal if a supervisor has ended.  The message has the last line of the supervisor's
-        output.
+        A function that raises a Refusal if one of these supervisors has ended.  The message has the last line of the
+        supervisor's output.
     """
     common = {
         "TORCHELASTIC_RUN_ID": "hosts", "TORCHELASTIC_RESTART_COUNT": place.job, "LOCAL_RANK": "0",
@@ -88,9 +91,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _resolved(host: str) -> str:
-    """Return the host name or address that ssh's configuration gives for ``host``.
+    """Return the host name or address that ssh would connect to for ``host``, according to ssh's configuration.
 
-    If ssh gives none, this is ``host`` without the user's name: ``b`` for ``me@b``.
+    If ssh's configuration gives none, this is ``host`` without the user's name: ``b`` for ``me@b``.
     """
     done = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, check=False)
     names = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]

@@ -1,8 +1,9 @@
-"""Hands a run's secret to its processes, and seals their messages with it.  No torch.
+"""Gives a run's secret token to the run's processes, and seals their messages with it.  No torch.
 
-The store through which supervisors talk has no authentication: every local user, and every host that reaches the
-store's port, may read and write it.  Therefore each message is encrypted and authenticated with a token that only the
-run's own processes have.  The token is random, and no command line shows it:
+The supervisors of a run's nodes send messages through a key-value store.  The store has no authentication: every local
+user, and every host that reaches the store's port, may read and write it.  Therefore each message is encrypted and
+authenticated with a token that only the run's own processes have.  The token is random, and no command line shows it.
+How the processes get the token depends on the launcher:
 
 - ``hosts``: the first supervisor makes it, and writes it to the standard input of ``ssh``;
 - ``slurm``: the process that submits the job, or starts the step, sets ``ZEROPP_TOKEN`` in its environment;
@@ -38,16 +39,16 @@ class Seal:
         self._cipher, self._mac = (hmac.digest(secret, use, "sha256") for use in (b"cipher", b"mac"))
 
     def close(self, key: str, value: Any) -> str:
-        """Return ``value``, encrypted and authenticated for ``key``, as hexadecimal text.
+        """Encrypt and authenticate ``value`` for ``key``, and return the result as hexadecimal text.
 
-        :meth:`open` raises an error if it is called with this text and another key.
+        :meth:`open` returns the value only if it is called with the same key.
         """
         nonce = secrets.token_bytes(_NONCE_BYTES)
         hidden = nonce + self._masked(nonce, json.dumps(value).encode())
         return (hidden + self._tag(key, hidden)).hex()
 
     def open(self, key: str, text: bytes) -> Any:
-        """Return the value that was sealed for ``key``.
+        """Decrypt a text that :meth:`close` returned for ``key``, and return the value.
 
         Raises:
             ValueError: If ``text`` was not sealed with this secret for this key.
@@ -69,17 +70,18 @@ class Seal:
 
 
 def of_session(token: str, nonces: list[str]) -> Seal:
-    """Return the seal of one session, made from the run's token and from the nonces of the session's supervisors.
+    """Return the seal of one session, whose secret is made from the run's token and from the supervisors' ``nonces``.
 
-    The seal cannot open messages of sessions with other nonces, even if they have the same token.
+    A session is one run of all supervisors, and a nonce is a random text of one supervisor.  The seal cannot open
+    messages of sessions with other nonces, even if these have the same token.
     """
     return Seal(hmac.digest(token.encode(), json.dumps(nonces).encode(), "sha256"))
 
 
 def digest_of(token: str) -> str:
-    """Return a digest of a token.
+    """Return a digest of a token, which may be public.
 
-    Processes compare digests to find out whether they have the same token.  A digest may be public.
+    Processes compare digests to find out whether they have the same token.
     """
     return hashlib.sha256(f"zeropp token {token}".encode()).hexdigest()
 
@@ -105,9 +107,9 @@ def from_environment() -> str | None:
 
 
 def set_in_environment() -> None:
-    """Set a new token in the environment of this process and of the processes that it starts.
+    """Make sure that this process, and the processes that it starts, have a token in their environment.
 
-    A token that is already in the environment is kept.
+    A token that is already in the environment is kept; otherwise a new token is set.
     """
     os.environ.setdefault(VARIABLE, new())
 
@@ -132,7 +134,7 @@ def find(digest: str, *, node: int) -> str:
     """Return the token with this digest, from the environment or from the file that :func:`write` wrote.
 
     Raises:
-        Refusal: If there is no token with this digest.  The message names ``node``, the node of this process.
+        Refusal: If there is no token with this digest.  The message names ``node``, the number of this process's node.
     """
     token = from_environment()
     if token is None:
@@ -148,7 +150,7 @@ def find(digest: str, *, node: int) -> str:
 
 
 def _path(digest: str) -> Path:
-    """Return the path of the file of the token with this digest, in a folder that only this user can enter.
+    """Return the path of the file that holds the token with this digest, in a folder that only this user can enter.
 
     Raises:
         Refusal: If the folder belongs to another user, or if others may enter it.

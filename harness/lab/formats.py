@@ -1,13 +1,13 @@
 """``zeropp bench formats``: ranks codecs by their errors on a snapshot of weights and gradients, without training.
 
-Weights and changes of weights are encoded and decoded once.  Gradients pass through a reduction in two hops.  In the
-first hop, each rank's gradient is encoded and decoded, and summed in fp32 over the ranks of the node.  In the second
-hop, these sums are encoded and decoded, summed over the nodes, and divided by the number of ranks.  The error of a
-codec is the difference between this mean and the exact mean.
+Weights and changes of weights are encoded and decoded once.  Gradients pass through a reduction in two hops, as in
+training.  In the first hop, each rank's gradient is encoded and decoded, and summed in fp32 over the ranks of the node.
+In the second hop, these sums are encoded and decoded, summed over the nodes, and divided by the number of ranks.  A
+codec's error is the difference between the result and the exact mean of the gradients.
 
-Files that :mod:`harness.lab.snapshot` has not written may be read too.  Each tensor then counts as the weights of a
-unit, unless its name begins with ``changes/`` or ``gradients/``.  Gradients have a row for each rank.  If the file has
-no metadata, all ranks count as ranks of one node.
+Files that :mod:`harness.lab.snapshot` has not written can be read too.  Each tensor then counts as the weights of a
+unit, unless its name begins with ``changes/`` or ``gradients/``.  A tensor of gradients has a row for each rank.  If
+the file has no metadata, all ranks count as ranks of one node.
 """
 
 from __future__ import annotations
@@ -45,12 +45,16 @@ Sizes = tuple[int, int]  # nodes, and ranks per node
 Sent = tuple[Tensor, int, float]
 """(decoded elements, bytes of the frames of one sender, seconds that encoding and decoding took).
 
-A sender is a rank; in the second hop of a reduction, it is a node, whose ranks send these bytes together.
+In the first hop of a reduction, a sender is a rank.  In the second hop, it is a node, whose ranks send these bytes
+together.
 """
 
 
 class Unit(NamedTuple):
-    """A tensor of a snapshot: one kind of values of one unit at one step."""
+    """A tensor of a snapshot: weights, changes or gradients of one unit at one step.
+
+    A unit is a set of parameters that are sent together.
+    """
 
     kind: str  # weights, changes or gradients
     name: str  # ``UNIT@STEP`` in our snapshots
@@ -58,7 +62,7 @@ class Unit(NamedTuple):
 
 
 def units_of(path: Path) -> tuple[list[Unit], Sizes]:
-    """Return the units of a snapshot, and the number of nodes and of ranks per node that its gradients come from.
+    """Read a snapshot; return its units, and the number of nodes and of ranks per node that its gradients come from.
 
     Raises:
         Refusal: If the file cannot be read or has no tensor of floating-point numbers, or if ``nodes`` or
@@ -105,7 +109,7 @@ def _positive(number: str | int) -> int:
 
 
 def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.DataFrame:
-    """Encode and decode all units with all codecs, and return the errors and seconds.
+    """Encode and decode each unit with each codec, and return a table of the errors and times.
 
     Args:
         units: The units, of all kinds and steps.
@@ -120,8 +124,9 @@ def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.Dat
           their differences;
         - ``product``: the sum of the products of exact and decoded values;
         - ``elements``: the number of elements of the unit, without padding;
-        - ``bytes``: bytes of the frames of the whole unit.  For gradients, these are the frames in the last hop: the
-          frames of one rank if all ranks share a node, or of all ranks of one node together if there are several nodes;
+        - ``bytes``: bytes of the encoded unit.  For gradients, these are the bytes that one sender sends in the last
+          hop.  The sender is a rank if all ranks share a node, and otherwise a node, with the bytes of all its ranks
+          together;
         - ``seconds``: how long encoding and decoding took, for all ranks and hops together.
     """
     torch.set_num_threads(1)  # ranks have one thread too, and small rows are slower with several
@@ -134,9 +139,10 @@ def measure(units: Sequence[Unit], sizes: Sizes, texts: Sequence[str]) -> pd.Dat
 
 
 def rank_codecs(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each kind of values and codec, sorted by kind and then by error, the least error first.
+    """Add up the rows of :func:`measure` for each codec, and return the codecs ranked by error.
 
-    Each row has the sums of the columns of :func:`measure` over all units and steps, and these columns:
+    There is a row for each kind of values and each codec, sorted by kind and then by error, the least error first.  A
+    row has the sums of the columns of :func:`measure` over all units and steps, and these columns:
 
     - ``bits``: ``8 * bytes / elements``, the mean bits of an element on the wire;
     - ``vnmse``: ``error / exact``;
@@ -157,8 +163,8 @@ def rank_codecs(rows: pd.DataFrame) -> pd.DataFrame:
 def _measure_unit(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[str, Any]:
     """Return the row of :func:`measure` for one codec and unit.
 
-    ``sizes`` has the number of nodes and of ranks per node over which a gradient is reduced.  ``number`` is a different
-    number for each unit, from which a stochastic codec's random bits are made.
+    ``sizes`` has the number of nodes and of ranks per node over which a gradient is reduced.  ``number`` differs
+    between units; a stochastic codec's random bits depend on it.
     """
     elements, exact = unit.x.shape[-1], unit.x.double()
     if unit.x.dim() > 1:
@@ -182,15 +188,18 @@ def _measure_unit(codec: Codec, unit: Unit, sizes: Sizes, number: int) -> dict[s
 
 
 def _cut(codec: Codec, values: Tensor, parts: int) -> Tensor:
-    """Pad values (..., P) with zeros, and return them as (..., parts, S); S is a multiple of the codec's block."""
+    """Pad ``values`` (..., P) with zeros, and return them cut into ``parts`` equal parts: (..., parts, S).
+
+    S is a multiple of the codec's block.
+    """
     padded = torch.nn.functional.pad(values, (0, -values.shape[-1] % (common_grain(codec) * parts)))
     return padded.view(*values.shape[:-1], parts, -1)
 
 
 def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
-    """Encode and decode ``x`` (..., parts, S), and return the decoded elements, bytes and seconds.
+    """Encode and decode ``x`` (..., parts, S) as for sending; return the decoded elements, bytes and seconds.
 
-    The bytes are counted for one sender, which has one frame of S elements for each of its ``parts``.  A stochastic
+    The bytes are those that one sender sends: one encoding of S elements for each of its ``parts``.  A stochastic
     codec's random bits depend on ``number`` and ``hop``.
     """
     frames = torch.empty((*x.shape[:-1], codec.frame_bytes(x.shape[-1])), dtype=torch.uint8)
@@ -207,14 +216,15 @@ def _send(codec: Codec, x: Tensor, number: int, hop: int) -> Sent:
 
 
 def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
-    """Reduce gradients (ranks, P) in two hops, or in one hop if all ranks share a node.
+    """Average gradients (ranks, P) with a codec, in two hops, or in one hop if all ranks share a node.
 
     If ``sizes`` (nodes, ranks per node) does not have as many ranks as there are gradients, all ranks count as ranks of
     one node.  A stochastic codec's random bits depend on ``number`` and the hop.
 
     Returns:
-        The mean (parts, S), the bytes of the frames of one rank (with two hops: of all ranks of one node together) in
-        the last hop, and the seconds of encoding and decoding in all hops.
+        (mean, bytes, seconds).  ``mean`` (parts, S) is the decoded mean, where parts is the number of ranks.  ``bytes``
+        are those that one rank sends if there is one hop, and those that all ranks of a node send in the second hop if
+        there are two.  ``seconds`` is the time of encoding and decoding, in all hops.
     """
     nodes, ranks = sizes if math.prod(sizes) == len(gradients) else (1, len(gradients))
     rows = _cut(codec, gradients.view(nodes, ranks, -1), nodes * ranks)  # (nodes, ranks, parts, S)
@@ -226,10 +236,11 @@ def _reduce(codec: Codec, gradients: Tensor, sizes: Sizes, number: int) -> Sent:
 
 
 def lossless_bits(units: Sequence[Unit], kind: str) -> float:
-    """Return the mean bits of a bf16 element of one kind of values, if an ideal coder compresses the exponents.
+    """Return how many bits a bf16 element would take on average if an ideal coder compressed its exponent without loss.
 
-    An element takes 8 bits for sign and mantissa, plus the entropy of the exponents of these values (the approach of
-    ZipCCL, arXiv 2604.27844).  Zeros are left out, since they may be padding.
+    The elements are all values of one ``kind``, such as ``weights``.  An element takes 8 bits for sign and mantissa,
+    plus the entropy of the exponents (the approach of ZipCCL, arXiv 2604.27844).  Zeros are left out, since they may be
+    padding.
     """
     values = torch.cat([unit.x[unit.x != 0] for unit in units if unit.kind == kind]).to(torch.bfloat16)
     exponents = (values.view(torch.int16).to(torch.int32) >> 7) & 0xFF
@@ -239,11 +250,11 @@ def lossless_bits(units: Sequence[Unit], kind: str) -> float:
 
 
 def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
-    """Yield lines of text on the best codecs that take at most ``bits`` an element on average.
+    """Yield lines of text that say which codecs are best if elements may take at most ``bits`` on average.
 
-    There are several lines for each kind of values.  The first line compares two errors: the error if each unit has the
-    codec that :func:`choose_codecs` chooses for it, and the error if all units have the best single codec.  The next
-    lines name the codec that was chosen for each unit.
+    For each kind of values there is one line, followed by a line for each unit.  The first line compares two errors:
+    the error if each unit has its own codec (:func:`choose_codecs`), and the error if all units have the best single
+    codec.  The next lines name the codec that was chosen for each unit.
     """
     for kind, group in rows.groupby("kind"):
         (chosen, cost), codecs = choose_codecs(group, bits), rank_codecs(group)
@@ -256,16 +267,16 @@ def budget_lines(rows: pd.DataFrame, bits: float) -> Iterator[str]:
 
 
 def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost]:
-    """Choose a codec for each unit, such that all units together have a small error and stay within a budget of bytes.
+    """Choose a codec for each unit, so that all units together stay within a budget of bytes and have a small error.
 
-    The choice is that of :func:`impl.plan.bit_budget.choose`.
+    The choice is made by :func:`impl.plan.bit_budget.choose`.
 
     Args:
         rows: Rows of :func:`measure` for one kind of values.
         bits: The budget: bits that an element may take on average over all units.
 
     Returns:
-        The chosen codec by unit, and the bytes and squared errors of all units together.
+        (chosen, cost): the chosen codec by the unit's name, and the bytes and squared errors of all units together.
 
     Raises:
         Refusal: If even the codecs with the fewest bytes take more than the budget.
@@ -297,11 +308,13 @@ class Agreement(NamedTuple):
 
 
 def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
-    """Return the rank correlation, over codecs, between the errors of gradients and the validation losses of a suite.
+    """Return how well the errors of codecs predict the losses of training with them: a rank correlation over codecs.
 
-    Only records whose gradients have the same codec in both hops are used.  Records form a set if they have the same
-    strategy, the same link rate and the same changes of the policy, except for this codec.  Only the set with the most
-    codecs is used.  The interval comes from 2000 bootstrap samples of the seeds.
+    The errors are those of gradients, and the losses are the validation losses of a suite's records.  Only records
+    whose gradients have the same codec in both hops are used.  Two records are comparable if they have the same
+    strategy, the same link rate and the same changes of the policy, except for this codec.  Of all sets of comparable
+    records, the set with the most codecs is used.  The confidence interval comes from 2000 bootstrap samples of the
+    seeds.
 
     Args:
         codecs: Rows of :func:`rank_codecs`.
@@ -341,9 +354,9 @@ def agreement(codecs: pd.DataFrame, results: Path) -> Agreement:
 def _losses(records: Sequence[Record]) -> Iterator[tuple[str, str, int, float]]:
     """Yield (set, codec of the gradients, seed, last validation loss) for each record with a validation loss.
 
-    The set is a text that is equal for records with the same strategy, the same link rate and the same changes of the
-    policy, except for the gradients' codec.  Records of failed trials, records of controls, and records whose gradients
-    have different codecs in the two hops are left out.
+    The set is a text that is equal for comparable records: those with the same strategy, the same link rate and the
+    same changes of the policy, except for the gradients' codec.  Left out are records of failed trials, records of
+    controls, and records whose gradients have different codecs in the two hops.
     """
     for record in records:
         if record.failure is not None or not record.validations:

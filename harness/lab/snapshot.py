@@ -1,12 +1,14 @@
 """``zeropp snapshot``: saves the weights, their changes and each rank's gradients at chosen steps of a trial.
 
-One process trains the trial's model on the batches of all ranks, in fp32, as strategy ``single`` does, and sends
+One process trains the trial's model in fp32 on the batches of all ranks, as strategy ``single`` does, and sends
 nothing.  The snapshot therefore has the exact values that the ranks would have to send under any policy.  It is one
 safetensors file with tensors named ``KIND/UNIT@STEP``, where KIND is one of
 
 - ``weights``: (P,) fp32 before the step, laid out as the engine lays out the unit;
 - ``changes``: (P,) fp32, the weights after the step minus the weights before;
 - ``gradients``: (ranks, P) fp32, a row from each rank's batches.
+
+A unit is a set of parameters that the engine gathers and reduces together; P is its number of elements with padding.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from impl.zero import plan_units
 
 
 def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str], None]) -> None:
-    """Train a trial's model until the last of the chosen steps, and write a snapshot of these steps.
+    """Train a trial's model up to the last of the chosen steps, and write a snapshot of these steps.
 
     Args:
         trial: The trial.  Its policy is ignored.
@@ -100,9 +102,9 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
 
 
 def _flatten(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return a padded (P,) fp32 tensor for each unit, by the unit's name.
+    """Lay out the values of all parameters in units, and return a padded (P,) fp32 tensor for each unit, by name.
 
-    ``values`` has a tensor or None for each parameter, by the parameter's name.  A parameter with None becomes zeros.
+    ``values`` has a tensor or None for each parameter, by the parameter's name.  For None, the elements are zeros.
     """
     return {unit.name: packed(unit, values).flatten() for unit in units}
 
@@ -110,7 +112,7 @@ def _flatten(units: Sequence[UnitGeometry], values: Mapping[str, Tensor | None])
 def _gradients(
     model: nn.Module, units: Sequence[UnitGeometry], data: RankBatches, step: int, world: int
 ) -> dict[str, Tensor]:
-    """Return, by unit, the gradients (ranks, P) of one step.
+    """Run the passes of one step on the batches of all ranks; return the gradients (ranks, P) of each unit, by name.
 
     The row of a rank is the sum of the gradients of this rank's micro-batches.
     """

@@ -1,8 +1,8 @@
-"""Measures the errors of communicated gradients and weights in one step, for each unit and each hop.
+"""Measures, in one step, how far communicated gradients and weights are from exact values, for each unit and each hop.
 
-Each reduced gradient is compared with the fp64 mean of the ranks' fp32 gradients, which are exchanged outside the wire
+Reduced gradients are compared with the fp64 mean of the ranks' fp32 gradients, which are exchanged outside of the wire
 for this purpose.  With local steps this is the mean over the ranks of one state group.  Gathered weights are compared
-with the fp32 master of the rank that owns them; each rank checks the shard of the next rank.  Errors are kept as sums
+with the fp32 masters of the rank that owns them; each rank checks the shard of the next rank.  Errors are kept as sums
 of squares, so that the errors of ranks and of units can be added up.
 """
 
@@ -30,8 +30,8 @@ from impl.policy.policy import Policy
 from impl.unit.unit import Unit
 from impl.zero import Zero
 
-# Largest factor by which an error may grow after the first measured step, on up to 16 ranks; in the committed records
-# it is 5.4 at most there.
+# Largest factor by which an error may grow after the first measured step, on up to 16 ranks.  In the committed records
+# of up to 16 ranks, no error grows by more than a factor of 5.4.
 GROWTH: Final = 8.0
 BF16_VNMSE: Final = 2.0e-5  # largest vNMSE of a cast to bf16: 2^-16, rounded up
 _LEAST_ERROR: Final = 0.5  # gathered weights must have at least this share of their codec's squared error
@@ -39,8 +39,9 @@ REPEATED: Final = 8  # number of reductions of the same gradients, where each re
 
 
 class Place(NamedTuple):
-    """Names one measured error: its step, purpose, unit and hop.  The fields have the same meaning as the fields of
-    :class:`~harness.records.trial_record.CommunicationError`.
+    """Says which error was measured: of which step, purpose (such as ``weights``), unit and hop.
+
+    The fields have the same meaning as the fields of :class:`~harness.records.trial_record.CommunicationError`.
     """
 
     step: int
@@ -55,13 +56,13 @@ class Place(NamedTuple):
 Sums = NDArray[np.float64]
 """A rank's sum of squared errors and its sum of squared exact values, (2,).
 
-For a whole reduction among n ranks, the n ** 2 inner products of these ranks' gradients follow: (2 + n ** 2,).
+For a whole reduction among n ranks, the n ** 2 inner products of these ranks' gradients are appended: (2 + n ** 2,).
 """
 SumsByPlace = dict[Place, Sums]
 
 
 class ReductionObserver(Observer):
-    """Observes the reductions of one rank: sums the errors of each hop, and keeps local gradients and mean gradients.
+    """Collects, during one rank's reductions, the errors of each hop, the local gradients and the mean gradients.
 
     Args:
         unit: Name of the only unit to observe; None to observe all units.  With a name, each message of this unit is
@@ -72,20 +73,20 @@ class ReductionObserver(Observer):
         self._unit = unit
         self.hops: dict[tuple[str, EncodedHop], Any] = defaultdict(float)  # Sums by unit and hop
         self.gradients: dict[str, Tensor] = {}  # by unit: (P,) fp32 local gradient, summed over reductions
-        # By unit: number of the first element of this rank's part, and the (n,) fp32 mean, summed over reductions.
+        # By unit: (number of the first element, mean gradient (n,) fp32) of this rank's part, summed over reductions.
         self.means: dict[str, tuple[int, Tensor]] = {}
-        # If only one unit is observed: what is wrong with the first message that differs from the reference's encoding.
+        # A sentence on the first message that differs from the reference's encoding; only if one unit is observed.
         self.unlike: str | None = None
 
     def local(self, unit: str, gradient: Tensor) -> None:
-        """Add this rank's gradient (P,) of a unit, whose reduction begins, to ``gradients``."""
+        """Add this rank's gradient (P,) of a unit to ``gradients``; called when a reduction of the unit begins."""
         if self._unit not in (None, unit):
             return
         total = gradient.detach().to(torch.float32, copy=True)
         self.gradients[unit] = total.add_(self.gradients[unit]) if unit in self.gradients else total
 
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
-        """Add the errors of one message to ``hops`` or, if only one unit is observed, check the message's bytes.
+        """Add the errors of one message to ``hops``; if only one unit is observed, check the message's bytes.
 
         Args:
             unit: Name of the unit whose gradients the message has.
@@ -98,8 +99,8 @@ class ReductionObserver(Observer):
         exact = values.detach().float()
         decoded = exact
         if self._unit is not None:
-            # An error of 0 stands for what is not measured: only the hop counts, by which its codec is checked.  The
-            # sum of exact values must not be 0, since combine() would leave the hop out.
+            # The hop's error is not measured.  An entry is made all the same, since it shows which codec the hop used.
+            # Its sum of exact values is not 0, since combine() would leave the entry out.
             self.hops[unit, hop] = np.array([0.0, 1.0])
             if frames is not None and self.unlike is None:
                 self.unlike = _unlike_reference(unit, hop, exact, frames)
@@ -118,10 +119,10 @@ class ReductionObserver(Observer):
 
 
 def _unlike_reference(unit: str, hop: EncodedHop, values: Tensor, frames: Tensor) -> str | None:
-    """Return a sentence that says how many bytes of a message differ from the reference backend's encoding.
+    """Return a sentence if a message differs from the reference backend's encoding; None if all bytes are equal.
 
-    Returns None if all bytes are equal.  Returns None too for a stochastic codec and for a user's own codec, whose
-    messages are not compared.
+    The sentence says how many bytes differ.  Messages of a stochastic codec, and of a user's own codec, are not
+    compared, and None is returned.
 
     Args:
         unit: Name of the unit, for the sentence.
@@ -131,8 +132,8 @@ def _unlike_reference(unit: str, hop: EncodedHop, values: Tensor, frames: Tensor
     """
     codec = hop.codec
     if codec.stochastic or isinstance(codec, OwnCodec):
-        # A stochastic codec's noise depends on the message, and is not known here.  A user's codec has the same code on
-        # every backend.
+        # A stochastic codec's random bits depend on the message, and are not known here.  A user's codec runs the same
+        # code on every backend, so there is nothing to compare it with.
         return None
     rows = values.reshape(-1, values.shape[-1]).cpu()
     expected = torch.zeros(len(rows), codec.frame_bytes(rows.shape[-1]), dtype=torch.uint8)
@@ -147,7 +148,7 @@ def _unlike_reference(unit: str, hop: EncodedHop, values: Tensor, frames: Tensor
 
 
 def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
-    """Return (2,) fp64: the sum of ``(decoded - exact) ** 2``, and the sum of ``exact ** 2``.
+    """Return (2,) fp64: the sum of the squared errors ``(decoded - exact) ** 2``, and the sum of ``exact ** 2``.
 
     Both tensors have the same shape.
     """
@@ -159,9 +160,7 @@ def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
 def gradient_errors(
     step: int, observer: ReductionObserver, *, repeated: int = 1, group: slice = slice(None)
 ) -> SumsByPlace:
-    """Return this rank's :data:`Sums` for each hop and for each whole reduction; all ranks must call this.
-
-    Each entry begins with a sum of squared errors and a sum of squared exact values.
+    """Return this rank's sums of squared errors for each hop, and for each whole reduction; all ranks must call this.
 
     Args:
         step: Index of the step.
@@ -170,6 +169,9 @@ def gradient_errors(
             error of the mean over these reductions, and hops are left out.
         group: The ranks over which gradients are averaged.  With local steps this is the state group of this rank.  By
             default these are all ranks.
+
+    Returns:
+        :data:`Sums` by :class:`Place`; each begins with a sum of squared errors and a sum of squared exact values.
     """
     errors: SumsByPlace = {}
     if repeated == 1:
@@ -185,15 +187,15 @@ def gradient_errors(
 
 
 def exchange_gradients(gradient: Tensor, start: int, numel: int) -> Tensor:
-    """Return the values of all ranks' gradients in this rank's part of a unit; all ranks must call this.
+    """Return all ranks' gradients, restricted to this rank's part of a unit; all ranks must call this.
 
     Args:
-        gradient: (P,) fp32, this rank's whole gradient.
+        gradient: (P,) fp32, this rank's gradient of the whole unit.
         start: Number of the first element of this rank's part.
         numel: Number of elements of a part, the same on all ranks.
 
     Returns:
-        (world, numel) fp32; row r holds the values of rank r's gradient.
+        (world, numel) fp32; row r holds the values of rank r's gradient in this rank's part.
     """
     starts = all_ranks.gather_objects(start)
     return all_ranks.swap(torch.stack([gradient[first : first + numel] for first in starts]))
@@ -202,9 +204,9 @@ def exchange_gradients(gradient: Tensor, start: int, numel: int) -> Tensor:
 def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace:
     """Gather each unit, and return this rank's sums of squared errors of the gathered weights.
 
-    All ranks must call this.  Each rank compares the next rank's shard with the next rank's masters.  With hpZ, the
-    weights of the secondary shards are gathered too, and have an entry of their own.  If ``only`` names a unit, only
-    this unit is gathered.
+    All ranks must call this.  Each rank compares the next rank's shard of the gathered weights with the next rank's
+    fp32 masters.  With hpZ, the weights are gathered from the secondary shards too, and the result has another entry
+    for them.  If ``only`` names a unit, only this unit is gathered.
     """
     errors: SumsByPlace = {}
     for unit in zero.units:
@@ -223,10 +225,10 @@ def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace
 
 
 def gathered_weights(zero: Zero) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gather all weights as for a forward pass, and as for a backward pass; all ranks must call this.
+    """Gather all weights twice, as for a forward pass and as for a backward pass; all ranks must call this.
 
-    Call this function in a rehearsal (:mod:`harness.runs.reference_checks`).  A user's own gather may have a state,
-    which the rehearsal restores.
+    Call this function in a rehearsal (:mod:`harness.runs.reference_checks`), which restores the engine's state
+    afterwards: a user's own gather may have a state.
 
     Returns:
         Two dicts from the parameter's name to its fp32 weights: the weights of forward passes, and the weights of
@@ -246,7 +248,7 @@ def beyond_bound(zero: Zero, gathered: Mapping[str, Tensor]) -> str | None:
     """Return a sentence if a user's own gather broke the error bound that its class promises; else None.
 
     All ranks must call this.  Each rank compares the next rank's shard in ``gathered`` with the next rank's masters.
-    Returns None too if the policy has no gather of the user's own.
+    If the policy has no gather of the user's own, None is returned.
 
     Args:
         zero: The engine.
@@ -268,7 +270,7 @@ def beyond_bound(zero: Zero, gathered: Mapping[str, Tensor]) -> str | None:
             if error.numel() and float(error.max()) > allowed:
                 found = (
                     f"before training the weights of unit {geometry.name!r} that {own} has gathered differ from the "
-                    f"masters of rank {rank} by {float(error.max()):.3g}: more than the class promises, {allowed:.3g}"
+                    f"masters of rank {rank} by {float(error.max()):.3g}: its error_bound() allows {allowed:.3g}"
                 )
     return found
 
@@ -276,10 +278,12 @@ def beyond_bound(zero: Zero, gathered: Mapping[str, Tensor]) -> str | None:
 def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
     """Return a sentence if a unit's gathered weights are closer to the masters than the codec allows; else None.
 
-    Such weights did not pass through the codec.  They are too close if their squared error, over all ranks, is less
-    than half of the squared error that the codec makes.  Returns None too if the weights are not the masters in one
-    deterministic encoding: with differences, a bit budget, ``planes`` other than 1, a user's own gather or codec, a
-    stochastic codec, or a cast.  All ranks must call this.
+    Such weights were not sent in the codec.  They are too close if their squared error, over all ranks, is less than
+    half of the squared error that the codec makes.  All ranks must call this.
+
+    The check is left out, and None is returned, in these cases, in which other errors are expected: the policy has
+    differences, a bit budget, or ``planes`` other than 1; the gather or the codec is a user's own; the codec is
+    stochastic or a cast.
 
     Args:
         step: Index of the step.
@@ -314,8 +318,8 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
 def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the next rank's shard as this rank gathered it, and the exact values of the same elements.
 
-    Each of the two is a flat fp32 tensor without padding.  With local steps, the next rank is the next rank of this
-    rank's state group.
+    Both are flat fp32 tensors without padding.  With local steps, the next rank is the next rank of this rank's state
+    group.
 
     Args:
         unit: The unit, whose weights are gathered now.
@@ -338,8 +342,8 @@ def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, T
 def combine(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[CommunicationError]:
     """Add up the sums of all ranks, and return one error for each place.
 
-    A further error adds up all units that have the same step, purpose and hop; its unit is ``""``.  Places whose exact
-    values are all 0 are left out, since no relative error is defined there.
+    For each step, purpose and hop there is also an error over all units together; its unit is ``""``.  Places whose
+    exact values are all 0 are left out, since their relative error is not defined.
     """
     totals: dict[Place, Any] = defaultdict(float)
     for rank in ranks:
@@ -350,13 +354,15 @@ def combine(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[Com
 
 
 def growth(ranks: int) -> float:
-    """Return the largest allowed quotient of a later error and the error in the first measured step.
+    """Return the largest factor by which a correct engine's error may grow after the first measured step.
 
-    It is half the number of ranks, and at least :data:`GROWTH`.  The squared error of a reduction is in proportion to
-    the mean over ranks of the squared gradients.  The vNMSE divides the squared error by the square of the mean
-    gradient.  The quotient of the mean square and the squared mean is 1 if all ranks have the same gradient, and equals
-    the number of ranks if the gradients are orthogonal.  In training it moves from the first case towards the second.
-    In runs without a fault, the vNMSE grew by a factor of 4.1 on 4 ranks, 5.4 on 16 ranks and 8.8 on 128 ranks.
+    It is half the number of ranks, and at least :data:`GROWTH`.
+
+    An error may grow for this reason.  The squared error of a reduction is in proportion to the mean over ranks of the
+    squared gradients, and the vNMSE divides it by the square of the mean gradient.  If all ranks have the same
+    gradient, the two are equal.  If the ranks' gradients are orthogonal, the mean of the squares is as many times
+    larger as there are ranks.  In training, gradients move from the first case towards the second.  In runs without a
+    fault, the vNMSE grew by a factor of 4.1 on 4 ranks, 5.4 on 16 ranks and 8.8 on 128 ranks.
     """
     return max(GROWTH, ranks / 2)
 
@@ -364,22 +370,24 @@ def growth(ranks: int) -> float:
 def refusal(errors: Sequence[CommunicationError], policy: Policy, ranks: int) -> str | None:
     """Return a sentence on the first error that is larger than a correct engine's can be; None if there is none.
 
-    Only whole reductions and gathers are checked, by two rules.
+    Only whole reductions and gathers are checked, by two rules:
 
-    1. After the first measured step, an error is at most :func:`growth` times as large as in that step.  An error below
-       :data:`BF16_VNMSE` in the first measured step counts as :data:`BF16_VNMSE`.
-    2. The error of hpZ's copy is at most the error of the copied weights, plus the rounding of the copy itself.
+    1. After the first measured step, an error is at most :func:`growth` times as large as in that step.  If the error
+       of the first measured step is below :data:`BF16_VNMSE`, :data:`BF16_VNMSE` is used in its place.
+    2. The error of hpZ's secondary copy is at most the error of the copied weights, plus the rounding of the copy
+       itself.
 
     Rule 1 is not applied where a correct engine's error may grow:
 
     - gradients with error feedback or a user's own reduction;
     - weights with a user's own gather;
-    - weights or gradients whose codecs a budget changes;
+    - weights or gradients whose codecs a bit budget changes;
     - weights of a policy that sends differences, in step 0.  This step sends whole weights, so the next measured step
-      counts as the first.  With a schedule, rule 1 is applied to such weights in no step.
+      counts as the first.  If the policy also has a schedule, rule 1 is not applied to these weights at all.
 
     With a schedule, rule 1 compares only steps that have the same policy.  Rule 2 is not applied with ``planes`` other
-    than 1, where hpZ's copy holds another plane than forward passes compute with.
+    than 1: forward passes then compute with weights that are quantised along rows, and hpZ's copy is quantised along
+    columns.
     """
     ends = [
         (error, error.squared_error / error.squared_value)
@@ -424,7 +432,7 @@ def _error(place: Place, sums: Sums) -> CommunicationError:
 
 
 def mean_cosine(products: NDArray[np.float64]) -> float | None:
-    """Return the mean cosine over all pairs of n ranks' gradients, from their (n ** 2,) inner products.
+    """Return the mean cosine over all pairs of n ranks' gradients, computed from their (n ** 2,) inner products.
 
     Pairs with a gradient that is zero or not finite are left out.  Returns None if no pair remains.
     """
@@ -435,10 +443,10 @@ def mean_cosine(products: NDArray[np.float64]) -> float | None:
 
 
 def outcomes_differ(policy: Policy) -> bool:
-    """Return whether two reductions of the same gradients may differ.
+    """Return whether the policy may reduce the same gradients to different means when it reduces them twice.
 
-    They may differ because of error feedback, of random rounding, or of the state of a user's own reduction.
-    If so, the error of the mean of :data:`REPEATED` reductions is measured too.
+    Error feedback, random rounding, and the state of a user's own reduction can cause this.  The error of the mean of
+    :data:`REPEATED` reductions is then measured too.
     """
     codecs = (*policy.gradients, *policy.candidates.get("gradients", ()))
     if policy.own_reduce is not None:
@@ -447,19 +455,22 @@ def outcomes_differ(policy: Policy) -> bool:
 
 
 def measured_steps(total: int) -> frozenset[int]:
-    """Return the indices of the steps in which errors are measured: ``{0, total // 2, total - 1}``."""
+    """Return the indices of the steps in which errors are measured, for a trial of ``total`` steps.
+
+    These are ``{0, total // 2, total - 1}``.
+    """
     return frozenset({0, total // 2, total - 1})
 
 
 def drawn_step(seed: int, repeat: int, warmup: int, total: int) -> int | None:
-    """Draw a step; the engine's messages are checked before this step (:mod:`harness.runs.reference_checks`).
+    """Return the step before which the engine's messages are checked, drawn at random from ``seed`` and ``repeat``.
 
-    The step lies in the second half of the trial, since a fault that begins in the course of training is present in
-    late steps.  It lies after the warm-up, and is never step 0.  ``seed`` and ``repeat`` determine it.  The
-    repeats of a trial may therefore check different steps.
+    The check itself is made by :mod:`harness.runs.reference_checks`.  The step lies in the second half of the trial,
+    since a fault that begins in the course of training is present in late steps.  It lies after the warm-up, and is
+    never step 0.  The repeats of a trial may check different steps.
 
     Returns:
-        The index of the step.  Returns None if a trial of ``total`` steps has no step after step 0 and the warm-up.
+        The index of the step.  None if a trial of ``total`` steps has no step after step 0 and the warm-up.
     """
     first = max(warmup, 1, total // 2)
     return None if first >= total else first + draw(f"{seed}/{repeat}/checked step", total - first)

@@ -1,7 +1,7 @@
 """Measures how long a step would take without communication.
 
-All ranks compute with the unsharded model at the same time, so that they compete for cores as in a step, and send
-nothing.  Samples are taken before and after the timed steps, to see whether the machine has slowed down.
+All ranks run the unsharded model at the same time, so that they compete for cores as in a step, and send nothing.
+Samples are taken before and after the timed steps, to see whether the machine has slowed down.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SHARE: Final = 8  # one sample before, and one after, for so many timed micro-b
 
 
 def samples(micro_batches: int, when: Literal["before", "after"]) -> int:
-    """Return how many samples :func:`measure` takes before, or after, the timed steps.
+    """Return how many samples :func:`measure` should take before, or after, the timed steps.
 
-    Every 8 micro-batches of the timed steps give one sample, up to :data:`MOST`.  Before the timed steps, at least 2
-    samples are taken.
+    There is one sample for every 8 micro-batches of the timed steps, up to :data:`MOST`.  Before the timed steps, at
+    least 2 samples are taken.
 
     Args:
         micro_batches: Number of micro-batches of all timed steps together.

@@ -1,4 +1,4 @@
-"""Measures CPU usage: of this process, and of the CPUs that it may use, from the kernel's counts."""
+"""Measures CPU usage from the kernel's counts: of this process, and of the CPUs that it may use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLUMNS: Final = {  # our names, and the counts of psutil that they add up; use
 
 
 class ProcessorMeter:
-    """Measures CPU usage from the moment it is constructed."""
+    """Measures CPU usage since the meter was constructed."""
 
     def __init__(self) -> None:
         self._busy, self._ran, self._begun = busy_seconds(), time.process_time(), time.perf_counter()

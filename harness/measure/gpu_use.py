@@ -32,10 +32,10 @@ _REASONS: Final = {
 
 
 def sees_the_hosts_processes() -> bool:
-    """Return whether this process sees the host's process numbers, by which the GPU driver reports processes.
+    """Return whether this process sees the host's process ids, which are the ids that the GPU driver reports.
 
-    In a container, processes have numbers of their own, unless the container shares the host's PID namespace.  Returns
-    True on systems without PID namespaces.
+    In a container, processes have ids of their own, unless the container shares the host's PID namespace.  Returns True
+    on systems without PID namespaces.
     """
     try:
         return Path("/proc/self/ns/pid").stat().st_ino == _HOSTS_NAMESPACE
@@ -44,7 +44,7 @@ def sees_the_hosts_processes() -> bool:
 
 
 class _Gpu:
-    """Samples of one GPU, on which ``ranks`` ranks compute; ``nvml`` is the module pynvml."""
+    """Takes samples of one GPU, on which ``ranks`` ranks compute; ``nvml`` is the module pynvml."""
 
     def __init__(self, nvml: Any, uuid: str, ranks: int) -> None:
         self._count, self._by_number = ranks, sees_the_hosts_processes()
@@ -113,15 +113,15 @@ def _mean(values: Sequence[float]) -> float:
 
 @contextlib.contextmanager
 def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
-    """Sample GPUs in a thread while the body of ``with`` runs.
+    """Take samples of a node's GPUs in a thread while the body of ``with`` runs.
 
     Args:
         node: Number of the node, for the record.
         gpus: For each rank of the node, the UUID of its GPU; a GPU that ranks share occurs several times.
 
     Yields:
-        A list that is empty until the body ends, and then has one entry.  It stays empty if there are no GPUs, if NVML
-        does not work, or if any of the GPUs is unknown to NVML.
+        A list that is empty until the body ends, and then has one entry with the use of all GPUs.  It stays empty if
+        there are no GPUs, if NVML does not work, or if any of the GPUs is unknown to NVML.
     """
     uses, stop, began = list[NodeUse](), threading.Event(), time.monotonic()
     devices = _open(gpus) if gpus else []
@@ -149,7 +149,7 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
 
 
 def _open(uuids: Sequence[str]) -> list[_Gpu]:
-    """Open GPUs by UUID; returns an empty list if NVML does not work, or if any of the GPUs is unknown to NVML."""
+    """Return a sampler for each GPU in ``uuids``; none if NVML does not work or does not know one of them."""
     import pynvml
 
     try:

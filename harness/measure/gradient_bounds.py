@@ -1,13 +1,14 @@
 """Checks reduced gradients against the gradient of a single process, with the error bounds of the codecs.
 
-The single process's gradient is computed by all ranks: each runs its batches through the unsharded model, and an fp32
-all-reduce outside the wire forms the mean.
+All ranks compute the single process's gradient together: each runs its batches through the unsharded model, and an fp32
+all-reduce, which is not part of the tested messages, forms the mean.
 
-Elements are compared in windows.  A window is a run of consecutive elements, as long as needed to hold whole blocks of
-all codecs.  A reduced element may differ from the mean by the bound that its codecs promise (:func:`composed`) times
-``m``.  To compute ``m``, each rank takes the largest magnitude of its gradient in the element's window; ``m`` is the
-mean of these magnitudes over ranks.  Only windows that are drawn at random are compared.  ``docs/reference/metrics.md``
-has the formulas.
+A reduced element may differ from this mean by a factor times ``m``.  The factor is the error bound that the codecs
+promise (:func:`composed`).  ``m`` is a magnitude of the gradients near the element.  It is computed in windows: runs of
+consecutive elements that hold whole blocks of all codecs.  In the element's window, each rank takes the largest
+magnitude of its own gradient, and ``m`` is the mean of these over the ranks.
+
+Only windows that are drawn at random are compared.  ``docs/reference/metrics.md`` has the formulas.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ _TINY: Final = 1e-30  # allowed absolute error: far below gradients that matter,
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
-    """The worst element of a rank's reduced gradient of one unit, compared with a single process's gradient."""
+    """The element of a rank's reduced gradient of one unit that differs most from a single process's gradient.
+
+    Differences are compared as shares of the difference that is allowed.
+    """
 
     unit: str
     elements: int  # number of elements that were compared
@@ -53,10 +57,7 @@ class GradientError:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Arranges the elements of one reduction as a matrix, row by row.
-
-    After the reduction, each rank holds the means of whole rows.
-    """
+    """Arranges the elements of one reduction as a matrix, so that each rank holds whole rows of the result."""
 
     geometry: UnitGeometry | GroupGeometry  # a unit of our engine, or a parameter group of FSDP2
     factor: float  # error bound of all codecs together, relative to ``m`` (see the module)
@@ -76,18 +77,21 @@ class Layout:
         return packed(self.geometry, gradients).view(-1, self.row)
 
     def part(self, gradients: Mapping[str, Tensor | None]) -> Tensor:
-        """Join this rank's shards of FSDP2's gradients, given by parameter name, into one padded row: (1, row) fp32."""
+        """Join this rank's shards of FSDP2's gradients, given by parameter name, into one row: (1, row) fp32.
+
+        Each shard is padded with zeros to the length that all ranks' shards have.
+        """
         assert isinstance(self.geometry, GroupGeometry)  # noqa: S101  # only FSDP2 shards each parameter
         part, specs = self.geometry.part, self.geometry.parameters
         return torch.cat([padded(gradients[spec.name], part(spec)).cpu() for spec in specs]).view(1, -1)
 
 
 def relative_bound(codec: Codec) -> float:
-    """Return the largest possible error of an element, relative to the largest magnitude of its block.
+    """Return a codec's largest possible error of an element, relative to the largest magnitude of the element's block.
 
-    This ratio depends on the block's largest magnitude, because a codec has at most eight scales for each factor of
-    two.  The ratio is largest if the magnitude is just too large for one of these scales, so that the block gets the
-    next scale.  This function therefore tries eight such magnitudes, and returns the largest of their ratios.
+    The ratio depends on this magnitude, because a codec has only certain scales, at most eight for each factor of two.
+    The ratio is largest if the magnitude is just too large for one of these scales, so that the block gets the next
+    scale.  This function therefore tries eight such magnitudes, and returns the largest of their ratios.
     """
     just_above = [(1 + eighth / 8) * (1 + 1e-6) for eighth in range(8)]
     return max(codec.error_bound(-top, top) / top for top in just_above) * (1 + 1e-5)
@@ -96,14 +100,14 @@ def relative_bound(codec: Codec) -> float:
 def layouts_of(
     units: Iterable[UnitGeometry | GroupGeometry], policy: Policy | None, topology: Topology
 ) -> list[Layout]:
-    """Return the layouts of all trained units, or of all trained parameter groups.
+    """Return a layout for each trained unit, or for each parameter group of FSDP2 that has trained parameters.
 
     A layout is left out if one of its codecs, or a user's own reduction, promises no error bound.
 
     Args:
         units: All units or parameter groups; frozen ones are left out.
-        policy: Its codecs set the bounds; None stands for an engine that reduces in fp32.
-        topology: Nodes and ranks, which decide the hops.
+        policy: The policy, whose codecs set the bounds; None for an engine that reduces in fp32.
+        topology: Nodes and ranks, which decide the hops of a reduction.
     """
     layouts = []
     for unit in units:
@@ -117,7 +121,7 @@ def layouts_of(
 
 
 def model_layouts(model: nn.Module) -> list[Layout]:
-    """Return a list with one layout, for DDP: all trained parameters in one row.
+    """Return the layout of DDP's reductions, as a list of one: all trained parameters in one row.
 
     Every rank holds the whole row, and DDP reduces it in fp32.
     """
@@ -145,7 +149,7 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topol
     shards = any(codec.block == "shard" for codec in codecs)
     window = geometry.piece if shards else min(geometry.piece, common_grain(*codecs))
     factor, floor = composed(codecs), 0.0
-    if policy.sums == "fp16":  # each of the decoded terms is rounded, and each partial sum
+    if policy.sums == "fp16":  # each decoded term is rounded, and each partial sum is rounded
         sizes = [axis.size for axis, _ in sums]
         factor = (1 + factor) * (1 + 2.0**-11) ** sum(sizes) - 1
         # A sum of n terms is rounded 2 n - 1 times, by at most half of fp16's smallest step.
@@ -154,9 +158,9 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topol
 
 
 def composed(codecs: Sequence[Codec]) -> float:
-    """Return the error bound of a mean whose terms pass through these codecs in turn.
+    """Return the error bound of a mean whose terms are encoded and decoded by each of ``codecs``, one after the other.
 
-    The bound is relative to ``m``, the mean over ranks of the largest magnitude in a window (see the module).
+    The bound is relative to ``m``: the mean over ranks of the largest magnitude of the gradient in a window.
     """
     return math.prod(1 + relative_bound(codec) for codec in codecs) - 1
 
@@ -177,8 +181,8 @@ class FirstGradient:
     ranks: int = 0  # number of ranks in a state group, over which gradients are averaged; 0: over all ranks
     # (P,) this rank's gradient of one unit in the last micro-batch; None if the caller compares all units.
     latest: Tensor | None = None
-    # By layout: the (windows,) numbers of the drawn windows; and (windows, window + 1) fp32 with the mean
-    # gradient of each window and, in the last column, the mean over ranks of its largest magnitude.
+    # By layout: the numbers (windows,) of the drawn windows, and a tensor (windows, window + 1) fp32.  A row of the
+    # tensor has the mean gradient of a window and, in the last column, the mean over ranks of its largest magnitude.
     _drawn: dict[Layout, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _finite: bool = (
         True  # False if the single process's gradient overflowed, so that nothing can be compared with it
@@ -220,7 +224,7 @@ class FirstGradient:
             self._finite = self._finite and bool(means.isfinite().all())
 
     def compare(self, layout: Layout, first: int, rows: Tensor, scale: float) -> GradientError | None:
-        """Compare a rank's reduced rows with the single process's gradient.
+        """Compare reduced gradients of this rank with the single process's gradient, and return the worst element.
 
         Args:
             layout: The layout that the rows belong to.
@@ -249,7 +253,7 @@ class FirstGradient:
 
 
 def _windows(layout: Layout, rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return the windows of ``rows`` with the numbers in ``numbers``, as (n, window) on the CPU.
+    """Cut ``rows`` into windows, and return the windows with the numbers in ``numbers``: (n, window) on the CPU.
 
     The last window of a row is filled up with zeros.  Windows are selected on the device of the rows, because copying
     all gradients of a large model from a GPU would take longer than a step.

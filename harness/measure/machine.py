@@ -1,4 +1,4 @@
-"""Collects facts about the machine and the code for records, and computes the pool key from them.
+"""Collects facts about the machine and the code for records, and computes the pool key from these facts.
 
 Records with the same pool key come from equal machines and equal code, so that their times can be compared.  Facts
 contain no host names and no paths, since records are published.
@@ -56,7 +56,7 @@ def facts() -> dict[str, Any]:
 
 
 def boot(path: Path = BOOT_ID) -> str | None:
-    """Return 12 hex digits that change whenever this machine starts; None if the kernel does not show its boot id.
+    """Return 12 hex digits that are different after each start of this machine; None if the kernel shows no boot id.
 
     All runs between two starts have the same digits.  They are the beginning of a hash of the boot id, because the boot
     id itself must not be published.
@@ -102,9 +102,9 @@ def source_digest(root: Path = ROOT) -> str:
 
 
 def pool_key(machine: dict[str, Any], code: dict[str, Any]) -> str:
-    """Return a hash, 12 hex digits, of everything that two records must share before they are pooled.
+    """Return a hash, 12 hex digits, of everything that must be equal in two records before they are evaluated together.
 
-    These are the hardware, the kernel, the GPU driver, Python, torch, our sources and the compiled C++ kernels.
+    This is the hardware, the kernel, the GPU driver, Python, torch, our sources and the compiled C++ kernels.
     """
     facts = {name: machine.get(name) for name in MUST_AGREE}
     facts["torch"] = machine.get("packages", {}).get("torch")
@@ -119,7 +119,7 @@ def cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or its cgroup's limit if lower."""
+    """Return how many bytes of memory this process may use: the machine's, or its cgroup's limit if lower."""
     total = int(psutil.virtual_memory().total)
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # without a limit the file says "max"
@@ -142,7 +142,7 @@ def hcas(devices: Path = INFINIBAND) -> list[str]:
 
 
 def hca_sent_bytes(only: Sequence[str] = (), devices: Path = INFINIBAND) -> dict[str, int]:
-    """Return the bytes that each active port of InfiniBand and RoCE adapters has sent so far, by name (``mlx5_0/1``).
+    """Return the bytes that each active InfiniBand or RoCE port has sent so far, by name, such as ``mlx5_0/1``.
 
     The bytes come from the ports' counters ``port_xmit_data``, which are in units of 4 bytes (Linux,
     sysfs-class-infiniband).  Ports without a readable counter are left out.  ``only`` names the adapters to read; if it
@@ -159,7 +159,7 @@ def hca_sent_bytes(only: Sequence[str] = (), devices: Path = INFINIBAND) -> dict
 
 
 def shared_memory_bytes() -> int:
-    """Return the size of /dev/shm in bytes, which transport ``shm`` uses; 0 if there is none."""
+    """Return the size in bytes of /dev/shm, where transport ``shm`` exchanges messages; 0 if there is none."""
     try:
         return shutil.disk_usage("/dev/shm").total  # noqa: S108  # no file is made, only a size is read
     except OSError:
@@ -182,7 +182,7 @@ def _version(distribution: str) -> str | None:
 
 
 def git(root: Path, *arguments: str, differs: int = 0) -> bytes | None:
-    """Run git in a checkout and return its output.
+    """Run git in a checkout, and return its standard output.
 
     Returns None if ``root`` is no checkout, or if git fails.  An exit status equal to ``differs`` does not count as a
     failure: ``git diff --no-index`` exits with 1 if it finds a difference.

@@ -1,4 +1,4 @@
-"""Reads and writes a :class:`~impl.plan.step_time.Machine` as a small TOML file.  No torch.
+"""Reads and writes a description of a machine (:class:`~impl.plan.step_time.Machine`) as a TOML file.  No torch.
 
 ``zeropp calibrate`` writes such a file, and the option ``--machine`` of other commands reads one.
 """
@@ -24,10 +24,10 @@ STALE_DAYS: Final = 7  # an older calibration is refused, since kernels, clocks 
 
 
 def read(path: Path) -> Machine:
-    """Read a machine from a file.
+    """Read the description of a machine from a file.
 
     Raises:
-        Refusal: if the file cannot be read, or a key is missing, unknown or wrong; the message names the first such
+        Refusal: If the file cannot be read, or a key is missing, unknown or wrong; the message names the first such
             key.
     """
     try:
@@ -52,7 +52,10 @@ def read(path: Path) -> Machine:
 
 
 def write(path: Path, machine: Machine) -> None:
-    """Write a machine's fields that differ from their defaults, so that :func:`read` returns an equal machine."""
+    """Write the description of a machine into a file, from which :func:`read` reads an equal one.
+
+    Fields that have their default values are left out.
+    """
     values = asdict(machine)
     codecs: Mapping[str, Mapping[str, float]] = values.pop("codecs")
     alternatives: Sequence[Mapping[str, float]] = values.pop("alternatives")
@@ -67,7 +70,10 @@ def write(path: Path, machine: Machine) -> None:
 
 
 def check_host(path: Path, machine: Machine, host: str) -> None:
-    """Raise a Refusal unless a machine was calibrated on ``host`` within the last :data:`STALE_DAYS` days."""
+    """Raise a Refusal unless the machine was calibrated on ``host`` within the last :data:`STALE_DAYS` days.
+
+    ``path`` is the machine's file, for the message.
+    """
     again = "run zeropp calibrate here, or leave --machine out"
     if not machine.host:
         source = "data sheets" if machine.nature == "data sheet" else "published numbers"

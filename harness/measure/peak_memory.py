@@ -11,9 +11,9 @@ import torch
 
 
 def forget_peak(device: torch.device) -> None:
-    """Reset the peak memory of this process and of its GPU, where the system allows it.
+    """Reset the peak memory of this process and of its GPU, so that later peaks count from now on.
 
-    Where the system does not allow it, a later peak is the peak since the process started, and so an upper bound.
+    If the system does not allow this, a later peak is the peak since the process started, and so an upper bound.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -35,9 +35,9 @@ def peak_device(device: torch.device) -> int | None:
 
 
 def device_in_use(device: torch.device) -> int | None:
-    """Return the bytes of the GPU that are in use now, by all processes and libraries; None for the CPU.
+    """Return how many bytes of the GPU's memory all processes and libraries use now; None for the CPU.
 
-    Unlike :func:`peak_device`, these include the CUDA contexts, NCCL's buffers and free memory that torch keeps.
+    Unlike :func:`peak_device`, this includes the CUDA contexts, NCCL's buffers and free memory that torch keeps.
     """
     if device.type != "cuda":
         return None

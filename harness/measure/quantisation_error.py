@@ -28,7 +28,7 @@ def measure(zero: Zero) -> list[QuantisationError]:
     """Return the error of each integer codec on each unit's weights and mean gradient, over all ranks.
 
     The codecs combine each number of bits in :data:`BITS` with each block size in :data:`BLOCKS`, for example 4 bits
-    with blocks of 256 elements.  All ranks must call this.  Tensors of nothing but zeros are left out.
+    with blocks of 256 elements.  All ranks must call this.  Tensors that contain only zeros are left out.
     """
     grid = [IntCodec(bits, block) for bits in BITS for block in BLOCKS]
     errors = []
@@ -49,11 +49,11 @@ def measure(zero: Zero) -> list[QuantisationError]:
 
 
 def measure_lossless(zero: Zero) -> list[LosslessSize]:
-    """Return the bytes of each unit's weights and mean gradient in two lossless codecs, over all ranks.
+    """Return how many bytes each unit's weights and mean gradient take in two lossless codecs, over all ranks.
 
     The first codec compresses the fp32 elements.  The second casts the elements to bf16, and compresses the result.
     Both compress with zstd if it is installed, else with zlib.  All ranks must call this, and either all of them must
-    have zstd or none.  Tensors of nothing but zeros are left out.
+    have zstd or none.  Tensors that contain only zeros are left out.
     """
     coder = "lossless:zstd" if has_zstd() else "lossless:zlib"
     sizes = []
@@ -74,9 +74,9 @@ def measure_lossless(zero: Zero) -> list[LosslessSize]:
 
 
 def _tensors(zero: Zero) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (purpose, unit, shard) for the weights of each unit, and for the mean gradient of each unit that has one.
+    """Yield (purpose, unit, shard) for each unit's weights, and for its mean gradient if it has one.
 
-    The purpose is ``weights`` or ``gradients``, the unit is given by its name, and the shard is this rank's (S,) fp32.
+    The purpose is ``weights`` or ``gradients``, the unit is its name, and the shard is this rank's shard, (S,) fp32.
     """
     for unit in zero.units:
         shard, name = unit.master_shard, unit.geometry.name

@@ -1,6 +1,6 @@
-"""Describes the environment of a run, for the file that a run writes beside its records.
+"""Describes the environment of a run, for a file that is written beside the run's records.
 
-The file holds what is needed to repeat the run: the machine, the changes of the checkout against its commit, all
+The description has what is needed to repeat the run: the machine, the changes of the checkout against its commit, all
 packages, and the environment variables that affect speed or results.
 """
 
@@ -33,7 +33,7 @@ _DIFF: Final = (  # options that override the user's configuration of git
 
 
 def identity() -> dict[str, Any]:
-    """Describe this node, for the other nodes and for the run's file.
+    """Return a description of this node, for the other nodes and for the run's file.
 
     Returns:
         A :class:`~harness.records.run_record.Node` as JSON.
@@ -48,7 +48,10 @@ def identity() -> dict[str, Any]:
 
 
 def run_of(suite: SuiteText | None, nodes: list[dict[str, Any]]) -> Run:
-    """Return the record of a run that begins now; ``nodes`` are the :func:`identity` values of its nodes."""
+    """Return the description of a run that begins now.
+
+    ``suite`` is the text of its suite, and ``nodes`` has a description of each node, made by :func:`identity`.
+    """
     return Run(suite=suite, changes=changes(), nodes=[Node.model_validate(node) for node in nodes])
 
 
@@ -90,10 +93,10 @@ def libraries() -> dict[str, str]:
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that affect speed or results, such as ``NCCL_*`` and ``OMP_*``.
+    """Return those of the environment variables that affect speed or results, such as ``NCCL_*`` and ``OMP_*``.
 
-    Values are cut after 1000 characters.  The value is :data:`HIDDEN` if the variable's name looks like the name of a
-    secret.
+    Values are cut after 1000 characters.  If a variable's name looks like the name of a secret, its value is
+    :data:`HIDDEN`.
     """
     return {
         name: HIDDEN if _SECRET.search(name) else value.encode(errors="replace").decode()[:_LONGEST]

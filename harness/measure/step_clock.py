@@ -1,4 +1,4 @@
-"""Times the parts of each step, and how long each part waited for communication; keeps the raw values."""
+"""Times each step and its parts, and how long each part waited for messages; keeps the raw values."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def now(device: torch.device) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Instant:
-    """A moment in the time of the host and, with a GPU, in the time of its current stream.
+    """A moment: when the host passed it and, with a GPU, when the GPU's current stream passed it.
 
-    The stream's moment comes when the stream has done all work that was enqueued before.
+    The stream passes it when it has done all work that was enqueued before.
     """
 
     host: float  # time.perf_counter()
@@ -36,7 +36,7 @@ class _Instant:
 
     @classmethod
     def take(cls, device: torch.device) -> _Instant:
-        """Take the present moment without waiting for the device."""
+        """Return the present moment, without waiting for the device."""
         event = None
         if device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -44,7 +44,10 @@ class _Instant:
         return cls(time.perf_counter(), event)
 
     def since(self, earlier: _Instant) -> float:
-        """Return the seconds from ``earlier`` to this moment; a GPU's stream must have passed both moments already."""
+        """Return the seconds from ``earlier`` to this moment.
+
+        With a GPU, these are seconds of its stream, which must have passed both moments already.
+        """
         if self.event is None or earlier.event is None:
             return self.host - earlier.host
         return float(earlier.event.elapsed_time(self.event)) / 1e3
@@ -53,16 +56,17 @@ class _Instant:
 class StepClock:
     """Times each step and its parts, in wall-clock and CPU seconds.
 
-    On a GPU, parts are timed by events of its current stream, which are read at the end of the step.  The host
-    therefore does not wait for the GPU between parts, just as it does not wait in a step without a clock.
+    On a GPU, parts are timed by events of its current stream, which are read at the end of the step.  So the clock does
+    not make the host wait for the GPU between two parts.
 
-    A step begins and ends at readings of :attr:`witness`, a second clock that also times what happens between steps.
-    On a GPU these readings wait for the device.
+    The moments at which a step begins and ends are taken from :attr:`witness`, a second clock that also times what
+    happens between steps.  On a GPU, the host waits for the device at these moments.
 
     Args:
-        mark_exposed: Marks the moment of the call, and returns a function.  Called later, the function returns the
-            seconds that were waited for messages before the marked moment (:meth:`impl.comm.wire.Wire.mark_exposed`).
-            For peers, whose waits are not known, ``mark_exposed`` returns None in place of a function.
+        mark_exposed: Called at the beginning and end of each part.  It marks the moment, and returns a function.
+            Called later, this function returns the seconds that were waited for messages before the marked moment
+            (:meth:`impl.comm.wire.Wire.mark_exposed`).  For DDP, FSDP2 and DeepSpeed, whose waits are not known,
+            ``mark_exposed`` returns None in place of a function.
         device: Device on which the steps run.
     """
 
@@ -76,7 +80,7 @@ class StepClock:
         self._begun = self._computed = 0.0
         self.steps: list[Step] = []
         self.witness = WitnessClock(device)
-        # Called at the end of each part with its name and the time of its beginning, if set.
+        # If set, called at the end of each part with the part's name and the time at which the part began.
         self.note: Callable[[str, float], None] | None = None
 
     def begin(self) -> None:
@@ -87,7 +91,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """Time the body of ``with`` as a part of the step; times of a part that occurs repeatedly add up."""
+        """Time the body of ``with`` as the part ``name`` of the step; times of a repeated part add up."""
         start, waited = _Instant.take(self._device), self._mark_exposed()
         yield
         end = _Instant.take(self._device)
@@ -97,7 +101,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time of the body of ``with`` out of the step."""
+        """Do not count the time of the body of ``with`` in the step."""
         wall, computed = self.witness.turn("check"), time.process_time()
         yield
         self._computed += time.process_time() - computed
@@ -132,7 +136,7 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Timed:
-    """A part of a step; the host has passed its end, a GPU perhaps not yet."""
+    """A part of a step; when it is made, the host has passed the part's end, but a GPU may not have yet."""
 
     name: Part
     start: _Instant

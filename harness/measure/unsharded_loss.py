@@ -1,6 +1,7 @@
-"""Computes an unsharded model's loss as a sharded engine would: with weights that went through the engine's codecs.
+"""Computes an unsharded model's loss with the weights that a sharded engine computes with.
 
-The context managers here change the weights of an unsharded model in place and restore them afterwards.
+These are weights that went through the engine's codecs.  The context managers here change the weights of an unsharded
+model in place and restore them afterwards.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def as_gathered(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry], clock: Clock
 ) -> Iterator[None]:
-    """Give an unsharded fp32 model the weights that ranks would all-gather, and restore its weights afterwards.
+    """Give an unsharded fp32 model the weights that ranks would all-gather, while the body of ``with`` runs.
 
-    The model has the gathered weights in the body of ``with``.
+    These are the model's weights after encoding and decoding.  Afterwards the former weights are restored.
 
     Args:
-        model: The unsharded model, which has the masters as weights.
-        policy: The policy, whose codecs for weights are applied.  If forward passes send hpZ's copy, the codec of this
-            copy is applied too.
-        units: Units or parameter groups of the model, whose shards are encoded one by one.
+        model: The unsharded model, whose weights are the engine's fp32 master weights.
+        policy: The policy, whose codecs for weights are applied.  If forward passes gather hpZ's secondary copy of the
+            weights, the codec of this copy is applied too.
+        units: Units or parameter groups of the model.  Each of their shards is encoded by itself.
         clock: Decides the random bits of stochastic codecs.
     """
     with _restored(model.named_parameters()):
@@ -73,7 +74,10 @@ def as_gathered(
 def quantise(
     model: nn.Module, policy: Policy, units: Sequence[UnitGeometry | GroupGeometry], clock: Clock
 ) -> None:
-    """Give an unsharded fp32 model the same weights as :func:`as_gathered` does, but do not restore them afterwards."""
+    """Replace an unsharded fp32 model's weights by the weights that ranks would all-gather, and do not restore them.
+
+    These are the weights after encoding and decoding.  The arguments are as for :func:`as_gathered`.
+    """
     parameters = dict(model.named_parameters())
     for unit in units:
         unit_policy = _policy_of(unit, policy)
@@ -87,8 +91,9 @@ def by_columns(
 ) -> dict[str, Tensor]:
     """Return, by the parameter's name, the weights that backward passes compute with if ``policy.planes`` is not 1.
 
-    These weights are quantised in blocks along columns, while forward passes compute with weights quantised in blocks
-    along rows.  Returns an empty dict if ``policy.planes`` is 1, since both passes then compute with the same weights.
+    Backward passes then compute with weights that are quantised in blocks along columns, and forward passes with
+    weights that are quantised in blocks along rows.  If ``policy.planes`` is 1, both passes compute with the same
+    weights, and an empty dict is returned.
     """
     if policy.planes == 1:
         return {}
@@ -103,9 +108,9 @@ def by_columns(
 
 @contextmanager
 def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Write ``values`` into the parameters of these names, and restore the parameters after the body of ``with``.
+    """Give parameters other values while the body of ``with`` runs, and restore them afterwards.
 
-    autograd does not notice the change.
+    ``values`` has the new values by the parameter's name.  autograd does not notice the change.
     """
     with _restored((name, model.get_parameter(name)) for name in values) as parameters:
         for name, parameter in parameters.items():
@@ -116,8 +121,8 @@ def computing_with(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[N
 def as_computed(trial: Trial, model: nn.Module) -> nn.Module:
     """Return a model that computes in the trial's precision.
 
-    For fp32 that is ``model`` itself, otherwise a copy.  For DDP and the single process, the copy uses autocast; for
-    sharded engines, the copy's parameters and inputs are cast, as these engines do.
+    In fp32 this is ``model`` itself, otherwise a copy.  For DDP and the single process, the copy computes under
+    autocast.  For sharded engines, the copy's parameters and inputs are cast, as these engines do.
     """
     policy = trial.resolved_policy() or Policy(compute=trial.peer.compute)
     if policy.compute == "fp32":
@@ -142,9 +147,10 @@ def packed(
     values: Mapping[str, Tensor | None],
     device: torch.device | None = None,
 ) -> Tensor:
-    """Return values, given by parameter name, in the layout of a unit or parameter group: (ranks, shard) fp32.
+    """Copy values, given by parameter name, into a tensor (ranks, shard) fp32, laid out as a unit or parameter group.
 
-    Padding, and parameters without a value, are zeros.  The result is on ``device``, by default the values' device.
+    Row r holds what rank r's shard would hold.  Padding, and parameters without a value, are zeros.  The result is on
+    ``device``, by default on the device of the values.
     """
     if device is None:
         device = next((value.device for value in values.values() if value is not None), None)
@@ -155,7 +161,7 @@ def packed(
 
 
 def padded(value: Tensor | None, numel: int) -> Tensor:
-    """Return (numel,) fp32: the elements of ``value``, then zeros.
+    """Flatten ``value`` to fp32, and append zeros up to ``numel`` elements: (numel,).
 
     If ``value`` is None, all elements are zeros.
     """
@@ -165,7 +171,7 @@ def padded(value: Tensor | None, numel: int) -> Tensor:
 
 
 def _places(geometry: UnitGeometry | GroupGeometry, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield each parameter's name and the view of ``whole`` (ranks, shard) that holds the parameter.
+    """Yield each parameter's name, and the view of ``whole`` (ranks, shard) in which the parameter lies.
 
     In a parameter group of FSDP2, the view includes the parameter's padding.
     """
@@ -209,10 +215,10 @@ def _encode_and_decode(
     clock: Clock,
     rows: int = 0,
 ) -> None:
-    """Encode and decode every rank's shard with the reference backend, and write the result into the parameters.
+    """Replace parameters by what a codec makes of them: encode and decode all shards with the reference backend.
 
-    If ``rows`` is not 0, the blocks of the codec run along columns, as in the second of two planes.  Each band of
-    ``rows`` rows is transposed before encoding, and transposed back after decoding.
+    If ``rows`` is not 0, the blocks of the codec run along columns.  For this, each band of ``rows`` rows of a matrix
+    is transposed before encoding, and transposed back after decoding.
     """
     if isinstance(codec, Raw):  # a cast, wherever an element lies
         for name in _names(geometry):

@@ -1,8 +1,9 @@
-"""Runs a *keeper*: a child process that holds a resource of the kernel until its standard input closes.
+"""Runs a *keeper*: a child process that holds a resource of the kernel, such as network namespaces, until it ends.
 
-The parent starts ``python -m MODULE REQUEST``.  The keeper answers with one line of JSON that describes what it holds,
-or with ``{"error": ...}``.  When the parent ends, even by ``kill -9``, the keeper's standard input closes, and the
-keeper releases the resource.  Keepers do not import torch, so that a fresh interpreter starts in a tenth of a second.
+The parent starts ``python -m MODULE REQUEST``.  The keeper makes the resource, and answers with one line of JSON that
+describes it, or with ``{"error": ...}``.  The keeper ends, and releases the resource, when its standard input closes.
+This happens also when the parent is killed by ``kill -9``.  Keepers do not import torch, so that they start in a tenth
+of a second.
 
 The two kinds of keeper are :mod:`harness.shaping.netns_shaper` and :mod:`harness.shaping.nic_shaper`.
 """
@@ -32,7 +33,7 @@ class Keeper:
     """
 
     def __init__(self, module: str, request: str) -> None:
-        """Start a keeper, and wait for its ``answer`` to the request.
+        """Start a keeper with a request, and wait for its answer, which becomes the attribute ``answer``.
 
         Args:
             module: Name of the keeper's module, which is run with ``python -m``.
@@ -60,11 +61,11 @@ class Keeper:
         assert self.process.stdout is not None  # noqa: S101 - piped above
         if not select.select([self.process.stdout], [], [], ANSWER_SECONDS)[0]:
             raise LinkError(
-                f"the process that keeps the link did not answer within {ANSWER_SECONDS:g} s; run the trial again"
+                f"the process that sets up the link did not answer within {ANSWER_SECONDS:g} s; run the trial again"
             )
         if not (line := self.process.stdout.readline()):
             raise LinkError(
-                f"the process that keeps the link died: {self.end() or 'it printed no reason'}; run the trial again"
+                f"the process that sets up the link died: {self.end() or 'it printed no reason'}; run the trial again"
             )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
@@ -72,7 +73,7 @@ class Keeper:
         return answer
 
     def end(self, seconds: float = 2.0) -> str:
-        """Close the keeper's standard input, and kill the keeper if it has not ended after ``seconds``.
+        """End the keeper by closing its standard input; kill the keeper if it has not ended after ``seconds``.
 
         Returns:
             The last line of the keeper's standard error; empty if there is none.
@@ -92,9 +93,9 @@ def send_answer(answer: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def report_errors() -> Iterator[None]:
-    """In a keeper, send any error of the ``with`` block to the parent process, and raise the error again.
+    """In a keeper, send any error of the ``with`` block to the parent process as the answer, and raise the error again.
 
-    From now on, the keeper ignores Ctrl-C, which the parent process handles.
+    From now on, this process also ignores Ctrl-C, which the parent process handles.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -1,14 +1,15 @@
-"""Makes the nodes' network namespaces and the shaped link between them; a keeper (:mod:`harness.shaping.keeper`).
+"""Makes a network namespace for each node, and a link with a limited rate between them.
 
-Every node is an anonymous network namespace, which a small child of this process holds open; nothing is created in the
+The module runs as a keeper (:mod:`harness.shaping.keeper`), a child process that holds these resources until it ends.
+Every node is an anonymous network namespace, which a small child of the keeper holds open; nothing is created in the
 host's own namespace.  Two nodes are joined by one veth pair, more nodes by a bridge in the keeper's own namespace.
 When the keeper ends, the kernel kills its children (``PR_SET_PDEATHSIG``).  The kernel removes namespaces and
 interfaces with the last process inside.  Without root, the keeper makes all namespaces and interfaces inside a user
 namespace of its own.
 
-A ``tbf`` queue limits what leaves each interface.  The limit can be lifted for messages that are not timed: as long as
-a process is connected to the keeper's Unix-domain socket, the link has no rate.  When that process closes its side of
-the connection, or dies, the link is shaped again.
+A ``tbf`` queue (token bucket filter) limits what leaves each interface.  The limit can be lifted for messages that are
+not timed: as long as a process is connected to the keeper's Unix-domain socket, the link has no rate.  When that
+process closes its side of the connection, or dies, the rate is restored.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ _PR_SET_PDEATHSIG: Final = 1
 LOOPBACK: Final = "lo"
 MTU: Final = 1500  # bytes of a packet
 _NETWORK: Final = "10.77.0.0/16"  # 65,533 nodes
-# Congestion control of the link: Reno, which every kernel has.  The host's default may be BBR, whose model of the path
-# breaks when both directions are full: a 1.25 MB message each way at 50 Mbit/s ran at 26 to 49 Mbit/s under BBR, and at
-# 47.6 to 48.5 under Reno.  Reno is set on the route, since /proc/sys may be read-only.
+# Congestion control of the link: Reno, which every kernel has.  The host's default may be BBR, which is slow when both
+# directions are full: on a link of 50 Mbit/s, messages of 1.25 MB in both directions ran at 26 to 49 Mbit/s under BBR,
+# and at 47.6 to 48.5 Mbit/s under Reno.  Reno is set on the route, since /proc/sys may be read-only.
 CONGESTION: Final = "reno"
-# The queue holds what is sent in this time at its rate; shorter queues drop packets when several ranks send at once.
+# The queue holds as many bytes as its rate sends in this time.  A shorter queue drops packets when several ranks send
+# at once.
 QUEUE_SECONDS: Final = 0.4
 # netem holds at most this many packets and drops all others; its default is 1000.
 _DELAYED_PACKETS: Final = 100_000
@@ -64,11 +66,11 @@ class Shape(NamedTuple):
 
 
 def shape(rate_mbit: float) -> Shape:
-    """Return the parameters of the ``tbf`` queue for a rate.
+    """Return the parameters of the ``tbf`` queue that limits an interface to a rate.
 
-    The burst is small, so that messages run at the rate and not on tokens that were saved in a pause.  At 12 to 260
-    Mbit/s a burst takes 4 ms, and above 1 Gbit/s it takes 1 ms.  Below 12 Mbit/s a burst has 6 kB, which take 49 ms at
-    1 Mbit/s.  Packets have at most half a burst, so that ``tbf`` does not cut them into MTU-sized packets, whose
+    A burst is what may leave at once after a pause.  It is small, so that messages do not run faster than the rate.  At
+    12 to 260 Mbit/s a burst takes 4 ms, and above 1 Gbit/s it takes 1 ms.  Below 12 Mbit/s a burst has 6 kB, which take
+    49 ms at 1 Mbit/s.  Packets have at most half a burst.  ``tbf`` would cut larger packets into MTU-sized ones, whose
     headers would cost 5 %.
     """
     rate = max(1, round(rate_mbit * 1e6 / 8))
@@ -92,7 +94,7 @@ def _address(node: int) -> str:
 
 
 def _check(result: int, call: str) -> None:
-    """Raise an OSError if ``result`` of the system call ``call`` is not 0."""
+    """Raise an OSError if a system call's ``result`` is not 0; ``call`` names the call in the error."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
@@ -103,7 +105,7 @@ def _setns(file: IO[bytes], kind: int) -> None:
 
 
 def enter(process: int) -> None:
-    """Move this process, which must be single-threaded, into the namespaces of ``process``.
+    """Move this process, which must be single-threaded, into the user and network namespaces of ``process``.
 
     Raises:
         LinkError: If the kernel does not allow it, or the process has ended.
@@ -122,9 +124,9 @@ def enter(process: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when ``parent``, its parent, ends.
+    """Have the kernel kill this process when its parent, the process with id ``parent``, ends.
 
-    Entering a namespace undoes this, so call the function afterwards.
+    Call this function after entering a namespace, since that would undo it.
     """
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # the parent ended before the call
@@ -132,7 +134,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def _enter_own_namespace() -> str:
-    """Enter a new network namespace, within a user namespace if needed; returns ``root`` or ``rootless``."""
+    """Move this process into a new network namespace, and return ``root`` or ``rootless``.
+
+    ``rootless`` means that this process lacks the right to make a network namespace, and has made a user namespace
+    first.
+    """
     try:
         _check(_LIBC.unshare(CLONE_NEWNET), "unshare(NEWNET)")
     except OSError as error:
@@ -150,10 +156,10 @@ def _enter_own_namespace() -> str:
 
 @contextlib.contextmanager
 def _netlink(process: int) -> Iterator[Any]:
-    """Yield a netlink socket in the network namespace of ``process``.
+    """Yield a netlink socket that works in the network namespace of ``process``.
 
-    A netlink socket belongs to the namespace in which it was opened; therefore this process is in that namespace
-    during the body.
+    A netlink socket belongs to the namespace in which it was opened.  This process is therefore in that namespace while
+    the body of ``with`` runs, and returns afterwards.
     """
     from pyroute2 import IPRoute
 
@@ -167,7 +173,7 @@ def _netlink(process: int) -> Iterator[Any]:
 
 
 def _set(queue: _Queue, state: bytes | None = None) -> None:
-    """Set up the queue of an interface, or lift or restore its rate.
+    """Set up the queue of an interface, lift its rate, or restore its rate.
 
     Args:
         queue: The queue.
@@ -181,7 +187,10 @@ def _set(queue: _Queue, state: bytes | None = None) -> None:
             try:
                 route.tc("add", "netem", index, handle="1:", **delay)
             except Exception as error:
-                message = f"no latency of {queue.latency_ms:g} ms: the kernel has no netem ({error}): load sch_netem"
+                message = (
+                    f"a latency of {queue.latency_ms:g} ms needs netem, which the kernel lacks ({error}): run modprobe "
+                    "sch_netem, or remove cluster.latency"
+                )
                 raise OSError(message) from error
         if shape is None:
             return
@@ -195,7 +204,7 @@ def _set(queue: _Queue, state: bytes | None = None) -> None:
 
 
 def _hold() -> int:
-    """Fork a child that holds a new network namespace open; returns its process id."""
+    """Make a new network namespace, fork a child that holds it open, and return the child's process id."""
     keeper = os.getpid()
     with Path("/proc/self/ns/net").open("rb") as before:
         _check(_LIBC.unshare(CLONE_NEWNET), "unshare(NEWNET)")
@@ -211,10 +220,14 @@ def _hold() -> int:
 
 
 def _join(prefix: str, names: Sequence[str], holders: Sequence[int]) -> list[str]:
-    """Make the nodes' interfaces ``names``, each in the network namespace of the process in ``holders``.
+    """Make an interface for each node in the node's network namespace, and join the interfaces.
 
-    Two nodes share a veth pair.  More nodes get a bridge with a port towards each node; the names of the bridge and of
-    its ports begin with ``prefix``.
+    Two nodes share a veth pair.  More nodes get a bridge with a port towards each node.
+
+    Args:
+        prefix: Beginning of the names of the bridge and of its ports.
+        names: Names of the nodes' interfaces.
+        holders: For each node, the process that holds the node's network namespace open.
 
     Returns:
         The names of the bridge's ports; empty for two nodes.
@@ -241,13 +254,13 @@ def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
     Args:
         node: Number of the node.
         name: Name of the node's interface.
-        holder: The process that holds the node's network namespace.
-        inner: Whether the loopback, over which the node's own ranks send messages, gets a rate too.
+        holder: The process that holds the node's network namespace open.
+        inner: Whether messages between the node's own ranks, which pass the loopback, will have a limited rate too.
     """
     network, _, prefix = _NETWORK.partition("/")
     with _netlink(holder) as route:
         loopback, index = (route.link_lookup(ifname=interface)[0] for interface in (LOOPBACK, name))
-        # Packets inside the node get the same size as between nodes, so that the queue does not cut them.
+        # Packets on the loopback get the same size as between nodes, so that the loopback's queue does not cut them.
         if inner:
             route.link("set", index=loopback, mtu=MTU)
         route.link("set", index=loopback, state="up")
@@ -265,15 +278,15 @@ def _configure(node: int, name: str, holder: int, *, inner: bool) -> None:
 
 
 def _stdin_ends_before(ready: socket.socket) -> bool:
-    """Wait until a socket is ready or standard input ends; returns whether standard input has ended."""
+    """Wait until the socket ``ready`` can be read or standard input ends; return whether standard input has ended."""
     return sys.stdin in select.select([sys.stdin, ready], [], [])[0]
 
 
 def _serve(queues: Sequence[_Queue], listening: socket.socket) -> None:
-    """Lift the link's rate for each process that connects, one after another, until standard input ends.
+    """Lift the link's rate for each process that connects to ``listening``, in turn, until standard input ends.
 
-    If the rate cannot be restored, the error ends this process, and the link with it.  No trial can then run on a link
-    without its rate.
+    The rate is restored when the process closes its connection.  If the rate cannot be restored, the error ends this
+    keeper, and the link with it, so that no trial can run on a link without its rate.
     """
     while not _stdin_ends_before(listening):
         with listening.accept()[0] as client:
@@ -287,7 +300,7 @@ def _serve(queues: Sequence[_Queue], listening: socket.socket) -> None:
 
 
 def _keep(prefix: str, rates: Sequence[float | None], latency_ms: float, inner_mbit: float | None) -> None:
-    """Make the namespaces and the link, send the answer, and hold them until standard input closes.
+    """Make the namespaces and the link, describe them to the parent, and hold them until standard input ends.
 
     Args:
         prefix: Beginning of the interfaces' names.

@@ -1,8 +1,10 @@
-"""Limits the rate of a network interface of this host with a ``tbf`` queue; a keeper (:mod:`harness.shaping.keeper`).
+"""Limits the rate of a network interface of this host with a ``tbf`` queue (token bucket filter).
 
-The keeper replaces the kernel's default queue.  It removes its own queue when its supervisor asks it to end, when the
-supervisor itself ends or is killed by ``kill -9``, and at SIGTERM or SIGHUP.  If the keeper is killed by ``kill -9``,
-its queue stays, and the next run prints the command that removes the queue.  Shaping needs root, or CAP_NET_ADMIN.
+The module runs as a keeper (:mod:`harness.shaping.keeper`), a child process that holds the queue until it ends.  The
+keeper replaces the kernel's default queue.  It removes its own queue in each of these cases: its parent asks it to end,
+the parent ends or is killed by ``kill -9``, or the keeper gets SIGTERM or SIGHUP.  If the keeper itself is killed by
+``kill -9``, its queue stays, and the next run prints the command that removes the queue.  Limiting an interface needs
+root, or CAP_NET_ADMIN.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _LARGEST: Final = 2**32  # bytes per second, the limit of tbf's netlink message
 
 
 def removal(name: str, segment: int) -> str:
-    """Return advice with the command that removes a killed keeper's queue.
+    """Return advice for an interface whose rate is still limited: the command that removes the queue.
 
     The command also restores the interface's largest packet size to ``segment`` bytes.
     """
@@ -46,7 +48,7 @@ def removal(name: str, segment: int) -> str:
 
 @contextlib.contextmanager
 def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dict[str, Any]]:
-    """Limit the rate of an interface during the body.
+    """Limit the rate of a network interface while the body of ``with`` runs.
 
     Args:
         interface: Name of the interface.
@@ -54,12 +56,17 @@ def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Ite
         others: Addresses of the other nodes, which must be reached through this interface.
 
     Yields:
-        A dict with the keys ``interface`` (its name), ``mtu``, ``segment`` (its largest packet in bytes before the
-        change), ``before`` (the kind of the queue that it had), and ``congestion`` (the host's congestion control).
+        A dict of facts about the interface before the change, and about the host:
+
+        - ``interface``: its name;
+        - ``mtu``: its MTU in bytes;
+        - ``segment``: its largest packet in bytes before the change;
+        - ``before``: the kind of its queue before the change;
+        - ``congestion``: the host's congestion control.
 
     Raises:
-        LinkError: If the rate cannot be limited.  Also if the queue that limits it could not be removed after the body;
-            the message then has the command that removes the queue.
+        LinkError: If the rate cannot be limited.  Also if the limit could not be removed after the body; the message
+            then has the command that removes it.
     """
     try:
         keeper = Keeper("harness.shaping.nic_shaper", json.dumps([interface, rate_mbit, others]))
@@ -71,7 +78,7 @@ def shaped_interface(interface: str, rate_mbit: float, others: list[str]) -> Ite
         reason = keeper.end(_REMOVAL_SECONDS) or "its keeper was killed"
         if keeper.process.returncode:
             advice = removal(interface, keeper.answer["segment"])
-            raise LinkError(f"{interface} may still be shaped ({reason}); {advice}")
+            raise LinkError(f"the rate of {interface} may still be limited ({reason}); {advice}")
 
 
 @contextlib.contextmanager
@@ -104,7 +111,7 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
             _check_route(route, index, interface, other)
         usual = min(_USUAL_SEGMENT, link.get_attr("IFLA_TSO_MAX_SIZE") or _USUAL_SEGMENT)
         before = _queue_before(route, index, interface, usual)
-        # A signal between a change and the registration of its undo would leave the change behind.
+        # Signals wait here.  A signal after a change, but before its undo is registered, would leave the change behind.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDED_BY)
         with contextlib.ExitStack() as undo:
             try:
@@ -127,9 +134,9 @@ def _shaped(interface: str, rate_mbit: float, others: list[str]) -> Iterator[dic
 
 
 def _check_route(route: Any, index: int, interface: str, other: str) -> None:
-    """Raise an OSError if messages to the address ``other`` leave through another interface than the shaped interface.
+    """Raise an OSError if messages to the address ``other`` do not leave through interface number ``index``.
 
-    Also raises an OSError if there is no route to the address.
+    Also raises an OSError if there is no route to the address.  ``interface`` is the interface's name, for the error.
     """
     family = socket.AF_INET6 if ":" in other else socket.AF_INET
     try:
@@ -141,13 +148,13 @@ def _check_route(route: Any, index: int, interface: str, other: str) -> None:
     if leaving != index:
         name = route.get_links(leaving)[0].get_attr("IFLA_IFNAME")
         raise OSError(
-            f"messages to {other} leave through {name}, but {interface} is the interface that is shaped; change the "
-            f"route, or set GLOO_SOCKET_IFNAME to {name}"
+            f"messages to {other} leave through {name}, but the rate of {interface} is limited; change the route, or "
+            f"set GLOO_SOCKET_IFNAME to {name}"
         )
 
 
 def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
-    """Return the kind of the interface's queue, which must be the queue that the kernel made by default (handle 0).
+    """Return the kind of the interface's queue, after checking that the kernel made this queue by default (handle 0).
 
     ``segment`` is the interface's usual largest packet in bytes, for the advice in an error.
 
@@ -164,8 +171,8 @@ def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
             )
         if major not in (0, _INGRESS):
             raise OSError(
-                f"{interface} has the queue {kind} {major:x}:, which is not the kernel's default and is not replaced; "
-                "remove the queue first"
+                f"{interface} has the queue {kind} {major:x}:, which is not the kernel's default; zeropp does not "
+                f"replace it: remove it with tc qdisc del dev {interface} root"
             )
         default = kind if queue["parent"] == _ROOT else default
     return default
@@ -179,7 +186,7 @@ def _leave(*_: object) -> None:
 
 
 def main() -> None:
-    """Run the keeper: shape the interface in the request, and hold its queue until standard input closes."""
+    """Run the keeper: limit the rate of the interface that the request names, until standard input closes."""
     for number in _ENDED_BY:
         signal.signal(number, _leave)
     with report_errors(), _shaped(*json.loads(sys.argv[1])) as interface:

@@ -1,4 +1,4 @@
-"""Models a link with a rate inside the process: computes when a message would have arrived.
+"""Imitates a link with a rate inside the process: computes when a message would have arrived over such a link.
 
 Our engine (:mod:`impl.comm.exchanges`) holds each message back until that time.
 """
@@ -15,13 +15,13 @@ from pathlib import Path
 class Pacer:
     """Rate limiter that the ranks of a node share.
 
-    A small shared file holds one float64 for each node: the time at which the node's link is free again.  While a rank
-    books a message, it locks the float64 of its node, so that the node's ranks book in turn.  The kernel releases the
-    lock when the rank dies.
+    All ranks map one small file.  It holds one float64 for each node: the time at which the node's link will be free
+    again.  A rank that sends a message locks its node's number, and moves the number on by the time that the message
+    takes.  So the messages of a node's ranks follow one another.  The kernel releases the lock if the rank dies.
     """
 
     def __init__(self, path: Path, node: int, rate_mbit: float, latency_ms: float = 0.0) -> None:
-        """Attach to the shared file.
+        """Open the shared file.
 
         Args:
             path: The file that :meth:`create` made.
@@ -43,10 +43,10 @@ class Pacer:
         return path
 
     def book(self, nbytes: int) -> float:
-        """Book the time that ``nbytes`` to other nodes take on this node's link.
+        """Reserve this node's link for a message of ``nbytes`` to other nodes, and return when its last byte arrives.
 
-        Returns when the last byte arrives, on the clock ``time.monotonic()``.  While :attr:`open` is set, messages take
-        only the latency, and nothing is booked.
+        The time is on the clock ``time.monotonic()``.  While :attr:`open` is set, messages take only the latency, and
+        nothing is reserved.
         """
         if self.open:
             return time.monotonic() + self._latency

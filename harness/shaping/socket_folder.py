@@ -1,6 +1,6 @@
-"""Makes folders whose paths are short enough for Unix-domain sockets.  The kernel limits a socket's path to 107 bytes.
+"""Makes folders whose paths are short enough for Unix-domain sockets: the kernel allows a socket's path 107 bytes.
 
-The usual folder of temporary files may be too deep, for instance in a job of a cluster.  No torch.
+The usual folder of temporary files may have too long a path, for instance in a job of a cluster.  No torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OTHERS: Final = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108  # a fresh folde
 
 
 def parent() -> str:
-    """Return the folder of temporary files or, if its path is too long, another writable folder with a short path.
+    """Return a writable folder with a short path, for folders with sockets: if possible the folder of temporary files.
 
     Raises:
         Refusal: If each folder that is tried has too long a path, or cannot be written.
@@ -47,9 +47,9 @@ def new() -> Iterator[Path]:
 
 
 def give_to_multiprocessing() -> None:
-    """Let ``multiprocessing`` make its folder for sockets now, inside :func:`parent`.
+    """Make ``multiprocessing`` create its folder for sockets now, inside the short folder :func:`parent`.
 
-    ``multiprocessing`` makes one such folder in a process, and uses it from then on.
+    ``multiprocessing`` creates one such folder in a process, and uses it from then on.
     """
     with mock.patch.object(tempfile, "tempdir", parent()):
         util.get_temp_dir()

@@ -1,8 +1,9 @@
-"""Draws a trial's batches and validation samples a second time, and compares them with those that ranks read.
+"""Computes a second time which batches and validation samples a trial must read, to compare them with those ranks read.
 
-Nothing here calls :meth:`harness.workloads.dataset.Dataset.batch`, ``validation_batches`` or ``draw``: sample numbers
-are hashed anew, and windows of a text are cut from its tokens.  Masks, images and users' examples are still made by
-the data set's own :meth:`~harness.workloads.dataset.Dataset.at`, since a second renderer would prove nothing.
+The code is independent of the data set's own: it calls none of :meth:`harness.workloads.dataset.Dataset.batch`,
+``validation_batches`` and ``draw``.  It hashes the sample numbers anew, and cuts windows of a text from the tokens.
+Only masks, images and users' examples are still made by the data set's own
+:meth:`~harness.workloads.dataset.Dataset.at`, since a second implementation of these would prove nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SEARCHED: Final = 64 * 2**20  # bytes of the largest training part that is sear
 
 
 class BatchWitness:
-    """Draws the batches of any rank of a trial, with code that is independent of the data set's implementation."""
+    """Computes the batches that any rank of a trial must read, with code that is independent of the data set's."""
 
     def __init__(self, trial: Trial, dataset: Dataset) -> None:
         self._trial, self._dataset = trial, dataset
@@ -42,7 +43,7 @@ class BatchWitness:
         self.distinct = count ** (trial.accumulation * self._sequences) > _CHANCES
 
     def batches(self, step: int, ranks: Sequence[int]) -> list[Batch]:
-        """Return the batches of a step that these ranks should read, ordered by micro-batch and then by rank."""
+        """Return the batches that these ranks must read in step ``step``, ordered by micro-batch and then by rank."""
         dataset, count = self._dataset, self._dataset.count(self._dataset.train)
         read = []
         for micro_batch, rank in itertools.product(range(self._trial.accumulation), ranks):
@@ -53,7 +54,7 @@ class BatchWitness:
         return read
 
     def held_out(self, ranks: Sequence[int]) -> list[Batch]:
-        """Return the validation batches that these ranks should read, ordered by rank."""
+        """Return the validation batches that these ranks must read, ordered by rank."""
         dataset, count, world = self._dataset, self._sequences, self._trial.topology().world
         batches = self._trial.validation_batches
         last, gaps = dataset.count(dataset.validation) - 1, max(batches * world * count - 1, 1)
@@ -79,9 +80,11 @@ def shared_split(dataset: Dataset) -> str | None:
     """Return a sentence if the validation part of a data set is also part of its training data; else None.
 
     The two parts must not be the same object, and must not share memory.  In a text, a few windows of the validation
-    part are also searched for in the training part.  The search is left out if the training part has more than 64 MiB.
-    If the training part repeats itself, equal windows prove nothing, and the result of the search is ignored.  To find
-    out whether it repeats itself, a few of its own windows are searched for in it.
+    part are also searched for in the training part, unless the training part has more than 64 MiB.  All of them must be
+    found before it is a fault.
+
+    Equal windows prove nothing if the training part repeats itself.  To find out whether it does, a few of its own
+    windows are searched for in it.  If one of them occurs twice, the result of the search is ignored.
     """
     shared = "validation samples are part of the training data"
     if isinstance(dataset, OwnPairs):
@@ -106,7 +109,7 @@ def shared_split(dataset: Dataset) -> str | None:
 
 
 def digest(batches: Iterable[Batch]) -> str:
-    """Return a BLAKE2b digest, 32 hex digits, of the types, shapes and values of the batches' inputs and targets."""
+    """Return 32 hex digits: a BLAKE2b digest of the types, shapes and values of all inputs and targets of batches."""
     total = hashlib.blake2b(digest_size=16)
     for tensor in itertools.chain.from_iterable(batches):
         total.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -117,8 +120,8 @@ def digest(batches: Iterable[Batch]) -> str:
 def same_inputs(read: Sequence[Tensor], given: Sequence[Batch]) -> bool:
     """Return whether a model read the inputs of these batches, one after the other.
 
-    Inputs of equal type must have equal values.  If the model read another type, such as bf16 instead of fp32, only the
-    shapes are compared.
+    Inputs of the same type must have equal values.  If the model read another type, such as bf16 instead of fp32, only
+    the shapes are compared.
 
     Args:
         read: The inputs that the model read.

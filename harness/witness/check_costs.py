@@ -1,4 +1,4 @@
-"""Counts the processor seconds of each check of a rank."""
+"""Counts the CPU seconds that each kind of check takes on a rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Watches one matrix that Muon steps, so that a step can be taken again on the whole matrix.
+"""Watches one matrix that Muon updates, so that one step of Muon can be computed again on the whole matrix.
 
-In every step, each rank checks its part of the matrix: nothing else may change weights or momentum between two steps,
-and the momentum follows Muon's formula.  For one drawn step, the rank also keeps its part of weights, momentum and
-gradient; :mod:`harness.runs.reference_checks` gathers the parts and takes the step again with ``torch.optim.Muon``.
+In every step, each rank checks its part of the matrix: between two steps nothing may change the weights or the
+momentum, and the momentum must follow Muon's formula.  In one step, drawn at random, the rank also keeps its part of
+weights, momentum and gradient.  :mod:`harness.runs.reference_checks` gathers the parts of all ranks and computes this
+step again with ``torch.optim.Muon``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _MOMENTUM_ERROR = 4 * 2.0**-24  # relative to the terms of the sum; each is roun
 
 @dataclass(frozen=True, slots=True)
 class MatrixParts:
-    """One rank's part (n,) of a matrix in a drawn step."""
+    """One rank's part (n,) of a matrix before and after the drawn step, the step that is computed again."""
 
     value: Tensor  # weights before the step
     momentum: Tensor  # momentum before the step
@@ -31,14 +32,14 @@ class MatrixWitness:
     """Checks, in every step, this rank's part of one matrix that Muon updates.
 
     Only Muon may change the weights and the momentum of this part, and the momentum must follow Muon's formula.  For
-    one drawn step, the witness also keeps what is needed to repeat the step (``parts``).
+    one step, which was drawn at random, the witness also keeps what is needed to compute the step again (``parts``).
 
     Args:
         optimizer: The optimizer, which has ``momentum_buffer`` as the state of ``master``.
         matrix: The matrix.
-        master: The masters (n,) that contain this rank's part.
+        master: The flat fp32 weights (n,) that this rank optimizes, and that contain its part of the matrix.
         part: The slice of ``master`` that is this rank's part.
-        drawn: Number of the drawn step, which is repeated afterwards.
+        drawn: Number of the drawn step, which is computed again afterwards.
         rank: Number of this rank, for messages.
     """
 
@@ -60,21 +61,29 @@ class MatrixWitness:
         self._value, self._momentum = self._read()
 
     def before(self, index: int) -> str | None:
-        """Return a sentence if weights or momentum of this part changed outside the optimizer's steps; else None."""
+        """Check that nothing has changed weights or momentum of this part since the optimizer's previous step.
+
+        Returns:
+            A sentence if something has changed them; else None.
+        """
         value, momentum = self._read()
         if torch.equal(value, self._value) and torch.equal(momentum, self._momentum):
             return None
         return (
-            f"before the optimizer's step {index} something else changed weights or momentum of matrix "
-            f"{self.matrix.slot.spec.name!r} on rank {self._rank}"
+            f"before the optimizer's step {index}, something other than the optimizer changed weights or momentum of "
+            f"matrix {self.matrix.slot.spec.name!r} on rank {self._rank}"
         )
 
     def after(self, index: int, *, done: bool) -> str | None:
-        """Compare the momentum after step ``index`` with Muon's formula, and in the drawn step keep all parts.
+        """Compare the momentum after a step with Muon's formula; in the drawn step, also set :attr:`parts`.
+
+        Args:
+            index: Number of the step.
+            done: Whether the optimizer took the step; it skips a step after an overflow.
 
         Returns:
-            A sentence if the momentum is not what the formula gives; else None.  Returns None too if the optimizer
-            skipped the step (not ``done``), or if there is no gradient.
+            A sentence if the momentum is not what the formula gives; else None.  If the step was skipped, or there is
+            no gradient, nothing is compared and None is returned.
         """
         value, momentum = self._value, self._momentum
         self._value, self._momentum = self._read()

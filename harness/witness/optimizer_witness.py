@@ -2,14 +2,14 @@
 
 Two sets of elements are watched on each rank:
 
-- *kept* elements, the same in all steps, with moments that are computed here from the first step on;
-- *drawn* elements, others in each step, which begin from the moments that the optimizer has.  An element that is never
-  stepped, or whose moments are lost, is found as soon as it is drawn.
+- *kept* elements are the same in all steps; their moments are computed here, from the first step on;
+- *drawn* elements are chosen at random, anew for each step; their moments are read from the optimizer before the step.
+  So an element that is never stepped, or whose moments are lost, is found as soon as it is drawn.
 
-Between two steps nothing may change the elements that the next step draws.
+Between two steps nothing may change the elements that were drawn for the next step.
 
-With local steps (``policy.local_steps``), an outer step changes masters at the end of some steps.  Masters are then
-read in a hook of the optimizer, after its own step and before the outer step.
+With local steps (``policy.local_steps``), an outer step changes the weights at the end of some steps.  The weights are
+then read in a hook of the optimizer, after the optimizer's own step and before the outer step.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ _SETTINGS: Final = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_deca
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")  # as torch's AdamW names them
 _ULPS: Final = 3 * 2.0**-24  # allowed error relative to a master, which AdamW rounds to fp32 twice
 _RATE_ERROR: Final = 2e-5  # allowed error relative to the learning rate, from moments rounded to fp32
-# Allowed error of a moment, relative to the terms of the sum that gives it.  Each term is rounded, and so are the
-# difference and the product of ``lerp``: at most four roundings of 2^-24.
+# Allowed error of a moment, relative to the magnitudes of the two terms of which it is the sum.  At most four roundings
+# of 2^-24 happen: one of each term, and those of the difference and the product in ``lerp``.
 _MOMENT_ERROR: Final = 4 * 2.0**-24
 _SAME: Final = 0.999  # smallest cosine of a step's and its rehearsal's gradients; only GPUs round differently
 
 
 @dataclass(slots=True)
 class _Drawn:
-    """The elements that are drawn for one step; each tensor is (n,) float64, over all drawn elements."""
+    """The elements that were drawn for one step, with their values and moments.
+
+    Each tensor is (n,) float64, over all drawn elements.
+    """
 
     places: list[tuple[int, Tensor]]  # number of a master, and the drawn places in it
     value: Tensor
@@ -55,9 +58,9 @@ class OptimizerWitness:
     """Computes each step of one rank's AdamW a second time for a few elements, and reports the first difference.
 
     The caller calls :meth:`before` before each step of the optimizer, and :meth:`after` after each step.  Only elements
-    that torch's AdamW steps are watched; with Muon these are the elements that Muon leaves to AdamW.  No elements are
-    watched if the trial gives AdamW an argument that is not in :data:`_SETTINGS`, such as ``amsgrad``.  DeepSpeed and
-    strategies of the user's own are not watched.
+    that torch's AdamW updates are watched; with Muon these are the elements that Muon leaves to AdamW.  No elements are
+    watched in three cases: if the trial gives AdamW an argument that is not in :data:`_SETTINGS`, such as ``amsgrad``;
+    with DeepSpeed; and with a strategy of the user's own.
     """
 
     def __init__(self, trial: Trial, rank: int, optimizer: torch.optim.Optimizer) -> None:
@@ -94,7 +97,10 @@ class OptimizerWitness:
         self.replayed = self.linked = 0
 
     def note_rehearsal(self, index: int) -> None:
-        """Keep the present gradients, which come from a rehearsal of step ``index``, to compare the step with them."""
+        """Keep the present gradients; when step ``index`` is taken, they are compared with the step's gradients.
+
+        Call this method after a rehearsal, which runs the passes of the step but leaves no trace in training.
+        """
         if (gradient := self._gradients()) is not None:
             self._rehearsed[index] = gradient
 
@@ -105,7 +111,7 @@ class OptimizerWitness:
         :meth:`after` compares with the gradients that the optimizer gets.
 
         Returns:
-            A sentence if a drawn element or one of its moments has changed; else None.
+            A sentence if the value or a moment of a drawn element has changed; else None.
         """
         self._reduced, drawn = self._gradients(), self._drawn
         if drawn is None:
@@ -115,14 +121,17 @@ class OptimizerWitness:
         if all(torch.equal(old, new) for old, new in same):
             return None
         return (
-            f"before the optimizer's step {index} something else changed elements of weights or moments on rank "
-            f"{self._rank}"
+            f"before the optimizer's step {index}, something other than the optimizer changed weights or moments on "
+            f"rank {self._rank}"
         )
 
     def after(self, index: int, *, done: bool) -> str | None:
-        """Compute step ``index`` again from the present gradients, and compare it with the optimizer's step.
+        """Compute step ``index`` again from the present gradients, and compare the result with the optimizer's step.
 
-        If the optimizer skipped the step for an overflow (not ``done``), masters must not have changed.
+        Args:
+            index: Number of the step.
+            done: Whether the optimizer took the step.  If it skipped the step after an overflow, weights must not have
+                changed.
 
         Returns:
             A sentence on the first difference; None if there is none.
@@ -135,7 +144,7 @@ class OptimizerWitness:
     def _note_own_step(self, *_: Any) -> None:
         """Read the watched elements after the optimizer's own step, and before an outer step changes them.
 
-        Does nothing if no outer step follows this step.
+        If no outer step follows this step, this method does nothing.
         """
         if self._steps % self._local_steps + 1 in self._meeting:
             drawn = None if self._drawn is None else self._read(self._drawn.places)
@@ -191,14 +200,15 @@ class OptimizerWitness:
         return beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient**2
 
     def _stepped(self, value: Tensor, first: Tensor, second: Tensor, steps: Any, index: int) -> Tensor:
-        """Return the elements ``value`` after a step of AdamW, (n,) float64 (Loshchilov and Hutter, algorithm 2).
+        """Return elements after one step of AdamW, (n,) float64 (Loshchilov and Hutter, algorithm 2).
 
         Args:
             value: (n,) the elements before the step.
             first: (n,) AdamW's first moments, with this step's gradient.
             second: (n,) AdamW's second moments, with this step's gradient.
-            steps: Number of steps taken, this step included: for all elements, or (n,) for each.
-            index: Number of the step, which decides the learning rate.
+            steps: Number of steps that the elements have taken, this step included: one number, or (n,), one for each
+                element.
+            index: Number of the step in the trial, which decides the learning rate.
         """
         settings, (beta1, beta2) = self._settings, self._settings["betas"]
         rate = settings["lr"] * (1.0 if self._schedule is None else self._schedule.factor(index))
@@ -207,9 +217,9 @@ class OptimizerWitness:
         return after
 
     def _wrong(self, index: int, trained: Tensor, expected: Tensor, which: str = "watched") -> str | None:
-        """Return a sentence on the first element of ``trained`` that differs from ``expected`` by more than rounding.
+        """Return a sentence if an element of ``trained`` differs from ``expected`` by more than rounding; else None.
 
-        Returns None if there is no such element.  ``which`` names the set of elements in the sentence.
+        The sentence is on the first such element.  ``which`` names the set of elements in the sentence.
         """
         allowed = _ULPS * expected.abs() + _RATE_ERROR * abs(self._settings["lr"])
         wrong = ~((trained - expected).abs() <= allowed)  # negated, so that NaN is wrong too
@@ -225,10 +235,11 @@ class OptimizerWitness:
     def _differs(
         self, index: int, gradient: Tensor | None, expected: Tensor | None, whose: str
     ) -> str | None:
-        """Return a sentence if the optimizer's gradient has another direction than the expected gradient; else None.
+        """Return a sentence if ``gradient`` points in another direction than ``expected``; else None.
 
-        The directions are the same if the cosine of the two is at least :data:`_SAME`.  A common factor, as from
-        clipping, is therefore allowed.  Returns None too if a gradient is missing, or if the expected gradient is zero.
+        The directions count as the same if the cosine of the two gradients is at least :data:`_SAME`.  The gradients
+        may thus differ by a common factor, as clipping makes it.  If a gradient is missing, or if the expected gradient
+        is zero, None is returned.
         """
         if expected is None or gradient is None or not bool(expected.any()):
             return None
@@ -249,13 +260,16 @@ class OptimizerWitness:
         return self._samples(gradients) if gradients and len(gradients) == len(self._kept) else None
 
     def _samples(self, tensors: Iterable[Tensor]) -> Tensor:
-        """Return a few elements of each tensor, (n,) float64, at equal distances from the first element to the last."""
+        """Return a few elements of each tensor, joined to (n,) float64.
+
+        They lie at equal distances, from the first element of the tensor to its last.
+        """
         return _pick((flat, _evenly(flat.numel())) for flat in (local(tensor).view(-1) for tensor in tensors))
 
     def _draw(self, index: int) -> _Drawn | None:
-        """Draw the elements on which step ``index`` is checked, and return them with their values and moments.
+        """Choose at random the elements that are checked in step ``index``, and read their values and moments.
 
-        Returns None if no master is watched.
+        Returns None if no weights are watched.
         """
         seed = hashlib.sha256(f"{self._key}/{index}/drawn elements".encode()).digest()
         draw = torch.Generator().manual_seed(int.from_bytes(seed[:7], "little"))
@@ -282,7 +296,7 @@ class OptimizerWitness:
 
 
 def local(tensor: Any) -> Tensor:
-    """Return the local shard of a ``DTensor``, or any other tensor as it is; the result is detached."""
+    """Return the local shard of a ``DTensor``, and any other tensor as it is; the result is detached from autograd."""
     whole: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return whole.detach()
 
@@ -293,9 +307,9 @@ def _evenly(numel: int) -> Tensor:
 
 
 def _pick(tensors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return elements of all tensors in one tensor, (n,) float64 on the CPU.
+    """Return elements of several tensors, joined to one tensor (n,) float64 on the CPU.
 
-    Each pair is a tensor and the places of the elements in it.
+    Each pair in ``tensors`` is a tensor and the indices of the elements to take from it, flattened.
     """
     picked = [flat.view(-1)[places.to(flat.device)].double().cpu() for flat, places in tensors]
     return torch.cat([torch.zeros(0, dtype=torch.float64), *picked])

@@ -1,8 +1,9 @@
-"""Notes a few masters of each unit around every outer step of local steps, so that outer steps can be computed again.
+"""Notes a few masters of each unit around every outer step, so that outer steps can be computed again afterwards.
 
-The masters are read twice: in a hook of the optimizer just before an outer step, and after it.  From these notes,
-:func:`harness.records.training_faults.training_fault` computes the outer steps again.  It also compares the notes of
-the groups of ranks with each other.
+With local steps (DiLoCo), groups of ranks train apart from one another.  In an outer step they exchange how far their
+masters (fp32 weights) have moved.  The masters are read just before an outer step, in a hook of the optimizer, and just
+after it.  From these notes, :func:`harness.records.training_faults.training_fault` computes the outer steps again.  It
+also compares the notes of the groups with each other.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from impl.zero import Zero
 
 _WATCHED: Final = 64  # watched elements of each unit's shard, spread evenly
 _TRIED: Final = 1 << 12  # elements, at least, on which a codec's error is measured
-# Allowed error of a mean, as a multiple of the codecs' error of values that are normally distributed.  The values of a
-# unit may be spread more widely than normally distributed ones.
+# Allowed error of a mean, as a multiple of the error that the codecs make on normally distributed values.  It is larger
+# than 1, since the values of a unit may be spread more widely.
 _TIMES: Final = 4.0
 _FEEDBACK: Final = 2.0  # carried errors come on top of an encoding's own
 
@@ -32,8 +33,8 @@ _FEEDBACK: Final = 2.0  # carried errors come on top of an encoding's own
 class OuterWitness:
     """Notes, for one rank, a few masters of each unit before and after each outer step of local steps.
 
-    In an outer step, groups of ranks exchange how far their masters have moved.  The caller calls :meth:`after` when
-    the optimizer has taken a step; :attr:`notes` has the notes.
+    A master is one fp32 weight of this rank's shard.  In an outer step, groups of ranks exchange how far their masters
+    have moved.  The caller calls :meth:`after` when the optimizer has taken a step; :attr:`notes` has the notes.
     """
 
     def __init__(self, zero: Zero, optimizer: torch.optim.Optimizer) -> None:
@@ -60,15 +61,19 @@ class OuterWitness:
         optimizer.register_step_post_hook(self._note)
 
     def _note(self, *_: Any) -> None:
-        """Before a step of the optimizer, read the watched masters of units that an outer step will move after it."""
+        """Read the watched masters of each unit that an outer step is about to change.
+
+        This is a hook of the optimizer.  It runs after the optimizer's own step, and before the engine takes the outer
+        step.
+        """
         for unit, fragment in self._units:
             if meets(self._policy, self._step + 1, fragment):
                 self._before[unit.geometry.name] = self._read(unit)
 
     def after(self, index: int, *, done: bool) -> None:
-        """Note the watched masters of the units that an outer step has moved after the optimizer's step ``index``.
+        """Note the watched masters of each unit that an outer step has changed after the optimizer's step ``index``.
 
-        ``done`` is whether the optimizer took the step; it skips a step after an overflow.
+        ``done`` says whether the optimizer took the step; it skips a step after an overflow.
         """
         self._step += done
         for unit, _ in self._units:
@@ -83,7 +88,7 @@ class OuterWitness:
 
 
 def _error_of(codec: Codec) -> float:
-    """Return a codec's relative error, norm(decoded - x) / norm(x), on normally distributed values x."""
+    """Return the relative error of a codec, norm(decoded - x) / norm(x), on normally distributed values x."""
     numel = codec.grain * -(-_TRIED // codec.grain)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     frame, decoded = torch.zeros(codec.frame_bytes(numel), dtype=torch.uint8), torch.empty(numel)

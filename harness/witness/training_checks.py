@@ -1,10 +1,10 @@
-"""Checks, while a trial runs, that it trains and times what it claims; the codecs' kernels are checked before.
+"""Checks, while a trial runs, that it trains and times what it claims to.
 
 These checks run outside the timed parts of a step, and send no messages.  Each rank notes facts, and
 :func:`harness.records.training_faults.training_fault` judges the notes of all ranks:
 
 - optimizer: a few elements, some of them drawn anew in each step, are stepped again in float64
-  (:mod:`harness.witness.optimizer_witness`).  One step of one matrix that Muon steps is taken again
+  (:mod:`harness.witness.optimizer_witness`).  One step of one matrix that Muon updates is computed again
   (:mod:`harness.witness.matrix_witness`).  The optimizers of all ranks together hold all trained elements.
 - gradients: the optimizer gets the gradients that the backward passes left, with the norm that clipping and loss scale
   give.  A rehearsal of a step gives the same gradients as the step.
@@ -15,6 +15,8 @@ These checks run outside the timed parts of a step, and send no messages.  Each 
   held out (:mod:`harness.witness.batch_witness`).
 - seconds: a second clock accounts for all time from the first timed step to the last
   (:mod:`harness.witness.witness_clock`).  A rank that sleeps reports that it waits.
+
+The kernels of the codecs are checked before the trial (:func:`wrong_kernel`).
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class TrainingChecks:
         optimizer: The optimizer of the training loop.
         read: List to which :func:`watch_inputs` appends the model's inputs in training mode; None if inputs are not
             watched.
-        zero: Our own engine, whose outer steps are watched with local steps; None for other engines.
+        zero: Our own engine, whose outer steps are watched if the policy has local steps; None for other engines.
     """
 
     def __init__(
@@ -73,7 +75,8 @@ class TrainingChecks:
         with counted(costs, "optimizer"):
             self._optimizer = OptimizerWitness(trial, rank, optimizer)
         self.matrix: MatrixWitness | None = None  # watches one matrix, if Muon steps a sharded model
-        # Called with the number of each step when its backward passes have ended, if set; compares the drawn step.
+        # If set, called with the number of each step when its backward passes have ended.  In one step, chosen at
+        # random, it compares the step's gradients with a single process.
         self.compare: Callable[[int], None] | None = None
         self._batches = BatchWitness(trial, data.dataset)
         self._outer = None
@@ -97,18 +100,21 @@ class TrainingChecks:
                 self._note(f"on rank {rank} {shared}")
 
     def _note(self, wrong: str | None) -> None:
-        """Keep the first fault; later ones, and None, are ignored."""
+        """Keep the sentence ``wrong`` if it is the first; None, and sentences on later faults, are ignored."""
         self.checked.wrong = self.checked.wrong or wrong
 
     def note_rehearsal(self, index: int) -> None:
-        """Keep the present gradients, which come from a rehearsal of step ``index``, to compare the step with them."""
+        """Keep the present gradients; when step ``index`` is taken, they are compared with the step's gradients.
+
+        Call this method after a rehearsal, which runs the passes of the step but leaves no trace in training.
+        """
         self._optimizer.note_rehearsal(index)
 
     def note_reduced(self, index: int, loss: float, scale: float) -> None:
         """Keep the present gradients, which the backward passes of step ``index`` have just left.
 
-        Also checks that no watched weight has changed since the optimizer's previous step.  If ``compare`` is set, this
-        method first calls it, to compare the drawn step with a single process.
+        Also check that no watched weight has changed since the optimizer's previous step.  If :attr:`compare` is set,
+        call it first.
 
         Args:
             index: Number of the step.
@@ -124,7 +130,7 @@ class TrainingChecks:
         self._reduced, self._scale = self._norm(), scale
 
     def replay(self, index: int, *, done: bool) -> None:
-        """Check step ``index``, after the optimizer has taken the step.
+        """Check step ``index`` after the optimizer has taken it.
 
         ``done`` is False if the optimizer has skipped the step because of an overflow.
         """
@@ -138,12 +144,12 @@ class TrainingChecks:
         self.checked.replayed, self.checked.linked = self._optimizer.replayed, self._optimizer.linked
 
     def note_batches(self, step: int, drawn: Iterable[Batch], given: Iterable[Batch]) -> None:
-        """Check that the model read a step's batches, and note two digests of batches.
+        """Check that the model read a step's batches, and keep two digests to compare the batches of all ranks.
 
-        :func:`~harness.records.training_faults.training_fault` compares the digests of all ranks.  The first digest is
-        of the batches that the data set gave this rank.  The second digest is of the batches that the seed gives the
-        next rank; it must equal the next rank's first digest.  If one process reads the batches of all ranks, the
-        second digest is of the batches of all ranks.
+        The first digest is of the batches that the data set gave this rank.  The second is of the batches that the seed
+        gives the next rank, and must equal the next rank's first digest
+        (:func:`~harness.records.training_faults.training_fault`).  If one process reads the batches of all ranks, both
+        digests are of the batches of all ranks.
 
         Args:
             step: Number of the step.
@@ -169,9 +175,9 @@ class TrainingChecks:
         self.checked.of_next_rank[step] = digest(self._batches.batches(step, ranks))
 
     def _norm(self) -> float:
-        """Return the 2-norm of all gradients that this rank's optimizer has.
+        """Return the 2-norm of all gradients that this rank's optimizer holds now.
 
-        Returns 0 if there are none, or if the engine does not show its gradients (DeepSpeed).
+        It is 0 if there are no gradients, or if the engine does not show them (DeepSpeed).
         """
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None] if self._shown else []
         if not gradients:
@@ -181,7 +187,7 @@ class TrainingChecks:
 
 
 def watch_inputs(model: nn.Module) -> list[Tensor]:
-    """Return a list to which every forward pass of ``model`` in training mode appends its first input."""
+    """Return a list to which every forward pass of ``model`` in training mode appends the model's first input."""
     read: list[Tensor] = []
 
     def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -193,7 +199,7 @@ def watch_inputs(model: nn.Module) -> list[Tensor]:
 
 
 def wrong_kernel(codecs: Iterable[Codec], device: torch.device) -> str | None:
-    """Return a sentence on the first codec whose kernels do not equal the reference bit by bit; else None."""
+    """Return a sentence on the first codec whose kernels on ``device`` differ from the reference; else None."""
     for codec in dict.fromkeys(codecs):
         if isinstance(codec, Raw) or (isinstance(codec, OwnCodec) and not codec.published):
             continue  # casts are torch's, and a user's codec has the same code on every backend

@@ -1,4 +1,4 @@
-"""Divides the time of a rank's thread into laps without gaps, as a witness to the seconds of its steps.
+"""Divides the time of a rank's thread into laps without gaps, as a second account of where the time of its steps went.
 
 :class:`~harness.measure.step_clock.StepClock` says how long a step took; this clock says where all the time went.  Each
 reading ends one lap and begins the next, so that nothing lies between two laps and no time counts twice.  There are
@@ -9,9 +9,9 @@ four kinds of laps:
 - ``apart``: validations and comparisons between steps, which send messages;
 - ``between``: everything else.
 
-Laps are measured in wall-clock time.  A lap is judged by the seconds in which its thread ran, and by the seconds in
-which its thread slept to wait for something.  It is not judged by the seconds in which its thread was ready to run but
-had no CPU.
+A lap has its wall-clock seconds.  It also has the seconds in which its thread ran, in which the thread slept to wait
+for something, and in which the thread was ready to run but had no CPU.  Laps are judged by the first two of these
+three: a thread cannot help it that it had no CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _THREAD: Final = getattr(resource, "RUSAGE_THREAD", None)  # Linux alone counts 
 
 
 class _Reading(NamedTuple):
-    """What a thread has used until one moment.
+    """A thread's counts at one moment: the time, and how long the thread has run and has waited for a CPU.
 
     ``stalled`` is read twice; ``seconds`` is read between these two readings.
     """
@@ -48,7 +48,7 @@ class _Reading(NamedTuple):
 
 
 class WitnessClock:
-    """Keeps the laps of the thread that constructs it; the first lap is ``between``.
+    """Keeps the laps of the thread that constructs the clock; the first lap is of kind ``between``.
 
     Args:
         device: Each reading waits until this device has finished its work.
@@ -67,14 +67,14 @@ class WitnessClock:
 
     @property
     def counts_sleep(self) -> bool:
-        """Whether the kernel distinguishes a thread that sleeps from a thread that is ready to run but has no CPU."""
+        """Whether the kernel tells a thread that sleeps apart from a thread that is ready to run but has no CPU."""
         return self._counts is not None
 
     def turn(self, kind: Kind) -> float:
-        """End the present lap, and begin a lap of another kind.
+        """End the present lap, and begin a lap of kind ``kind``.
 
-        A ``step`` lap after a lap of kind ``between`` begins a new step.  A ``step`` lap after another lap continues
-        the step.
+        A ``step`` lap after a lap of kind ``between`` begins a new step.  After a lap of any other kind, a ``step`` lap
+        continues the present step.
 
         Returns:
             The moment at which the first lap ended and the second began, in seconds of ``time.perf_counter()``.
@@ -93,7 +93,7 @@ class WitnessClock:
 
     @contextlib.contextmanager
     def lap(self, kind: Kind) -> Iterator[None]:
-        """Make the body of ``with`` a lap of this kind, then go on with the kind before."""
+        """Make the body of ``with`` a lap of kind ``kind``, then begin another lap of the kind before."""
         before = self.kind
         self.turn(kind)
         yield
@@ -118,12 +118,11 @@ class WitnessClock:
 
 
 def _lap(begin: _Reading, end: _Reading) -> Spent:
-    """Return what a thread spent between two readings.
+    """Return the seconds between two readings, and for how many of them the thread ran, slept and waited for a CPU.
 
-    The returned seconds of sleep are a lower bound.  The counts of one reading are taken one after the other, and the
-    thread may lose its CPU between two of them.  The longest wait for a CPU that the counts allow is therefore
-    subtracted from the time in which the thread did not run.  If the thread never gave up its CPU of its own accord,
-    the seconds of sleep are 0.
+    The seconds of sleep are a lower bound.  The values of one reading are read one after the other, and the thread may
+    lose its CPU in between.  The seconds of sleep are therefore the time in which the thread did not run, minus the
+    longest wait for a CPU that the values allow.  If the thread never gave up its CPU of its own accord, they are 0.
     """
     seconds, ran = end.seconds - begin.seconds, end.ran - begin.ran
     if begin.stalled is None or end.stalled is None:

@@ -90,7 +90,8 @@ def test_a_file_that_is_cut_off_is_read_to_its_last_line(tmp_path: Path) -> None
     with (tmp_path / "here-0.jsonl").open("a") as file:
         file.write('{"event": "rows", "fir')
     calls = read(tmp_path)
-    assert (calls.whole, calls.notes) == (3, ["rank 0: its last line is incomplete"])
+    note = "rank 0: the last line of its file is incomplete, as on a full disk: calls may be missing"
+    assert (calls.whole, calls.notes) == (3, [note])
 
 
 def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_a_backend_without_a_recorder_is_named() -> None:
     """Calls of C++ over such a backend are not seen, and a note says so."""
     given = events(0, 1, [])
     given[2] |= {"backend": "mpi", "seen": False}
-    assert "backend mpi of torch 2.13.0 has no recorder" in calls_of([given]).notes[0]
+    assert "backend mpi of torch 2.13.0 has no flight recorder" in calls_of([given]).notes[0]
 
 
 def test_overflow_and_faults_are_notes() -> None:
@@ -125,7 +126,10 @@ def test_overflow_and_faults_are_notes() -> None:
     ]
     notes = calls_of([[*events(0, 1, []), *more]]).notes
     assert notes == [
-        "rank 0: the recorder overflowed: 12 calls of steps 3 to 4 are lost",
+        (
+            "rank 0: the flight recorder overflowed: 12 calls of steps 3 to 4 are lost; "
+            "set TORCH_FR_BUFFER_SIZE to a larger number"
+        ),
         "rank 0: the audit failed inside the program: line | ValueError: x",
     ]
 

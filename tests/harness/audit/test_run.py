@@ -220,7 +220,7 @@ def test_a_full_recorder_is_reported(tmp_path: Path) -> None:
         all_reduce(torch.ones(1), "sum", [0])
     """
     calls = audited(tmp_path, ALONE + textwrap.dedent(text))
-    assert "the recorder overflowed: 50 calls of steps 1 to 1 are lost" in calls.notes[0]
+    assert "the flight recorder overflowed: 50 calls of steps 1 to 1 are lost" in calls.notes[0]
 
 
 def test_a_program_that_looks_for_torch_first_is_recorded(tmp_path: Path) -> None:

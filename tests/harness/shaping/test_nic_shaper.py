@@ -116,7 +116,9 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
     command = [*host_pair[0].inside, sys.executable, "-c", _HOLD, towards(host_pair)]
     done = subprocess.run(command, cwd=ROOT, input="\n", capture_output=True, text=True, check=True)
     error, _, remove = done.stdout.splitlines()[1].partition("remove the queue with: ")
-    assert error.startswith(f"{host_pair[0].interface} may still be shaped (its keeper was killed); ")
+    assert error.startswith(
+        f"the rate of {host_pair[0].interface} may still be limited (its keeper was killed); "
+    )
     assert host_pair[0].queues() != before
     subprocess.run([*host_pair[0].inside, "sh", "-c", remove], check=True)
     assert host_pair[0].queues() == before
@@ -130,7 +132,7 @@ def test_a_queue_that_may_still_be_there_is_an_error(host_pair: list[Host]) -> N
         (
             "tc qdisc add dev NAME root pfifo limit 100",
             {},
-            "not the kernel's default and is not replaced",
+            "not the kernel's default; zeropp does not replace it",
         ),
         *long(
             ("", {"others": ["127.0.0.1"]}, "messages to 127.0.0.1 leave through lo"),
