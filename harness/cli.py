@@ -564,7 +564,17 @@ def export_checkpoint(
 def _print_rows(
     table: Sequence[dict[str, Any]], whole: dict[str, Any] | None = None, *, as_json: bool, as_csv: bool
 ) -> bool:
-    """Print ``table`` as CSV, or ``whole`` (by default the table) as JSON; return whether anything was printed."""
+    """Print a command's result as JSON or CSV, if the user has asked for one of them; return whether it was printed.
+
+    Args:
+        table: The rows to print as CSV.
+        whole: The value to print as JSON; by default ``table``.
+        as_json: Whether the user gave ``--json``.
+        as_csv: Whether the user gave ``--csv``.
+
+    Raises:
+        Refusal: If the user gave both.
+    """
     if as_json and as_csv:
         raise Refusal("--json and --csv exclude each other: give one of them")
     if as_json:
@@ -575,7 +585,10 @@ def _print_rows(
 
 
 def _follow(file: Path, results: Path, out: Console) -> None:
-    """Print the outcome of each trial of a suite's first sweep, as soon as its record is written."""
+    """Print the outcome of each trial of a suite's first sweep, in the order of the sweep.
+
+    For a trial whose record does not exist yet, this function waits.
+    """
     from harness.runs.further_repeats import batches, seconds_in
     from harness.runs.progress import outcome
 
@@ -593,9 +606,9 @@ def _follow(file: Path, results: Path, out: Console) -> None:
 
 
 def _recorded_alignment(folder: Path) -> int:
-    """Return the field ``align`` (a number of elements) of the policy in the newest record of a results folder.
+    """Return the number of elements that the units of a suite are aligned to, from the newest record that has it.
 
-    Records whose policy has no such field are skipped.  If no record has the field yet, wait until one has it.
+    It is the field ``align`` of the record's policy.  This function waits until a record in ``folder`` has the field.
     """
     while True:
         for record in reversed(read_valid(folder)[0] if folder.is_dir() else []):
@@ -605,13 +618,12 @@ def _recorded_alignment(folder: Path) -> int:
 
 
 def _place(suite: Suite) -> Place | None:
-    """Return the place of the process that leads a run across hosts: its node, and how all nodes find each other.
+    """Return this process's place in a run across hosts, if it leads the run; otherwise serve the run until it ends.
 
-    Returns None if all nodes are on this machine.
-
-    Only the process that leads the run, on node 0, returns from this function.  In any other process, this function
-    supervises the ranks of the process's node until the run ends; if another process supervises them, it only waits.
-    It then ends the command with the run's exit status.
+    - If all nodes of the suite are on this machine, returns None.
+    - In the process that leads the run, on node 0, returns its :class:`Place`: its node, and how nodes find each other.
+    - In all other processes, this function does not return.  The first process of each node starts and watches the
+      ranks of its node; further processes only wait.  When the run ends, the command ends with the run's exit status.
     """
     place = launchers.place(suite.trials)
     if place is not None and place.follows:
@@ -623,10 +635,10 @@ def _place(suite: Suite) -> Place | None:
 
 
 def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, options: Sequence[str]) -> None:
-    """Submit ``zeropp run`` of the suite with these options as a Slurm job.
+    """Submit a Slurm job that runs ``zeropp run`` of the suite with these options.
 
-    If this process is already inside a Slurm job, no job is submitted.  Instead, this process is replaced by ``srun``,
-    which starts the same command on all nodes of the job, and this function does not return.
+    If this process is already inside a Slurm job, no job is submitted, and this function does not return: the process
+    is replaced by ``srun``, which starts the same command on all nodes of the job.
     """
     arguments = ["run", str(file.absolute()), "--results", str(results.absolute()), *options]
     if "SLURM_JOB_ID" in os.environ:
@@ -638,13 +650,13 @@ def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, options
 
 
 def _record(trial_id: str, results: Path) -> Path:
-    """Return the path of the record of the trial whose id starts with ``trial_id``.
+    """Return the path of the record of the trial whose id begins with ``trial_id``.
 
     ``results`` has a folder for each suite.  If several suites have a record of this trial, the first suite by name is
     taken.
 
     Raises:
-        Refusal: If no trial with a record has such an id, or if several trials have one.
+        Refusal: If no recorded trial has an id that begins so, or if several trials have.
     """
     is_id = re.fullmatch("[0-9a-f]{4,12}", trial_id) is not None
     paths = sorted(results.glob(f"*/{trial_id}*.json")) if is_id else []
@@ -661,7 +673,7 @@ def _record(trial_id: str, results: Path) -> Path:
 
 
 def _keep_whole(group: typer.Typer) -> None:
-    """Make a group's help print the whole first paragraph of each command; typer would cut it to one line."""
+    """Make the help of a command group print the whole first paragraph on each command, where typer prints one line."""
     for command in group.registered_commands:
         command.short_help = (inspect.getdoc(command.callback) or "").partition("\n\n")[0]
     for inner in group.registered_groups:
@@ -681,9 +693,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             function then also handles Ctrl-C, and a standard output that is closed or full.
 
     Returns:
-        0 if all went well.  1 if trials failed, if planned trials cannot run here, if a check found a broken law or
-        expectation, or after an unexpected error.  2 if the input was refused.  130 after Ctrl-C.  ``zeropp audit``
-        returns the status of the audited program if this program fails.
+        The exit status:
+
+        - 0 if all went well.
+        - 1 if trials failed, if planned trials cannot run here, if a check found a broken law or expectation, or after
+          an unexpected error.
+        - 2 if the input was refused.
+        - 130 after Ctrl-C.
+        - ``zeropp audit`` returns the exit status of the audited program if this program fails.
     """
     if arguments is not None:
         return _main(arguments)
@@ -733,11 +750,12 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _flushed(status: int) -> int:
-    """Flush standard output, and return the command's exit status.
+    """Write out what is left of standard output, and return the command's exit status.
 
-    Usually the exit status is ``status``.  If the text cannot be written, for example to a full disk, the exit status
-    is 2, and this function prints an error, unless ``status`` was 2 already.  A pipe that its reader has closed is no
-    error.
+    - If the text can be written, the exit status is ``status``.
+    - If a pipe's reader has closed the pipe, as ``head`` does, the exit status is ``status`` too.
+    - If the text cannot be written for another reason, such as a full disk, the exit status is 2.  An error is printed,
+      but not if ``status`` was 2, since an error was printed then already.
 
     Text that cannot be written is redirected to the null device.  Otherwise the interpreter would flush the text again
     while it shuts down, fail, print another message, and exit with status 120.

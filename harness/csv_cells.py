@@ -1,4 +1,4 @@
-"""Makes texts safe as cells of a CSV file: no spreadsheet that opens the file takes such a text for a formula."""
+"""Makes texts safe as cells of a CSV file, so that a spreadsheet that opens the file takes no text for a formula."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _BEGINS_A_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 
 def safe_cell(value: Any) -> Any:
-    """Return ``value`` as a cell of a CSV file that no spreadsheet takes for a formula.
+    """Return ``value`` in a form that no spreadsheet takes for a formula; numbers and other values stay as they are.
 
-    In a text, control characters except tabs and line feeds are escaped.  A text that begins like a formula also gets
-    an apostrophe before it, as OWASP recommends, unless the text is a number or a single dash.  Values other than texts
-    are returned as they are.  Source: https://owasp.org/www-community/attacks/CSV_Injection
+    In a text, control characters except tabs and line feeds are escaped.  If the text begins like a formula, such as
+    ``=SUM(A1)``, an apostrophe is put before it, as OWASP recommends.  Texts that are numbers (``-1``) or a single dash
+    get no apostrophe.  Source: https://owasp.org/www-community/attacks/CSV_Injection
     """
     if not isinstance(value, str):
         return value

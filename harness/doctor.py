@@ -79,7 +79,7 @@ _FACTS: Final = (
 
 
 def compare(nodes: Sequence[Node]) -> list[dict[str, Any]]:
-    """Return a row for each fact about the nodes, such as their CPU or their version of torch.
+    """Compare facts about the nodes of a cluster, such as their CPU or their version of torch; return a row for each.
 
     Keys are ``what`` (the name of the fact), ``values`` (a text for each node, in the order of ``nodes``) and
     ``differs`` (whether the values differ).  ``differs`` is always false for the host and the address, which normally

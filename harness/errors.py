@@ -37,8 +37,9 @@ class CorpusError(ValueError):
 
 
 _OURS: Final = ("impl", "harness", "report", "zeropp")
-# Packages that some command cannot do without.  The project's other dependencies (hjson, nvidia-ml-py, pyroute2)
-# serve one feature each, and the code of that feature reports that its package is missing.
+# Packages that must be installed before any command runs, since some command imports them.  The project's other
+# dependencies (hjson, nvidia-ml-py, pyroute2) serve one feature each, and the feature itself reports that they are
+# missing.
 _NEEDED: Final = (
     "filelock", "hypothesis", "jinja2", "matplotlib", "numpy", "pandas", "psutil", "pydantic", "rich",
     "safetensors", "scipy", "seaborn", "torch", "typer",
@@ -46,9 +47,9 @@ _NEEDED: Final = (
 
 
 def check_installed() -> None:
-    """Raise a Refusal if a package that some command imports later is not installed.
+    """Raise a Refusal that names the packages of :data:`_NEEDED` that are not installed, if there are any.
 
-    Without this check, a command could fail only after it has run for a while.
+    Without this check, a command that imports one of them late could fail after it has run for a while.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -56,10 +57,10 @@ def check_installed() -> None:
 
 
 def not_imported(error: ImportError) -> str | None:
-    """Return a message that names the package that ``error`` could not import, and the command that installs it.
+    """Return a message for ``error``: which package could not be imported, and the command that installs it.
 
-    Returns None if the package is one of this project's: then the program has a mistake, and nothing needs to be
-    installed.
+    Returns None if the package is one of this project's own.  The error is then a mistake of the program, which no
+    installation mends.
     """
     if (name := (error.name or "").partition(".")[0]) in _OURS:
         return None
@@ -96,7 +97,10 @@ def one_line(message: object) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'zeropp'?"`` if a known name is close to ``name``, else an empty text."""
+    """Return the end of an error message, such as ``"; did you mean 'zeropp'?"``, for an unknown ``name``.
+
+    Returns an empty text if none of the ``known`` names is spelt similarly.
+    """
     by_lower = {known_name.lower(): known_name for known_name in known}
     close = difflib.get_close_matches(name.lower().replace("++", "pp"), by_lower, n=1)  # zero++ -> zeropp
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -31,7 +31,7 @@ _CHECKS: Final = 6  # passes of a micro-batch that check a trial before and afte
 _ERRORS: Final = 8  # further passes of the first repeat if communication errors are measured
 _MEASURED: Final = (2, 128)  # batch that core_flops() times: sequences, and tokens of each
 _OPERATIONS: Final = 6  # floating-point operations for each parameter and token, forward and backward
-# A suite's own objects that do not affect the estimate.
+# Roles of the user's own objects that do not affect the estimate, so that they need not be imported for it.
 _UNTIMED: Final = ("corpus", "tokenizer", "optimizer")
 _FORWARD: Final = 1 / 3  # share of a step's floating-point operations that belong to the forward pass
 
@@ -46,8 +46,8 @@ class Estimate(NamedTuple):
 def estimate(forecasts: Sequence[Forecast]) -> Estimate:
     """Estimate how many seconds the trials of ``forecasts`` take together, if they run one after the other.
 
-    Trials that cannot run here are left out.  If no time can be estimated, ``seconds`` is None and ``sentence`` gives
-    the reason.
+    Trials that cannot run here are left out.  If no time can be estimated, as for trials on GPUs or on several
+    machines, ``seconds`` of the result is None and its ``sentence`` gives the reason.
     """
     possible = [forecast for forecast in forecasts if not forecast.reasons]
     if not possible:
@@ -83,8 +83,9 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
     if trial.workload == "rlhf":  # the actor decodes, then it and two frozen models read the result
         micro_batches += _FORWARD * (3 + trial.generate.tokens / trial.sequence)
     sent, rate = forecast.egress, trial.slowest_mbit
-    # Bytes of peers, and of some methods of a user's own, are not predicted.  Assume rings: DDP's all-reduce is two of
-    # them, FSDP2 and our engine need two all-gathers and a reduce-scatter for each micro-batch.
+    # The bytes of other engines (peers), and of some methods of a user's own, are not predicted.  Assume that every
+    # collective is a ring, in which each rank sends the whole model about once.  DDP's all-reduce counts as two rings a
+    # step.  FSDP2 and our engine need three for each micro-batch: two all-gathers and a reduce-scatter.
     if sent is None and ranks > 1:
         peer = PEERS.get(trial.strategy)
         rings = 2 if peer is not None and peer.family == "ddp" else 3 * trial.accumulation
@@ -103,8 +104,8 @@ def _trial_seconds(forecast: Forecast, flops: float) -> float:
 def core_flops() -> float:
     """Return the floating-point operations per second of one core, in a forward and backward pass of a small GPT.
 
-    The number is kept in a file of the user's cache, and is measured again on another machine or version of torch.
-    If the file has the number, this function does not import torch, because this import takes longer than planning a
+    The number is measured once, and kept in a file of the user's cache; on another machine or with another version of
+    torch it is measured again.  torch is imported only to measure, since importing it takes longer than planning a
     suite.
     """
     key = f"{machine.identity()}, torch {version('torch')}"
@@ -123,8 +124,8 @@ def core_flops() -> float:
 def measured_flops() -> float:
     """Measure the floating-point operations per second of one core.
 
-    Three passes of a small GPT are timed, and the fastest of the three counts.  The time is processor time, which other
-    processes do not lengthen.
+    A forward and backward pass of a small GPT is timed three times, and the fastest counts.  The time is processor
+    time, which other processes do not lengthen.
     """
     import torch
 
@@ -147,7 +148,7 @@ def measured_flops() -> float:
 
 
 def spoken(seconds: float) -> str:
-    """Return a duration as text in seconds, minutes or hours, whichever suits its length: ``4.5 min`` for 270."""
+    """Return a duration, given in seconds, as text with a suitable unit: ``4.5 min`` for 270."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

@@ -1,8 +1,8 @@
 """``zeropp new``: writes a first suite that compares ZeRO++ with ZeRO-3 and takes minutes on this machine.
 
-The file is ``new_suite.template``, filled in with the cluster that this machine can emulate and with the largest
-trials that keep the estimated time below :data:`WITHIN`.  The file also has commented lines for other settings that can
-be compared.
+The file is made from ``new_suite.template``.  It gets a cluster of two nodes that this machine can emulate, and the
+largest trials with which the estimated time stays below :data:`WITHIN`.  The file also has commented lines for other
+settings that can be compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from harness.whole_file import written_whole
 
 WITHIN: Final = 200.0  # seconds that the suite may take by estimate: five minutes, less a margin
 _TEMPLATE: Final = Path(__file__).with_name("new_suite.template")
-# Tokens of a rank, and steps.  The largest pair comes first, and the first pair that stays within the time is taken.
+# Sizes of a trial: tokens of each rank in a step, and number of steps.  The first size is taken with which the suite
+# takes at most WITHIN seconds.
 _SIZES: Final = ((512, 20), (512, 8), (512, 4), (256, 4), (128, 4), (128, 2))
 _GPUS: Final = 4  # GPUs that two nodes of two ranks need
 _SHARED_MEMORY: Final = 64 << 20  # bytes that transport "shm" needs for such small models

@@ -31,11 +31,11 @@ _MODELLED: Final = (
 def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[dict[str, Any]]:
     """Return a row for each trial: the trial's setting, the fields that vary in the suite, and the predictions.
 
-    Some numbers depend on modules that the suite names.  If such a module was not imported, these numbers are None
-    (:func:`not_imported`).  If a codec was not imported, the ids of all trials are None too.
+    Some numbers depend on a user's own modules that the suite names.  If such a module was not imported, these numbers
+    are None (:func:`not_imported`).  If a codec was not imported, the ids of all trials are None too.
 
     Bytes that are sent are counted for one optimizer step or one generation.  They are None where they cannot be
-    predicted, such as for peers:
+    predicted, such as for peers (other engines: DDP, FSDP2, DeepSpeed, or a single process):
 
     - ``inter_bytes`` and ``intra_bytes``: bytes that all ranks together send between nodes and inside nodes.
     - ``egress_bytes``: bytes that one node sends to the other nodes.
@@ -48,9 +48,9 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
     - ``secondary_frames`` and ``secondary_wide``: bytes of hpZ's copy of the weights.  ``secondary_frames`` are the
       bytes of a copy that is kept encoded, and ``secondary_wide`` those of a copy that is kept in 16 bits.
 
-    With a ``machine``, each row also has the step that is predicted for this machine, under the following keys, each
-    with ``modelled_`` before it.  Their values are None for trials whose step time is not modelled, such as those of
-    peers, of host engines, and those that generate:
+    With a ``machine``, each row also has predictions of a step on this machine, under the following keys, each with
+    ``modelled_`` before it.  The values are None for trials whose step time is not modelled: those of peers, those that
+    run our policy inside FSDP2 or DDP, and those that generate:
 
     - ``seconds``: the duration of a step.
     - ``low_seconds`` and ``high_seconds``: ``seconds`` divided by and multiplied by ``exp(2 * spread)``, with
@@ -65,12 +65,12 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
     - ``basis``: a word for the origin of the prediction, such as ``calibrated``
       (:meth:`impl.plan.step_time.Machine.basis`).
     - ``fits_low_seconds`` and ``fits_high_seconds``: the least and the largest ``seconds`` over all fits of the
-      machine.  A fit is a set of the machine's costs, and all fits agree equally well with the machine's measurements.
-      None for a machine of one fit.
-    - ``fits_low_speed_up`` and ``fits_high_speed_up``: likewise for ``speed_up``.
+      machine.  A fit is one set of costs (such as seconds per operation) in the model of a step.  All fits of a machine
+      agree equally well with what was measured on it.  None for a machine with a single fit.
+    - ``fits_low_speed_up`` and ``fits_high_speed_up``: the least and the largest ``speed_up`` over all fits.
     """
     varying = varying_paths([forecast.trial.canonical() for forecast in forecasts])
-    # All policies of the suite are aligned to every codec's blocks, and the alignment is part of each trial's id.
+    # Units are padded to a multiple of the block sizes of all codecs of the suite.  This number is part of each id.
     ids_unknown = any(role.startswith("codec") for forecast in forecasts for role in forecast.unread)
     table = [_row(forecast, varying, ids_unknown=ids_unknown) for forecast in forecasts]
     if machine is None:
@@ -83,21 +83,21 @@ def rows(forecasts: Sequence[Forecast], machine: Machine | None = None) -> list[
 
 
 def undecided(row: Mapping[str, Any]) -> bool:
-    """Return whether the machine file leaves open whether a row's trial is faster than ZeRO-3.
+    """Return whether some fits of the machine file predict that a row's trial is faster than ZeRO-3, others slower.
 
-    A machine file may have several fits, sets of costs that agree equally well with the machine's measurements.  Each
-    fit predicts a speed-up of the trial over ZeRO-3.  The question is open if the interval of these speed-ups has 1
-    inside it.
+    A machine file may have several fits: sets of costs that agree equally well with the machine's measurements.  Each
+    fit predicts a speed-up of the trial over ZeRO-3.  The returned value is True if the least of these speed-ups is
+    below 1 and the largest above 1.
     """
     low, high = row.get("modelled_fits_low_speed_up"), row.get("modelled_fits_high_speed_up")
     return low is not None and high is not None and bool(low < 1 < high)
 
 
 def _predicted(forecasts: Sequence[Forecast], machine: Machine) -> list[tuple[StepTime | None, float | None]]:
-    """Return (predicted step, speed-up over ZeRO-3) of each trial on ``machine``, whose alternative fits are not used.
+    """Return (predicted step, speed-up over ZeRO-3) of each trial, by the costs that ``machine`` itself has.
 
-    The step is None if it cannot be predicted.  The speed-up is None if ZeRO-3's step in the same setting, or the
-    trial's step, cannot be predicted.
+    Alternative costs of the machine (its other fits) are not used.  The step is None if it cannot be predicted.  The
+    speed-up is None if the trial's step, or ZeRO-3's step in the same setting, cannot be predicted.
     """
     steps = [predict(f.trial, f.step, f.egress, machine) for f in forecasts]
     base = {
@@ -105,7 +105,7 @@ def _predicted(forecasts: Sequence[Forecast], machine: Machine) -> list[tuple[St
         for forecast, step in sorted(
             zip(forecasts, steps, strict=True), key=lambda pair: -len(pair[0].trial.changes)
         )
-        # In this order the baseline with the fewest changes comes last, and replaces other baselines of its setting.
+        # If a setting has several baselines, the one with the fewest changes comes last in this order, and stays.
         if step is not None and forecast.trial.strategy == BASELINE
     }
     bases = [base.get(setting_of(forecast.trial)) for forecast in forecasts]
@@ -128,9 +128,9 @@ _MISSING: Final = {  # by role of a suite's own object, the numbers that are unk
 
 
 def not_imported(forecasts: Sequence[Forecast]) -> str:
-    """Return a line that names the numbers that are missing because users' modules were not imported.
+    """Return a line on the numbers that are missing from a plan because the user's own modules were not imported.
 
-    Returns an empty text if all modules were imported.
+    Returns an empty text if no module is missing.
     """
     pairs = dict.fromkeys(pair for forecast in forecasts for pair in forecast.unread.items())
     names = ((role.partition(" ")[0], name) for role, name in pairs)
@@ -146,10 +146,14 @@ def not_imported(forecasts: Sequence[Forecast]) -> str:
 def _modelled(
     forecast: Forecast, machine: Machine, predictions: Sequence[tuple[StepTime | None, float | None]]
 ) -> dict[str, Any]:
-    """Return the modelled values of one trial, by the names in :data:`_MODELLED`.
+    """Return the predictions of one trial's step on a machine, as a dict with the keys of :data:`_MODELLED`.
 
-    ``predictions`` has a (step, speed-up) for each fit of the machine, the best fit first.  All values are None if the
-    step could not be predicted.
+    All values are None if the step could not be predicted.
+
+    Args:
+        forecast: The forecast of the trial.
+        machine: The machine.
+        predictions: For each fit of the machine, the best fit first: (predicted step, speed-up over ZeRO-3).
     """
     trial, (step, speed_up) = forecast.trial, predictions[0]
     tokens = trial.tokens_per_rank * trial.accumulation
@@ -273,7 +277,7 @@ def _summary(record: Record) -> dict[str, Any]:
         if timed[0][0].exposed is not None:
             waited = [step.exposed or 0.0 for step in timed[0]]
         ledgers = [rank.ledger for rank in record.ranks if rank.ledger is not None]
-        # Steps of rlhf also decode.  In other workloads, any phase but these is an evaluation, not part of a step.
+        # In workload rlhf, steps also decode.  In other workloads, messages of other phases belong to evaluations.
         decodes = record.trial.get("workload") == "rlhf"
         sent = [
             sum(row.bytes for row in ledger if row.link == "inter" and (decodes or row.phase in _TRAINING))

@@ -1,4 +1,4 @@
-"""Lets only one of the ranks that torchrun started print an error that several of them have.
+"""Lets only one process print an error line that several ranks of one torchrun job have.
 
 torch is imported only when there is an error to print.
 """
@@ -14,12 +14,12 @@ _PATIENCE: Final = timedelta(seconds=5)  # to connect to the store
 
 
 def speaks(line: str) -> bool:
-    """Return whether this process shall print ``line``.
+    """Return whether this process should print ``line``.
 
-    Among the processes that torchrun started, the first process that calls this function with a line prints the line.
-    A process that torchrun did not start, or that cannot reach torchrun's store, always prints the line.
+    Of all processes that torchrun started, only the first that calls this function with this line gets True.  A process
+    that torchrun did not start, or that cannot reach torchrun's store, always gets True.
     """
-    # Only the agent's store is used: another one would be served by rank 0, which may have failed already.
+    # The store must be that of torchrun's agent.  Without one, rank 0 would serve it, and may have failed already.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     import torch.distributed as dist

@@ -55,11 +55,15 @@ _WHOLE: Final = "--json and --csv print all of them"
 
 
 def _interval(row: Mapping[str, Any], quantity: str, form: str) -> str:
-    """Return a text such as `` (0.12 to 0.15)``: the least and the largest value of a quantity over the machine's fits.
+    """Return a text such as `` (0.12 to 0.15)``: the least and the largest value that a machine's fits predict.
 
-    A fit is a set of costs that agrees with the machine's measurements; each fit predicts a value.  ``quantity`` is
-    ``seconds`` or ``speed_up``, and ``form`` a format specification such as ``.2f``.  Returns an empty text if the
-    machine has one fit, or if both values are equal.
+    A machine may have several fits, sets of costs that agree equally well with its measurements.  Returns an empty text
+    if the machine has one fit, or if both values are equal.
+
+    Args:
+        row: A row of a plan.
+        quantity: The predicted quantity, ``seconds`` or ``speed_up``.
+        form: A format specification, such as ``.2f``.
     """
     low, high = (row.get(f"modelled_fits_{end}_{quantity}") for end in ("low", "high"))
     return terminal_table.interval(low, high, form)
@@ -104,10 +108,10 @@ _MEASURED: Final = (
 
 
 def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Machine | None = None) -> None:
-    """Print a suite's plan: a table with a row for each combination, then notes, then why combinations cannot run here.
+    """Print a suite's plan: a table, notes on its columns, and the reasons why trials cannot run here.
 
-    Trials that differ only in repeat or seed share a row.  With a ``machine``, the table also shows the seconds of a
-    step that are predicted for this machine.
+    The table has a row for each combination of the suite's settings; trials that differ only in repeat or seed share
+    the row.  With a ``machine``, the table also shows the seconds of a step that are predicted for this machine.
     """
     merged = [(f.trial.model_copy(update={"repeat": 0, "seed": 0}), f) for f in reversed(forecasts)]
     varying = varying_paths([trial.canonical() for trial, _ in merged])
@@ -161,9 +165,9 @@ def plan(suite: Suite, forecasts: Sequence[Forecast], out: Console, machine: Mac
 
 
 def _combinations(suite: Suite, rows: int) -> str:
-    """Return the number of combinations of a suite's settings as text.
+    """Return, as text, how many combinations of settings a suite has, and with how many seeds.
 
-    Combinations that differ only in the seed count once; ``rows`` is this number.  With 4 combinations, the text is
+    ``rows`` is the number of combinations if those that differ only in the seed count once.  If it is 4, the text is
 
     - ``4 combinations`` if each has one seed;
     - ``4 combinations x 6 seeds`` if each has the same 6 seeds;
@@ -178,7 +182,7 @@ def _combinations(suite: Suite, rows: int) -> str:
 
 
 def _too_short(forecasts: Sequence[Forecast]) -> str:
-    """Return a sentence if trials that measure a validation loss have too few steps or seeds for a verdict on losses.
+    """Return a sentence if a suite's validation losses cannot be compared, for lack of steps or of seeds.
 
     Returns an empty text if there are enough of both, or if no trial measures a validation loss.
     """
@@ -193,9 +197,9 @@ def _too_short(forecasts: Sequence[Forecast]) -> str:
 
 
 def _outcome(forecast: Forecast, reasons: Sequence[str] = ()) -> str:
-    """Return the cell of column "runs here": ``yes`` or, for example, ``no: 1, 3``.
+    """Return the cell of column "runs here" for one trial: ``yes`` or, for example, ``no: 1, 3``.
 
-    The numbers after the word say which of ``reasons`` apply to this trial, counted from 1.
+    The numbers are those of the ``reasons`` for which the trial cannot run, counted from 1.
     """
     kind = "yes" if forecast.failure is None else forecast.failure.kind
     word = "no" if forecast.problems else "over its limit" if kind == "memory" else kind
@@ -232,10 +236,10 @@ def losses_text(losses: Sequence[float]) -> str:
 
 
 def _as_predicted(record: Record) -> bool | str | None:
-    """Return whether the ranks sent exactly the bytes that were predicted, by the ledger of a record.
+    """Return whether, by a record's ledgers, the ranks sent exactly the bytes that were predicted.
 
-    If there are messages that cannot be predicted, returns a text with the purposes of these messages instead.  Returns
-    None if the record has no prediction, as for peers.
+    If some messages could not be predicted, returns a text with the purposes of these messages instead.  Returns None
+    if the record has no prediction, as for other engines.
     """
     if record.predicted is not None and record.predicted.unpredicted:
         return f"{', '.join(record.predicted.unpredicted)}: measured, not predicted"

@@ -51,7 +51,7 @@ def console(*, stderr: bool = False) -> Console:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How the values under one key of the rows are printed; None is printed as a dash."""
+    """A column of a printed table: which key of each row it shows, and in which form; None is shown as a dash."""
 
     key: str
     name: str = ""  # the heading, which may break at dots and spaces; by default the key
@@ -71,9 +71,10 @@ class Column:
 
 
 def interval(low: float | None, high: float | None, form: str) -> str:
-    """Return an interval as text, such as `` (0.12 to 0.15)`` with ``form`` ".2f", to follow a cell's value.
+    """Return an interval as text that can follow a number in a cell: `` (0.12 to 0.15)``.
 
-    Returns an empty text if an end of the interval is None, or if both ends are equal.
+    ``form`` is the format specification of both ends, such as ``.2f``.  Returns an empty text if an end is None, or if
+    both ends are equal.
     """
     return "" if low is None or high is None or low == high else f" ({low:{form}} to {high:{form}})"
 
@@ -106,8 +107,8 @@ def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column], out: Cons
         rows: Values by key.
         columns: The columns to print, in order.
         out: Where to print.
-        whole: Words that say where the reader finds all columns, such as ``calls.csv has all``.  They end the line
-            that names the columns that are left out.
+        whole: Words on where to find the columns that do not fit, such as ``calls.csv has all``.  They are printed
+            after the names of these columns.
     """
     known = [column for column in columns if column.always or any(row.get(column.key) for row in rows)]
     shown, same = list[Column](), list[str]()

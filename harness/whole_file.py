@@ -1,7 +1,7 @@
-"""Writes files whole or not at all: into temporary files of the same folder, which are then renamed.  No torch.
+"""Writes files whole or not at all: writes temporary files first, and then renames them.  No torch.
 
 The temporary files are in a hidden folder beside the targets (:func:`temporary_folder`).  A process that is killed
-leaves its hidden folder; the next process that makes one in the same place removes it.
+leaves its hidden folder there, and the next process that writes a file to the same place removes it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _PREFIX: Final = ".zeropp-unfinished-"  # long, so that no folder of a user has 
 def written_whole(targets: Sequence[Path], *, new: bool = False) -> Iterator[list[Path]]:
     """Yield a temporary path for each target file; when the ``with`` block ends, rename these files to the targets.
 
-    The block writes the temporary files.  If the block raises, or if the process is killed inside the block, all
-    targets stay as they were.  If a target is not a regular file but, for example, a pipe, its own path is yielded, and
-    nothing is renamed.
+    The caller's block writes to the yielded paths.  If the block raises, or if the process is killed inside the block,
+    all targets stay as they were.  For a target that exists and is not a regular file, such as a pipe, the target's own
+    path is yielded, so that the block writes to it directly.
 
     Args:
         targets: The files to write, in folders that exist.
@@ -62,10 +62,9 @@ def written_whole(targets: Sequence[Path], *, new: bool = False) -> Iterator[lis
 def temporary_folder(parent: Path) -> Iterator[Path]:
     """Yield a new hidden folder in the folder ``parent``, and remove it when the ``with`` block ends.
 
-    If the process is killed inside the block, the folder is left.  Folders that killed processes have left in
-    ``parent`` are therefore removed first.  A process holds a lock on its folder, and the system releases the lock when
-    the process ends, so folders of other running processes stay.  On a file system without locks, folders that were
-    left stay, too.
+    A process that is killed inside the block leaves its folder.  This function therefore first removes such folders
+    from ``parent``.  It tells them from folders in use by a lock, which a process holds on its folder and the system
+    releases when the process ends.  On a file system without locks, these folders stay.
 
     Raises:
         OSError: If the folder cannot be made or removed.
@@ -96,5 +95,5 @@ def _lock(folder: Path, stack: contextlib.ExitStack) -> None:
 
 
 def is_hidden(path: Path) -> bool:
-    """Return whether a file or folder is hidden, as the temporary folders are that killed processes leave."""
+    """Return whether the name of a file or folder begins with a dot, as the names of temporary folders do."""
     return path.name.startswith(".")

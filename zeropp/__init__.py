@@ -145,11 +145,12 @@ __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """Return the object ``name`` of this module, after importing the module that defines the object.
+    """Import the module that defines ``name``, and return the object of this name.
 
-    Python calls this function only when ``name`` is used for the first time.
+    Python calls this function when ``zeropp.name`` is used for the first time.
 
-    Raises AttributeError: if ``name`` is not in ``__all__``.
+    Raises:
+        AttributeError: If ``name`` is not in ``__all__``.
     """
     if name not in _HOME:
         raise AttributeError(f"module 'zeropp' has no attribute {name!r}")

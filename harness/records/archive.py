@@ -59,7 +59,7 @@ def pack(folder: Path, into: Path) -> Path:
                 entry.size = len(content)
                 total += entry.size
                 if _NAME.fullmatch(entry.name) is None or entry.size > _MOST:
-                    reason = f"is larger than {_MOST >> 20} MiB, or an archive cannot hold its name or its folder's"
+                    reason = f"is larger than {_MOST >> 20} MiB, or archives do not allow its name or its folder's name"
                     raise RecordError(f"{path}: {reason}; move the file elsewhere, or rename the folder")
                 if total > _MOST_IN_ALL or len(files) > _MOST_ENTRIES:
                     limits = f"{_MOST_ENTRIES} files or {_MOST_IN_ALL >> 30} GiB in all"
@@ -75,14 +75,14 @@ def pack(folder: Path, into: Path) -> Path:
 
 
 def unpack(archive: Path, into: Path | None = None) -> Path:
-    """Write the files of an archive into the folder of its suite, which has the suite's name.
+    """Unpack an archive into the suite's folder, ``<into>/<suite's name>``.
 
     Files of the archive replace files of the same name in this folder.  All checks are made before any file in
     the folder is changed.
 
     Args:
         archive: Path of the archive; its file name is the suite's name and ``.tar.xz``.
-        into: Where the suite's folder is made; by default the folder that holds the archive.
+        into: The folder in which the suite's folder is made; by default the folder that holds the archive.
 
     Returns:
         The suite's folder.
@@ -166,7 +166,7 @@ def _merge(archive: Path, staging: Path, folder: Path) -> None:
 
 
 class _OtherEntryError(Exception):
-    """An archive holds an entry that is no file of its suite, or is too large; the argument is the entry's name."""
+    """Raised for an entry of an archive that is no file of its suite, or is too large; has the entry's name."""
 
 
 class _PlainEntry(tarfile.TarInfo):

@@ -23,7 +23,7 @@ ElementType = Literal["fp32", "bf16", "fp16"]
 
 
 class Sample(BaseModel, extra="forbid", frozen=True):
-    """Seconds of one candidate and of its reference, such as a codec and a copy in memory.
+    """Seconds of one candidate, such as a codec, and of the reference that it is compared with, such as a copy.
 
     Both are timed in every round, so that slow changes of the machine's speed cancel in the ratio of the two.
     """
@@ -94,8 +94,8 @@ class Bench(BaseModel, extra="forbid", frozen=True):
     setting: dict[str, Any]  # options of the command
     machine: dict[str, Any]  # facts about the machine (``harness.measure.machine``)
     code: dict[str, Any]  # version, commit, and whether the checkout was changed
-    pool: str  # hash of the facts that must be equal before two records are pooled
-    missing: dict[str, str] = {}  # why a candidate could not be timed, by name
+    pool: str  # hash of machine and code; only records with equal hashes are evaluated together
+    missing: dict[str, str] = {}  # by candidate that could not be timed: the reason
     samples: list[Sample]
     digest: str | None = None  # SHA-256 of everything else in the file; None in older records
 
@@ -116,8 +116,8 @@ def write(folder: Path, bench: Bench) -> Path:
 def holds(folder: Path) -> bool:
     """Return whether ``folder`` holds records of benchmarks.
 
-    If the folder has readable JSON files, the first of them must have the key ``subject``.  If it has none, the
-    folder must have the name of a folder for such records, such as ``bench-codecs``.
+    The first JSON file that can be read decides: the record of a benchmark has the key ``subject``.  If no JSON file
+    can be read, the folder's name decides: folders for such records are named like ``bench-codecs``.
     """
     for path in sorted(folder.glob("*.json")):
         with suppress(OSError, ValueError, RecursionError, TypeError):

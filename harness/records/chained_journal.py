@@ -6,8 +6,8 @@ edited record has a new digest.  It also names trials that were run again althou
 reveals mistakes, and it reveals results that were discarded after somebody had seen them.  It does not reveal that
 somebody has written a whole new journal with this program.
 
-A record is written before its line.  If a run is killed, or its disk is full, after the record and before the line, the
-record's ``entry`` is the number of a line that the journal does not have yet.  The next run adds this line
+A record is written first, and then its line.  If a run is killed between the two, or the disk is full, the record's
+field ``entry`` is the number of a line that the journal does not have yet.  The next run adds this line
 (:func:`complete`).  No torch.
 """
 
@@ -28,7 +28,8 @@ from impl import regular_file
 
 JOURNAL: Final = "journal.jsonl"
 _MOST_NAMED: Final = 3  # largest number of ids in a sentence
-# Role and answer follow from the suite's question, which may change later; the digest then changes with them.
+# Fields that are not part of the hashed content.  Role and answer follow from the suite's question, which may change
+# later, and the digest changes with them.
 _LEFT_OUT: Final = {"role", "answer", "digest"}
 
 
@@ -77,9 +78,9 @@ def append(results: Path, record: Record) -> Record:
 
 
 def complete(results: Path) -> None:
-    """Add to the journal the line of the last record, if the run that wrote this record ended before it wrote the line.
+    """Add the line that the journal lacks if a run was killed after it wrote a record and before it wrote the line.
 
-    Otherwise the journal stays as it is.
+    If no line is missing, the journal stays as it is.
 
     Raises:
         RecordError: If the journal cannot be read or written.
@@ -91,11 +92,14 @@ def complete(results: Path) -> None:
 
 
 def _without_line(lines: Sequence[str], records: Sequence[Record]) -> Record | None:
-    """Return the record whose run ended after it wrote the record and before it wrote the record's line.
+    """Return the record whose line the journal lacks because a run was killed before it wrote the line; else None.
 
-    A run that is killed leaves at most one such record, whose line is the next line of the journal.  Returns None if
-    there is no such record.  Returns None too if the journal lacks the lines of several records or is not intact, since
-    somebody has cut the journal then.
+    A run that is killed leaves at most one such record, and its line would be the next line of the journal.  If the
+    journal lacks the lines of several records, or is not intact, somebody has cut it; None is returned then, too.
+
+    Args:
+        lines: The lines of the journal.
+        records: All records of the folder.
     """
     without = [record for record in records if record.entry is not None and record.entry >= len(lines)]
     if len(without) != 1 or without[0].entry != len(lines) or len(_entries(lines)) < len(lines):
@@ -104,7 +108,7 @@ def _without_line(lines: Sequence[str], records: Sequence[Record]) -> Record | N
 
 
 def _line(lines: Sequence[str], record: Record) -> str:
-    """Return the line of a record, to be appended to ``lines``."""
+    """Return the journal's line for a record, to be appended to ``lines``, the lines so far."""
     return Entry(
         number=len(lines),
         trial=record.id,

@@ -27,9 +27,9 @@ import numpy as np
 
 CONFIDENCE: Final = 0.95
 FEWEST: Final = 6  # fewest values; the median lies between the ends of five values in only 94 % of samples
-FEWEST_UNDISTURBED: Final = 3  # of these, how many must remain if disturbed ones are left out
+FEWEST_UNDISTURBED: Final = 3  # fewest values that must remain after disturbed ones are left out
 FEWEST_FOR_LINE: Final = 4  # fewest occasions for a prediction by a covariate
-WITHIN_START: Final = "within this start"  # says that an interval is over the values of one occasion
+WITHIN_START: Final = "within this start"  # printed beside an interval that is from one occasion only
 _NUMERALS: Final = {FEWEST_UNDISTURBED: "three", FEWEST: "six"}
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -75,7 +75,7 @@ class Interval:
 
     @property
     def over(self) -> str:
-        """A text on the values that the interval is computed from: ``within this start`` or ``3 occasions``.
+        """How many occasions the interval is computed from, as text: ``3 occasions``, or ``within this start`` for one.
 
         The text is empty without an interval, and for values that do not depend on the occasion.
         """
@@ -105,13 +105,14 @@ def enough(n: int, left_out: int = 0) -> bool:
 def of_another_run(interval: Interval, *, ratio: bool) -> Interval:
     """Return Student's prediction interval for the result of one further run, at a further occasion.
 
-    The width of ``interval`` is multiplied by sqrt(1 + occasions): with values of 3 occasions, it doubles.  If the
-    values do not depend on the occasion, all of them count as one run, and the width is multiplied by sqrt(2).  If the
-    values are of one occasion, the ends are NaN, since one occasion says nothing about other occasions.
+    - Values of several occasions: the width of ``interval`` is multiplied by sqrt(1 + occasions).  With 3 occasions, it
+      doubles.
+    - Values of one occasion: the ends are NaN, since one occasion says nothing about other occasions.
+    - Values that do not depend on the occasion: all of them count as one run, and the width is multiplied by sqrt(2).
 
     Args:
         interval: The interval of the values that are known.
-        ratio: Whether the values are ratios.  The width is then that of the interval of their logarithms.
+        ratio: Whether the values are ratios.  If so, the width is multiplied on the scale of their logarithms.
     """
     if interval.occasions == 1:
         return replace(interval, low=math.nan, high=math.nan)
@@ -252,8 +253,8 @@ def product_interval(left: Interval, right: Interval) -> Interval:
     A factor whose ends equal its estimate adds nothing.
 
     Returns:
-        The interval.  Its ``n`` and ``left_out`` are taken from the factor with the smaller ``n``; a factor whose ``n``
-        is 0 does not count.  The ends are NaN unless both factors have an interval.
+        The interval.  Its ends are NaN if a factor has no interval.  Its ``n`` and ``left_out`` are taken from the
+        factor with the smaller ``n``, where a factor with ``n`` = 0 does not count.
 
     Raises:
         ValueError: If an estimate or an end is zero or negative.
@@ -306,9 +307,12 @@ def _count(occasions: Sequence[int] | None) -> int:
 
 
 def _by_occasion(data: _Floats, occasions: Sequence[int] | None, middle: Any) -> _Floats:
-    """Return one value for each occasion: the ``middle`` (median or mean) of the occasion's values.
+    """Return (number of occasions,): for each occasion, the median or mean of the values that were measured at it.
 
-    Without occasions, or with a single occasion, returns one value, the ``middle`` of all data.
+    Args:
+        data: (n,) values.
+        occasions: The occasion of each value; None counts as a single occasion.
+        middle: ``np.median`` or ``np.mean``.
     """
     if occasions is None or len(set(occasions)) == 1:
         return np.array([middle(data)])
@@ -330,14 +334,14 @@ def undecided(
     occasions: Mapping[_Key, int] | None = None,
     left_out: int = 0,
 ) -> list[tuple[float, float]]:
-    """Return where a straight line between two means may cross zero (Fieller's confidence set).
+    """Return the parts of [0, 1] in which a straight line between two means may cross zero (Fieller's confidence set).
 
-    The line goes from the mean of ``left`` at 0 to the mean of ``right`` at 1.  A place belongs to the set if the line
-    there differs from zero by less than Student's t times its standard error.
+    At x = 0 the line has the mean of ``left``, and at x = 1 the mean of ``right``.  An x belongs to the set if the
+    line's height there differs from zero by no more than Student's t times the standard error of this height.
 
     Args:
-        left: Values by key at 0; keys that only one side has are left out.
-        right: Values by key at 1.
+        left: Values at x = 0, by key.
+        right: Values at x = 1, by key.  Keys that only one of the two dicts has are left out.
         occasions: The occasion of each key.  With several occasions, the means of an occasion count as one pair of
             values.
         left_out: Number of further keys that were left out because other programs disturbed them.
@@ -355,7 +359,8 @@ def undecided(
     first, rise = float(a.mean()), float(b.mean() - a.mean())
     scale = quantile(len(a) - 1) ** 2 / len(a)
     (aa, ab), (_, bb) = scale * np.cov(a, b)
-    # At x in [0, 1]: the line's square minus the square of its uncertainty, a parabola; undecided where <= 0.
+    # The square of the line's height at x, minus the square of its uncertainty, is a parabola in x.  The line may cross
+    # zero where the parabola is 0 or less.
     square, linear, constant = rise**2 - aa + 2 * ab - bb, 2 * (first * rise + aa - ab), first**2 - aa
 
     def difference(x: float) -> float:
@@ -372,7 +377,7 @@ def undecided(
 
 
 def _roots(square: float, linear: float, constant: float) -> list[float]:
-    """Return the real roots of a parabola; if its square term vanishes, the root of the line."""
+    """Return all real x at which square * x**2 + linear * x + constant is 0; ``square`` may be 0."""
     size = max(abs(square), abs(linear), abs(constant))
     if abs(square) <= 1e-12 * size:
         return [-constant / linear] if abs(linear) > 1e-12 * size else []
@@ -384,7 +389,7 @@ def _roots(square: float, linear: float, constant: float) -> list[float]:
 
 
 def joined(parts: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Sort the parts (low, high) of a line, and merge the parts that touch or overlap."""
+    """Return intervals (low, high) of numbers in ascending order, with those merged that touch or overlap."""
     whole: list[tuple[float, float]] = []
     for low, high in sorted(parts):
         if whole and low <= whole[-1][1]:

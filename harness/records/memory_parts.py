@@ -1,6 +1,6 @@
-"""Selects parts of a rank's memory: parts needed for inference, parts on the device, and parts on the host.
+"""Selects parts of a rank's memory: the parts that inference needs, the parts on the device, or those on the host.
 
-Memory is given as bytes by the name of the part.
+A rank's memory is a dict from the name of each part, such as ``masters`` or ``gradients``, to its bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Checks the consistency of a record with itself.  No torch.
+"""Checks that the numbers of one record agree with each other, and with the trial's settings.  No torch.
 
-Each check returns a sentence that names the first inconsistency, or None:
+Each check returns a sentence on the first number that does not agree, or None:
 
-- :func:`ledger_mismatch`: bytes and messages that were booked equal the predictions, with a schedule also step by step.
+- :func:`ledger_mismatch`: the bytes and messages that ranks counted when they sent them (the ledgers) equal the
+  predictions; with a schedule, also step by step.
 - :func:`interface_mismatch`: the nodes' network interfaces counted the bytes that the ledgers and packet headers
   explain.
 - :func:`rate_mismatch`: the link had the requested rate.
@@ -10,9 +11,9 @@ Each check returns a sentence that names the first inconsistency, or None:
 - :func:`flat_loss`: the training loss fell.
 - :func:`secondary_mismatch`: with hpZ inside a node, backward passes gathered no weights from other nodes.
 
-The harness fails a trial that does not pass a check.  There are two exceptions: a trial passes if its link was too
-slow, or if its training loss did not fall.  A report marks these trials.  A report applies all checks but
-:func:`codec_mismatch` again, since its records may be old.
+The harness fails a trial that does not pass a check, except for two faults: a link that was too slow, and a training
+loss that did not fall.  Reports mark trials with these faults.  A report applies all checks again, except for
+:func:`codec_mismatch`, since its records may be old.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ INTERFACE_WITHIN: Final = (0.99, 1.02)
 # announcements and a header with each part; each of these three takes 48 bytes.
 CONTROL_BYTES: Final = 2 * 3 * 48
 RATE_WITHIN: Final = (0.95, 1.05)  # rate that probes may measure, as a share of the requested rate
-# In a trial of at least so many steps, warm-up included, the training loss must fall, and reports judge the losses.
+# In a trial of at least so many steps, warm-up included, the training loss must fall.
 _LEARNS: Final = 100
-# Number of barriers around the timed steps.  There are as many around each validation, whose own messages do not count.
+# Number of barriers around the timed steps, whose messages the interface counts.  There are as many barriers around
+# each validation; the interface's counts do not include the validation itself.
 _BARRIERS: Final = 4
 
 
@@ -47,12 +49,12 @@ def ledger_mismatch(record: Record) -> str | None:
 
     Returns None if there is no difference, or if the record has no predictions.
 
-    ``predicted.unpredicted`` of the record lists purposes of messages that were not predicted.  Messages of these
-    purposes are not compared.  If the list is empty, the bytes of each step are compared too, in a trial with a
-    schedule.
+    The record lists in ``predicted.unpredicted`` the purposes of messages that could not be predicted.  Messages of
+    these purposes are not compared.  If there are none, and the trial has a schedule, the bytes of each step are
+    compared too.
 
-    The record also states the result of this comparison, in its field ``predicted.equal``.  The field must be True if
-    the list is empty, and None if it is not.  If the field has another value, the returned sentence says so.
+    The record states in ``predicted.equal`` whether ledgers and predictions were found equal when the trial ran.  The
+    value must be True or, if some messages could not be predicted, None.  If it is not, the returned sentence says so.
     """
     if record.predicted is None:
         return None
@@ -115,7 +117,7 @@ def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> 
 
     Args:
         counted: Bytes that the interface sent.
-        ledger: Bytes that the node's ranks booked.
+        ledger: Bytes to other nodes in the ledgers of the node's ranks.
         headers: Bytes of the packets' headers.
         messages: Number of messages.  With each message, gloo may send :data:`CONTROL_BYTES` in addition.
     """
@@ -160,10 +162,10 @@ def _codecs_of(policy: Policy) -> set[str]:
 
 
 def secondary_mismatch(record: Record) -> str | None:
-    """Return an error if backward passes gathered weights from other nodes although hpZ keeps a copy in each node.
+    """Return a sentence if backward passes gathered weights from other nodes although hpZ keeps a copy in each node.
 
-    The check compares the ledger with the trial's settings and not with the plan of hops.  It therefore also finds a
-    wrong plan with which the ledger agrees.  Returns None if nothing is wrong.
+    Returns None if they did not, or if hpZ keeps no copy in each node.  The check compares the ledger with the trial's
+    settings, not with the predicted messages.  It therefore also finds the fault if the prediction has it too.
     """
     if not record.trial or not record.ranks:
         return None
@@ -185,12 +187,13 @@ def secondary_mismatch(record: Record) -> str | None:
 
 
 def flat_loss(record: Record) -> str | None:
-    """Return an error if the training loss did not fall; None if it did.
+    """Return a sentence if the mean loss of the last tenth of steps is not below the mean loss of the first tenth.
 
-    Returns None too if the trial does not train, or trains fewer than 100 steps.
+    Returns None if it is below.  Returns None too if the trial does not train, or has fewer than 100 steps.  Warm-up
+    steps are included.
 
-    The means over the first and over the last tenth of the steps are compared, warm-up steps included.  A report marks
-    a trial whose loss did not fall.  The trial still is a result, because a configuration may fail to learn.
+    A report marks a trial whose loss did not fall.  The trial still has a result, because a configuration may fail to
+    learn.
     """
     losses = [
         math.fsum(step.loss for step in steps) for steps in zip(*(r.steps for r in record.ranks), strict=True)
@@ -203,9 +206,9 @@ def flat_loss(record: Record) -> str | None:
 
 
 def header_bytes(row: LedgerRow) -> int:
-    """Return how many bytes the packet headers of all messages of a ledger's row take.
+    """Return the bytes of the packet headers of all messages in one row of a ledger.
 
-    The messages are assumed to be equally long, and to be cut into packets with ``SEGMENT_BYTES`` of payload.
+    All messages are assumed to be equally long, and to be sent in packets with ``SEGMENT_BYTES`` of payload.
     """
     return HEADER_BYTES * row.messages * math.ceil(row.bytes / max(row.messages, 1) / SEGMENT_BYTES)
 
@@ -213,8 +216,11 @@ def header_bytes(row: LedgerRow) -> int:
 def rate_mismatch(record: Record, *, above: bool = False) -> str | None:
     """Return a sentence if the median of the link's probes misses the requested rate by more than 5 %; else None.
 
-    Returns None too if no rate was requested, or if the link was not probed.  With ``above``, a link that is too slow
-    is not reported.
+    Returns None too if no rate was requested, or if the link was not probed.
+
+    Args:
+        record: The record.
+        above: Whether to report only a link that is too fast, and not a link that is too slow.
     """
     link = record.link
     if link is None or link.requested_mbit is None or not link.probed_mbit:

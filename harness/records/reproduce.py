@@ -20,9 +20,13 @@ _EVERYWHERE: Final = ("stdlib", "glyphs")  # corpora that need no file
 
 
 def script(record: Record, run: Run) -> str:
-    """Return the script, to be started in a clone of the repository.
+    """Return the shell script that runs a recorded trial again; it is to be started in a clone of the repository.
 
-    Comments in the script name what the record does not know, or does not hold completely.
+    Where the record lacks something, such as the commit or a data file, a comment in the script says so.
+
+    Args:
+        record: The record of the trial.
+        run: The facts on the run in which the trial ran.
     """
     node, folder, changes = run.nodes[0], f"zeropp-{record.id}", run.changes
     lines = ["set -e", *_comments(record, run), ""]
@@ -85,7 +89,10 @@ def _installed(node: Node) -> list[str]:
 
 
 def _file(name: str, text: str) -> list[str]:
-    """Return commands that write ``text`` to a file in the current folder; a comment if the path leads out of it."""
+    """Return the lines of a shell script that write ``text`` to the file ``name`` in the current folder.
+
+    If ``name`` leads out of the current folder, returns a comment that says so instead.
+    """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\0" in name + text:
         return [f"# Not written, since the path leads out of this folder: {one_line(name)}"]

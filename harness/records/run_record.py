@@ -76,10 +76,10 @@ def path_of(results: Path, run: str) -> Path:
 
 
 def write(results: Path, run: Run) -> str:
-    """Write ``run`` atomically, unless its file exists.
+    """Write ``run`` atomically into its file in the results folder; do nothing if this file exists.
 
     Returns:
-        The hash of its content, which is the file's name: the first 16 hex digits of the SHA-256.
+        The name of the file without ``.json``: the first 16 hex digits of the SHA-256 of its content.
 
     Raises:
         RecordError: If the file cannot be written.
@@ -92,7 +92,7 @@ def write(results: Path, run: Run) -> str:
 
 
 def read(results: Path, run: str) -> Run:
-    """Read the file that is named by the hash ``run``, and compare its content with this hash.
+    """Read the file ``runs/<run>.json`` of a results folder, and check that its content has the hash ``run``.
 
     Raises:
         RecordError: If the file is unreadable or invalid, or if its content has another hash.

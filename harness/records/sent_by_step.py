@@ -12,7 +12,7 @@ Sent = tuple[int, int]
 
 
 def in_runs(totals: Sequence[Sent]) -> list[StepsSent]:
-    """Return the bytes that each step sent, with one entry for consecutive steps that sent the same bytes.
+    """Return the bytes that each step sent; consecutive steps that sent equal numbers of bytes share one entry.
 
     Args:
         totals: Cumulative bytes: the total before the first step, then the total at the end of each step.  The bytes of

@@ -1,7 +1,8 @@
 """Reads traces of single steps, which ``zeropp trace`` writes next to the records.  No torch.
 
-A trace is a file in Chrome's trace format, for Perfetto.  Each rank is a process with a few lanes: computing, coding,
-sending inside and between nodes, and waiting.  Reports read the spans of these lanes, and the id of the traced trial.
+A trace is a file in Chrome's trace format, for Perfetto.  In it, each rank is a process, and each kind of activity is a
+lane (a row of the picture): computing, coding, sending inside nodes, sending between nodes, and waiting.  A span is one
+interval of activity in a lane.  Reports read the spans, and the id of the traced trial.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def read_traces(folder: Path) -> list[Trace]:
 
 
 def overlap(spans: Sequence[Span]) -> tuple[float, float]:
-    """Return for how long one rank's messages between nodes were under way, and for how long they were hidden.
+    """Return for how long one rank sent messages between nodes, and for how much of this time it did other work.
 
     Args:
         spans: The spans of one rank.

@@ -16,22 +16,27 @@ from typing import Final, NamedTuple
 
 from harness.records.trial_record import RankRecord, Record, Validation, slowest_seconds
 
-_APART: Final = 2e-6  # seconds by which two clocks that share their readings may differ; each is rounded
-# Time for which a rank may be at work between its timed steps: a share of their time, plus seconds for each of them.
+# Seconds by which a step's recorded time and the witness clock's time of it may differ.  Both come from the same
+# readings of the system's clock, but are rounded apart from each other.
+_APART: Final = 2e-6
+# Time for which a rank may be at work between its timed steps: this share of the steps' time, plus these seconds for
+# each step.
 _OUTSIDE: Final = (0.03, 0.005)
-# Seconds that a rank may sleep without waiting for messages: in all, plus for each step.
+# A rank must have recorded at least the share _AWAKE of its thread's sleep as waiting for messages.  The record may
+# fall short of this by so many seconds for the whole trial, plus so many for each step.
 _SLEPT: Final = (0.1, 0.01)
-# Time for which a rank may sleep beyond its waits for messages: a share of the steps' time, plus seconds for each step.
-# Longer sleep is a fault only if all ranks have it.  A virtual machine whose host takes its CPUs seems to sleep, and so
-# does a rank that reads swapped memory: 0.2 s of 3 steps were seen on one rank of a machine with 2 processors and a
-# load of 30.
+# Time for which a rank may sleep beyond its waits for messages: this share of the steps' time, plus these seconds for
+# each step.  Longer sleep is a fault only if all ranks have it.  A virtual machine whose host takes its CPUs seems to
+# sleep, and so does a rank that reads swapped memory: 0.2 s of 3 steps were seen on one rank of a machine with 2
+# processors and a load of 30.
 _SLEPT_LONGER: Final = (0.1, 0.01)
-_AWAKE: Final = 0.5  # a rank must have recorded at least this share of its sleep as waiting for messages
-# CPU seconds that a step may take on a rank: a multiple of the model's computation alone, seconds for each byte that
-# the rank sends, and seconds for each micro-batch.  False is for policies that encode nothing, True for all others.  In
-# the 9,760 ranks of the reference results, on busy machines too, the largest shares of these limits were 0.69 and 0.59.
-# The seconds for each micro-batch cover what messages cost whatever their size: steps of a tiny model that 4 ranks took
-# on 2 processors needed 0.01 to 0.04 s each, where the model alone needed 0.003 s.
+_AWAKE: Final = 0.5  # see _SLEPT
+# CPU seconds that a step may take on a rank.  They are the sum of a multiple of the model's computation alone, of
+# seconds for each byte that the rank sends, and of seconds for each micro-batch.  The numbers under False are for
+# policies that encode nothing, those under True for all others.  The 9,760 ranks of the reference results, some of them
+# on busy machines, took at most 0.69 (False) and 0.59 (True) of these limits.
+# The seconds for each micro-batch cover costs of messages that do not depend on their size: steps of a tiny model, with
+# 4 ranks on 2 processors, needed 0.01 to 0.04 s each, where the model alone needed 0.003 s.
 _COMPUTED: Final = {False: (1.5, 12e-9, 0.05), True: (2.0, 20e-9, 0.07)}
 # Allowed idle time: a share of the steps' time, plus seconds for each step.  Idle time is the steps' time, less the
 # time in which ranks ran or were ready to run (summed over ranks), less the time in which the link was busy.  Without a
@@ -40,16 +45,19 @@ _IDLE: Final = (0.05, 0.02)
 _WIRE: Final = 1.06  # bytes on the link, with the headers of packets, for each byte that a ledger has
 _STEPS: Final = 3  # fewest steps whose median is judged
 _SAME_NORM: Final = 1e-4  # relative difference that rounding of sums may leave between two norms
-# Outer steps are computed again if codecs explain less than this relative error of a mean.  A forgotten momentum of 0.9
-# makes an error of 0.43 or more.
+# Outer steps are checked only if codecs may cause a relative error of the groups' mean movement below this number.  A
+# forgotten momentum of 0.9 would make an error of 0.43 or more, which could then be told from an error of codecs.
 _TELLS: Final = 0.3
 
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of one rank's thread: wall-clock time, and what the thread did in that time, as far as known."""
+    """Seconds that passed for one rank's thread, and how many of them it ran, slept, or waited for a CPU.
 
-    seconds: float = 0.0
+    The parts may be less than the whole, since the kernel does not count all of them everywhere.
+    """
+
+    seconds: float = 0.0  # wall-clock time
     ran: float = 0.0  # seconds on a CPU
     slept: float = 0.0  # seconds of waits for anything but a CPU
     stalled: float = 0.0  # seconds in which it was ready to run, but had no CPU
@@ -97,12 +105,15 @@ class OuterNote(NamedTuple):
 
 
 class OuterRules(NamedTuple):
-    """The trial's settings for outer steps; :func:`training_fault` computes outer steps again from them."""
+    """The trial's settings for outer steps; :func:`training_fault` computes outer steps again from them.
+
+    In an outer step, groups of ranks that trained apart average how far their master weights have moved.
+    """
 
     group: int  # number of ranks in a group; ranks of equal index in their groups hold the same shards
     rate: float  # learning rate of the outer SGD
-    momentum: float  # its Nesterov momentum
-    # Largest error that codecs explain in the mean of the groups' movements, relative to these movements.
+    momentum: float  # Nesterov momentum of the outer SGD
+    # Largest error that codecs may cause in the mean of the groups' movements, relative to these movements.
     error: float
 
 
@@ -124,7 +135,8 @@ class Checked:
     # By step: digests of the batches that this rank read, and of the batches that the seed gives the next rank.
     batches: dict[int, str] = field(default_factory=dict)
     of_next_rank: dict[int, str] = field(default_factory=dict)
-    distinct: bool = False  # whether equal batches in two steps, or on two ranks, are no coincidence
+    # Whether two equal batches are a fault, because they are too unlikely to be a coincidence.
+    distinct: bool = False
     norms: dict[int, Norms] = field(default_factory=dict)  # by step, for the steps that the optimizer took
     elements: int = 0  # number of elements that this rank's optimizer steps, padding included; 0 if not known
     trainable: int = 0  # elements of the unsharded model that are trained
@@ -133,8 +145,8 @@ class Checked:
     outer_start: dict[str, list[float]] = field(default_factory=dict)
     outer_notes: list[OuterNote] = field(default_factory=list)  # by outer step and unit
     steps: list[Spent] = field(default_factory=list)  # of every step, by a second clock
-    # Time between the first timed step and the last: ``between`` has what is neither step, check nor validation;
-    # ``checks`` has the checks in and after steps, which send no messages.
+    # Two parts of the time from the first timed step to the last.  ``between`` is the time outside of steps, checks and
+    # validations.  ``checks`` is the time of those checks in and after steps that send no messages.
     between: Spent = field(default_factory=Spent)
     checks: Spent = field(default_factory=Spent)
     seconds: float = 0.0  # seconds of all checks, also in warm-up steps
@@ -147,7 +159,7 @@ class Checked:
     # Whether the kernel counts the thread's sleep, and the thread sleeps only to wait for messages.
     sleeps_counted: bool = False
     carried: int = 0  # bytes that the transports carried for this rank in the timed steps
-    booked: int = 0  # bytes that its ledger booked in the same time
+    booked: int = 0  # bytes that the rank's ledger counted in the timed steps; must equal ``carried``
 
 
 def training_fault(
@@ -193,9 +205,9 @@ def _faults(
 
 
 def _wrong_steps(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
-    """Yield an error if the recorded steps are not as many as the trial asks for, or are not numbered from 0.
+    """Yield a sentence if a rank's record does not have exactly the steps that the trial asks for, numbered from 0.
 
-    Also yields an error for each recorded step whose loss is not the computed loss, or whose ``warmup`` is wrong.
+    Also yields a sentence for each step whose recorded loss is not the computed loss, or whose ``warmup`` is wrong.
     """
     if not record.steps:  # generations have no steps
         return
@@ -234,9 +246,10 @@ def _wrong_validations(checked: Sequence[Checked], validations: Sequence[Validat
 
 
 def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[str]:
-    """Yield a sentence for each step whose recorded seconds differ from the witness clock's.
+    """Yield a sentence for each step whose recorded seconds differ from those of a second clock, the witness clock.
 
-    Also yields a sentence if the rank worked for too long between its timed steps, or slept for too long in checks.
+    Also yields a sentence if the rank ran or slept for too long between its timed steps, or slept for too long in
+    checks: then some of the steps' work may have been done outside of the recorded time.
     """
     for step, spent in zip(record.steps, check.steps, strict=False):
         if abs(step.total - spent.seconds) > _APART:
@@ -260,7 +273,7 @@ def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[st
 
 
 def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield an error if, on all ranks, the witness clock runs slower or faster than ``time.monotonic()``."""
+    """Yield a sentence if, on every rank, the witness clock and ``time.monotonic()`` measured different times."""
     apart = [abs(check.passed - check.laps) > 0.03 * check.passed + 0.01 for check in checked]
     if all(apart):  # the clocks are read one after the other, and a busy machine may delay this on some ranks
         check = checked[0]
@@ -294,13 +307,17 @@ def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
 def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iterator[str]:
     """Yield a sentence for each wrong outer step.
 
-    An outer step is wrong if the groups hold different masters afterwards, or if these masters are not what the trial's
-    settings give.  The settings are not checked if codecs alone may cause a relative error of :data:`_TELLS` or more.
+    In an outer step, groups of ranks average how far their masters have moved since the last outer step, and move all
+    masters by SGD with Nesterov momentum.  The step is wrong in two cases:
 
-    The settings ask for SGD with Nesterov momentum on the mean of the groups' movements since the last outer step.  The
-    new masters, the learning rate and the momentum so far determine the mean that the engine must have used.  This mean
-    is compared with the mean of the movements that the groups noted.  Each outer step begins from the weights that were
-    noted after the outer step before it, so that a codec's errors do not add up.
+    - The groups hold different masters afterwards.
+    - The masters are not what the trial's settings give.  This is not checked if codecs alone may cause a relative
+      error of :data:`_TELLS` or more.
+
+    For the second case, the mean movement that the engine must have used is computed back from the new masters, the
+    learning rate and the momentum so far.  It is compared with the mean of the movements that the groups noted.  Each
+    outer step begins from the weights that were noted after the outer step before it, so that a codec's errors do not
+    add up.
 
     Args:
         checked: Notes of the ranks that hold the same shards, one rank of each group.
@@ -339,12 +356,12 @@ def _wrong_outer_steps(checked: Sequence[Checked], ranks: Sequence[int]) -> Iter
 def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start: int) -> Iterator[str]:
     """Yield a sentence for each step whose gradient norms are wrong.
 
-    The recorded norm must be equal on all ranks.  On each rank, two more norms are compared.  The first is the norm of
-    the gradient that the backward passes left, divided by the loss scale and clipped as the trial asks.  The second is
-    the norm of the gradient that the optimizer used.
+    The recorded norm must be equal on all ranks.  In addition, on each rank the norm of the gradient that the optimizer
+    used must equal the norm of the gradient that the backward passes left, divided by the loss scale and clipped as the
+    trial asks.
 
-    Also yields a sentence if the optimizers of all ranks together step fewer elements than the model trains, and for
-    each step that only some ranks' optimizers took.
+    Also yields a sentence if the optimizers of all ranks together step fewer elements than the model trains, and a
+    sentence for each step that only some ranks' optimizers took.
 
     Args:
         checked: Notes of the ranks that average their gradients with each other.
@@ -389,9 +406,10 @@ def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start:
 
 
 def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Iterator[str]:
-    """Yield a sentence for each rank whose recorded wait for messages is much shorter than the sleep of its thread.
+    """Yield a sentence for each rank whose recorded waits for messages are much shorter than its thread slept.
 
-    Also yields one sentence if, on all ranks, the thread slept for longer than the wire waited for messages.
+    Also yields one sentence if, on all ranks, the thread slept for much longer than the engine waited for messages in
+    all: then something else, such as a call of sleep(), has slowed the steps.
     """
     longer: list[str] = []
     for rank, check in enumerate(checked):
@@ -417,10 +435,11 @@ def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> 
 
 
 class Computed(NamedTuple):
-    """What one rank computed in a step, and what explains it."""
+    """CPU seconds of one rank in a step, and how many of them are allowed."""
 
     used: float  # median CPU seconds of a step
-    allowed: float  # CPU seconds that the model alone, the bytes and the messages explain
+    # CPU seconds that the model's own computation, the bytes sent and the number of micro-batches explain.
+    allowed: float
     alone: float  # CPU seconds of the model and the optimizer alone, without an engine
     sent: float  # bytes that the rank sent in a step
 
@@ -428,9 +447,9 @@ class Computed(NamedTuple):
 def computed(own: RankRecord, accumulation: int, *, encodes: bool, timed: int) -> Computed | None:
     """Return the CPU seconds of a rank's median step, with the seconds that are allowed (:data:`_COMPUTED`).
 
-    Warm-up steps and the first step of the process are left out: the first step has costs that no later step has, such
-    as imports and fresh memory.  Returns None if fewer than :data:`_STEPS` other steps remain, if the rank has no
-    ledger, or if the model alone was not measured.
+    Warm-up steps and step 0 are left out: step 0 has costs that no later step has, such as imports and fresh memory.
+    Returns None if fewer than :data:`_STEPS` steps remain, if the rank has no ledger, or if the computation of the
+    model alone was not measured.
 
     Args:
         own: The rank's record.
@@ -453,10 +472,13 @@ def computed(own: RankRecord, accumulation: int, *, encodes: bool, timed: int) -
 def slowed(checked: Sequence[Checked], record: Record) -> str | None:
     """Return a sentence if a trial's steps took longer than computation and messages explain; else None.
 
-    A configuration may be slow because it computes.  The computation that is allowed follows from the computation of
-    the model alone, which the same trial measures without any engine, and must be exceeded on every rank.  A
-    configuration may also be slow because it waits for the link.  The wait that is allowed follows from the bytes that
-    it sent, at the measured rate of the link.  A rank that is ready to run and gets no CPU does not count as idle.
+    Two things are checked:
+
+    - Computation: on some rank at least, the CPU seconds of a step must not exceed what is allowed (:func:`computed`).
+      The limit follows from the computation of the model alone, which the same trial measures without any engine.
+    - Idle time: ranks may be idle only while the link is busy (:func:`_idle`).  How long it is busy follows from the
+      bytes that were sent, at the measured rate of the link.  A rank that is ready to run and gets no CPU is not idle.
+
     Returns None too if the threads' sleep was not counted, or if ``cluster.inner_rate`` limits messages inside nodes.
 
     Args:
@@ -484,9 +506,9 @@ def slowed(checked: Sequence[Checked], record: Record) -> str | None:
 
 
 def _idle(checked: Sequence[Checked], record: Record) -> str | None:
-    """Return a sentence if ranks and link were idle in the timed steps for longer than :data:`_IDLE` allows; else None.
+    """Return a sentence if neither ranks nor link were busy for longer than :data:`_IDLE` allows; else None.
 
-    Returns None too if a rank has no ledger, or if the link's rate is not known.
+    Only the timed steps count.  Returns None too if a rank has no ledger, or if the link's rate is not known.
     """
     total, count = math.fsum(slowest_seconds(record)), checked[0].timed
     rates = [] if record.link is None else [*record.link.probed_mbit, *record.link.calibrated_mbit]

@@ -32,7 +32,7 @@ _Squares = Annotated[float | None, Field(ge=0, allow_inf_nan=False)]
 
 
 class RecordError(Exception):
-    """A results file cannot be read or written; the message names the file, the reason and what to do."""
+    """Raised when a results file cannot be read or written; the message names the file and the reason."""
 
 
 class _Part(BaseModel, extra="ignore", frozen=True):
@@ -40,9 +40,10 @@ class _Part(BaseModel, extra="ignore", frozen=True):
 
 
 class LedgerRow(_Part):
-    """Payload that one rank sent in all timed steps together, for one purpose and unit.
+    """Bytes and messages that one rank sent in all timed steps together, for one phase, purpose, unit and hop.
 
-    A message has one destination, so that an exchange with three other ranks counts as three messages.
+    The bytes are payload without packet headers.  A message has one destination, so that an exchange with three other
+    ranks counts as three messages.
     """
 
     phase: Phase
@@ -108,7 +109,10 @@ class Token(_Part):
 
 
 class Validation(_Part):
-    """Mean validation loss of all ranks after ``step`` steps, with the seconds and bytes that training took so far."""
+    """One validation after ``step`` steps: the mean loss of all ranks, and what training had cost until then.
+
+    ``train_seconds`` are the seconds, and ``inter_bytes`` the bytes between nodes, of training up to this validation.
+    """
 
     step: int
     loss: float
@@ -142,7 +146,10 @@ class Alone(_Part):
 
 
 class RankRecord(_Part):
-    """Measurements of one rank; ``ledger`` is None for peers, whose messages are not booked."""
+    """Measurements of one rank.
+
+    ``ledger`` is None if another engine trains (DDP, FSDP2 or DeepSpeed), since its messages are not counted.
+    """
 
     rank: int
     node: int
@@ -191,15 +198,17 @@ class LosslessSize(_Part):
 class CommunicationError(_Part):
     """Error of one unit's messages in one step, summed over all ranks.
 
-    For a single hop, decoded values are compared with the values that the hop encoded; with error feedback, these
-    include carried errors.  End to end, the reduced gradient is compared with the exact mean, or the gathered weights
-    are compared with the masters.
+    If ``hop`` is a number, the error is that of this hop alone: decoded values are compared with the values that the
+    hop encoded.  With error feedback, the encoded values include carried errors.
+
+    If ``hop`` is None, the error is that of all hops together: the reduced gradient is compared with the exact mean,
+    or the gathered weights are compared with the masters.
     """
 
     step: int
     purpose: Communicated
     unit: str
-    hop: int | None = None  # number of the hop; None for end to end
+    hop: int | None = None  # number of the hop; None for all hops together
     axis: str = ""
     codec: str = ""
     repeated: int = 1  # number of repeated reductions whose mean was compared
@@ -248,7 +257,8 @@ class AdapterCounters(_Part):
     node: int
     tx_bytes: int  # sum of port_xmit_data of all ports that NCCL may use; other jobs may use these ports too
     ports: list[str]  # names of these ports, such as ``mlx5_0/1``
-    booked_bytes: int | None = None  # that the node's ranks booked to other nodes; None without a ledger
+    # Bytes to other nodes in the ledgers of the node's ranks; None without a ledger.
+    booked_bytes: int | None = None
 
 
 class GpuUse(_Part):
@@ -316,12 +326,12 @@ PASSING: Final = ("interrupted", "refused", "link", "killed", "disk", "lost")
 
 
 class Failure(_Part):
-    """Why a trial has no result."""
+    """The reason for which a trial has no result: a kind, such as ``memory`` or ``wrong``, and a sentence."""
 
     kind: str
     message: str
     log: str | None  # path of the ranks' log, relative to the results folder
-    by: str | None = None  # the peer's library, if it is the library that cannot run the trial
+    by: str | None = None  # the library (DeepSpeed) that cannot run the trial; None for other failures
     tail: list[str] = []  # last lines of the log
     # If the trial ran and a check refused it: each step's mean loss over ranks, warm-up steps included, up to the
     # first that is not finite.
@@ -329,7 +339,7 @@ class Failure(_Part):
 
 
 class Failed(_Part):
-    """An earlier attempt at a trial in the same run (``on_failure`` of its suite)."""
+    """The failure of an earlier attempt at a trial, after which ``on_failure`` of its suite asked for a retry."""
 
     kind: str
     message: str
@@ -391,7 +401,10 @@ class Record(_Part):
 
     @property
     def settled(self) -> bool:
-        """Whether the trial need not run again: it has a result, or its kind of failure is not in :data:`PASSING`."""
+        """Whether another run should skip the trial: it has a result, or a failure that would happen again.
+
+        Failures whose kind is in :data:`PASSING` may not happen again.
+        """
         return self.failure is None or self.failure.kind not in PASSING
 
     @property
@@ -401,15 +414,18 @@ class Record(_Part):
 
     @property
     def timed(self) -> bool:
-        """Whether the trial's seconds were measured; ranks that are threads take turns, and have none."""
+        """Whether the trial's seconds were measured.
+
+        They are not if its ranks are threads, which take turns, so that their seconds mean nothing.
+        """
         return bool(self.trial.get("cluster", {}).get("ranks", "processes") == "processes")
 
     @property
     def answers(self) -> bool:
         """Whether the record helps to answer the suite's question.
 
-        A result does.  So does a failure that is itself an answer: a peer's library cannot run the trial, or the
-        trial would exceed the suite's memory limit and was not run.
+        It does if the trial has a result.  It also does if the failure is itself an answer: DeepSpeed cannot run the
+        trial, or the trial was not run because it would exceed the suite's memory limit.
         """
         if self.failure is None or self.failure.by is not None:
             return True

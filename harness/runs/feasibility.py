@@ -1,10 +1,13 @@
 """Checks before a sweep whether its trials can run on this machine, and whether its results folder can be used.
 
-:func:`forecast` predicts what each trial sends and holds (:mod:`harness.runs.predict`), and says why a trial cannot
-run.  If any trial has a *problem*, the whole suite is refused (:func:`check_feasible`).  A *failure* concerns only one
-trial: the trial would exceed the suite's memory limit, or its peer's library cannot run it.  The trial is then recorded
-as failed, and is not run.  :func:`check_folder` and :func:`check_inputs` refuse a results folder that holds results of
-other code or other inputs.
+:func:`forecast` predicts the bytes that each trial sends and the memory that it holds (:mod:`harness.runs.predict`).
+It also says why a trial cannot run, and distinguishes two kinds of reasons:
+
+- A *problem*, such as too few GPUs: the whole suite is refused (:func:`check_feasible`).
+- A *failure* of one trial: it would exceed the suite's memory limit, or DeepSpeed, with which it trains, cannot run it
+  here.  The trial is recorded as failed without being run, and the other trials run.
+
+:func:`check_folder` and :func:`check_inputs` refuse a results folder that holds results of other code or other inputs.
 """
 
 from __future__ import annotations
@@ -78,9 +81,10 @@ class Host:
 
 @dataclass(slots=True)
 class Forecast:
-    """Prediction of what one trial sends and holds, and of how long its messages take.
+    """Prediction of the bytes that one trial sends, the memory that it holds, and how long its messages take.
 
-    If the trial cannot run, ``problems`` or ``failure`` has the reasons.
+    If the trial cannot run, ``problems`` or ``failure`` has the reasons.  In the comments, a *peer* is a trial that
+    another engine trains: a single process, DDP, FSDP2 or DeepSpeed.
     """
 
     trial: Trial
@@ -107,7 +111,7 @@ class Forecast:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the trial cannot run here; or, if it has no problem, why it will be recorded as failed.
+        """Sentences on why the trial is not run: its problems or, if it has none, the message of its failure.
 
         Empty if the trial can run.
         """
@@ -126,7 +130,7 @@ def this_host() -> Host:
 
 
 def any_host() -> Host:
-    """Return unlimited resources, for nodes that a launcher has yet to allocate."""
+    """Return a :class:`Host` with unlimited resources, for predictions that must not depend on this machine."""
     return Host(sys.maxsize, (sys.maxsize,) * 1024, lambda: None)
 
 
@@ -251,10 +255,10 @@ def _why_not_muon(trial: Trial, model: nn.Module | Listed) -> str | None:
 
 
 def _unread(trial: Trial) -> dict[str, str]:
-    """Return the names of a trial's user objects, by their role in the trial, while user code must not be imported.
+    """Return the user's own objects of a trial that must not be imported now, by role: ``{"model": "mine:Net"}``.
 
-    A user object is the user's own model, optimizer, codec or the like: ``{"model": "mine:Net"}``.  While user code may
-    be imported, the returned dict is empty.
+    Such an object is a model, optimizer, codec or the like that the suite names as ``module:name``.  ``zeropp plan``
+    imports none of them by default.  The returned dict is empty whenever importing is allowed.
     """
     if named_object.allowed():
         return {}
@@ -299,10 +303,14 @@ def _check_blocks(model: nn.Module) -> None:
 def _units(
     trial: Trial, policy: Policy, model: nn.Module | Listed
 ) -> tuple[Sequence[UnitGeometry | GroupGeometry], list[UnitGeometry]]:
-    """Return the units of a trial's model, and the units of the frozen models that score in workload ``rlhf``.
+    """Return the units of a trial's model, and the units of its frozen scoring models.
 
-    The second list is empty in other workloads.  If FSDP2 is the trial's host engine, the first list has FSDP2's
-    parameter groups in place of units.
+    A unit is a set of parameters that are gathered and reduced together.
+
+    Returns:
+        Two lists.  The first has the units of the model; if the policy runs inside FSDP2, it has FSDP2's parameter
+        groups instead.  The second has the units of the frozen models that score in workload ``rlhf``; it is empty in
+        other workloads.
     """
     topology = trial.topology()
     if isinstance(model, Listed):
@@ -326,9 +334,9 @@ def _units(
 def _plan(
     prediction: Forecast, policy: Policy, model: nn.Module | Listed, state: int
 ) -> dict[str, int] | None:
-    """Predict what a trial with a policy sends and holds.
+    """Predict the bytes that a trial sends, and return the memory that its ranks need.
 
-    The bytes that are sent, and what follows from them, are written into ``prediction``.  The memory is returned.
+    Bytes sent, bytes copied, padded elements and the work of a step are written into ``prediction``.
 
     Args:
         prediction: The prediction of the trial, which this function completes.
@@ -337,7 +345,8 @@ def _plan(
         state: Number of bytes that the optimizer keeps for each element.
 
     Returns:
-        Bytes of memory by part, of the rank that holds the most; None for a host engine.
+        Bytes of memory by part, of the rank that needs the most.  None if the policy runs inside a host engine (FSDP2
+        or DDP), whose memory :func:`~harness.runs.predict.peer_memory` predicts.
     """
     trial, topology, memory, owners = prediction.trial, prediction.trial.topology(), None, None
     units, judges = _units(trial, policy, model)
@@ -384,10 +393,13 @@ def _plan(
 
 
 def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
-    """Return a sentence if a rank holds more bytes on its device than the trial's memory limit; else None.
+    """Return a sentence if a rank holds more bytes on its device than the trial's ``memory_limit``; else None.
 
-    Returns None too if the trial has no limit.  ``memory`` has the rank's bytes by part; parts in host memory do not
-    count.
+    Returns None too if the trial has no limit.
+
+    Args:
+        trial: The trial.
+        memory: Bytes that the rank holds, by part.  Parts in host memory are not counted.
     """
     if (limit := trial.memory_limit) is None:
         return None
@@ -399,9 +411,9 @@ def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
 
 
 def failure_after(trial: Trial, record: Record) -> Failure | None:
-    """Return a failure if a rank of a trial that ran held more bytes than the trial's memory limit; else None.
+    """Return a failure if, when a trial ran, one of its ranks held more bytes than ``memory_limit``; else None.
 
-    Parts of memory that a prediction does not count are left out.
+    Only those parts of memory are counted that were also predicted before the run.
     """
     for rank in record.ranks:
         predicted = rank.memory.formula or rank.memory.engine  # peers have no formula
@@ -509,10 +521,10 @@ def _advice(path: Path) -> str:
 
 
 def _layout_problem(trial: Trial, error: Exception) -> str:
-    """Return why a trial's units cannot be planned.
+    """Return, as a text, why a trial's units cannot be planned.
 
-    If the reason is too much padding, the text also names the setting that allows this padding.  If other policies of
-    the suite cause the padding, the text says so.
+    ``error`` is what the planning raised.  If it is about too much padding, the text also names the setting that allows
+    this padding, and says so if other policies of the suite cause the padding.
     """
     if not isinstance(error, PaddingError):
         return str(error)
@@ -522,8 +534,8 @@ def _layout_problem(trial: Trial, error: Exception) -> str:
     if policy is None or policy.grain % align == 0:
         return problem
     return (
-        f"{problem} (its units are aligned to {align} elements, a multiple of the blocks of all policies in the "
-        f"suite; the blocks of this trial's policy need a multiple of {policy.grain} only)"
+        f"{problem} (its units are aligned to {align} elements, the least common multiple of the blocks of all "
+        f"policies in the suite; this trial's policy alone would need only {policy.grain})"
     )
 
 
@@ -540,9 +552,9 @@ def _local_ranks(trial: Trial) -> int:
 
 
 def _memory_problems(trial: Trial, host: Host, memory: dict[str, int]) -> tuple[str, ...]:
-    """Return sentences on why the ranks do not fit the memory of this machine, or of its GPUs.
+    """Return sentences on why the trial's ranks do not fit into the memory of ``host``, or of its GPUs.
 
-    Returns an empty tuple if the ranks fit.
+    ``memory`` has the bytes of one rank by part, without activations.  Returns an empty tuple if the ranks fit.
     """
     ranks, cuda, problems = _local_ranks(trial), trial.cluster.device == "cuda", list[str]()
     offloaded, per_rank = sum(on_host(memory).values()), sum(memory.values()) + _batch_bytes(trial)
@@ -577,7 +589,7 @@ def _batch_bytes(trial: Trial) -> int:
 
 
 def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
-    """Yield why the machine cannot hold as many ranks as the trial has, whatever their model."""
+    """Yield a sentence for each reason why this machine cannot run so many ranks, even with the smallest model."""
     ranks, most, gpus = _local_ranks(trial), host.memory // PROCESS_BYTES, len(host.gpus)
     cuda, single = trial.cluster.device == "cuda", trial.strategy == "single"
     apart = trial.cluster.transport != "staged" and trial.measures_time
@@ -601,7 +613,7 @@ def _why_paced(trial: Trial, host: Host) -> str | None:
 
 
 def _link_problems(trial: Trial, host: Host) -> Iterator[str]:
-    """Yield sentences on why this machine cannot make the link that the trial asks for, or cannot limit its rate."""
+    """Yield a sentence for each reason why this machine cannot emulate the trial's link between nodes or its rate."""
     cluster, link, nodes, rate = trial.cluster, trial.cluster.link, trial.cluster.nodes, trial.cluster.rate
     if cluster.launcher == "local" and nodes > 1 and link in ("real", "shaped"):
         yield (
@@ -653,7 +665,10 @@ def _refusal(check: Callable[[], object]) -> str | None:
 
 
 def _check_optimizer(trial: Trial) -> str | int:
-    """Return the bytes of optimizer state per element, or why the optimizer cannot work on 1-D shards."""
+    """Return the bytes of state that the trial's optimizer keeps for each element.
+
+    If the optimizer cannot be built, or cannot step our engine's 1-D shards, returns a sentence that says so instead.
+    """
     if _usual(trial.optimizer):
         return held.ADAM_BYTES
     from harness.strategies.optimizers import check_elementwise, state_bytes_per_element
@@ -676,7 +691,7 @@ def _usual(optimizer: Optimizer) -> bool:
 
 
 def namespaces(rate: str | None = "100 Mbit/s") -> str | None:
-    """Return why two network namespaces cannot be joined at ``rate`` on this machine; None if they can."""
+    """Try to join two network namespaces by a link of ``rate``; return why that fails on this machine, else None."""
     from harness.cluster.link import open_link
 
     cluster = Cluster.model_validate({"link": "namespaces", "nodes": 2, "rate": rate})

@@ -1,8 +1,12 @@
-"""Decides which trials a sweep runs next, in batches; with ``repeats = "until 2 %"`` further repeats follow.
+"""Decides which trials a sweep runs next, batch by batch.
 
-The first batch of a sweep is fixed by the suite.  Each further batch repeats the settings in which some ratio's
-confidence interval is still too wide.  A batch depends only on the records of earlier batches.  A sweep that was
-interrupted therefore continues with the same batches.  Ratios, pairs and intervals are computed as in the report.
+The suite fixes the first batch of a sweep.  With ``repeats = "until 2 %"``, further batches follow, each with one more
+repeat.  A further batch has only those settings in which the confidence interval of some configuration's speed-up over
+the baseline is still too wide (trials of one setting differ only in configuration, seed and repeat).  Speed-ups and
+intervals are computed as in the report.
+
+Which trials a batch has depends only on the records of earlier batches.  A sweep that was interrupted therefore
+continues with the same batches.
 """
 
 from __future__ import annotations
@@ -27,12 +31,14 @@ _Seconds = dict[tuple[int, int], float]  # seconds of a configuration by (seed, 
 class Batch:
     """Trials that run one after another, and the sweep that they belong to."""
 
-    sweep: int
-    trials: tuple[Trial, ...]
+    sweep: int  # number of the sweep, from 0
+    trials: tuple[Trial, ...]  # in the order in which they run
 
 
 def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None]) -> Iterator[Batch]:
-    """Yield the batches of a suite's sweeps; the caller must run all trials of a batch before it takes the next one.
+    """Yield the batches of trials that a suite's sweeps run, in order.
+
+    The caller must run all trials of a batch before it takes the next one, since the next depends on their seconds.
 
     Args:
         suite: The suite.
@@ -61,9 +67,9 @@ def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None])
 def seconds_of(record: Record | None) -> float | None:
     """Return the typical seconds of a trial's step, or of its generation, from its record.
 
-    If the trial trains, this is the median over its timed steps.  A step has the seconds of the rank that was slowest
-    in it.  If the trial generates, this is the geometric mean over its timed generations.  The seconds of a generation
-    are the sum over its tokens, and each token has the seconds of the rank that was slowest for this token.
+    - A trial that trains: the median over its timed steps.  The seconds of a step are those of its slowest rank.
+    - A trial that generates: the geometric mean over its timed generations.  The seconds of a generation are the sum
+      over its tokens, and the seconds of a token are those of its slowest rank.
 
     Returns None if the record is missing or has no result.
     """
@@ -86,18 +92,20 @@ def _wide_trials(
     done: range,
     seconds: Callable[[Trial], float | None],
 ) -> list[Trial]:
-    """Return the trials of one setting that have to run once more.
+    """Return the trials of one setting that must run once more, because some confidence interval is too wide.
 
-    For each configuration, the setting has the ratio of the baseline's seconds to the configuration's, with a
-    confidence interval.  If all intervals are narrow enough, or if the baseline failed, the returned list is empty.  If
-    one interval is too wide, all trials of the setting run again, so that each repeat contains the baseline;
-    configurations that failed are left out.  Of several baselines, the baseline that changes the fewest fields of its
-    preset is used.
+    The intervals are those of speed-ups: the baseline's seconds over the seconds of each other configuration.
+
+    - If the baseline failed, or all intervals are narrow enough, the returned list is empty.
+    - If any interval is too wide, the list has all trials of the setting, so that each repeat contains the baseline.
+      Only configurations that failed are left out.
+
+    If the setting has several baselines, the one that changes the fewest fields of its preset is used.
 
     Args:
         suite: The suite, which determines the baseline.
         setting: The trials of one setting.
-        within: Half the width of an interval that is narrow enough, as a share of the ratio.
+        within: How far the upper end of a narrow interval may lie above the speed-up, as a share of the speed-up.
         done: Numbers of the repeats that have run in this sweep.
         seconds: Returns, for a trial that has run, the seconds of its step or generation; None if the trial failed.
     """
@@ -125,18 +133,19 @@ def narrow(halves: Sequence[float], within: float) -> bool:
     interval that is narrow by chance: only 92.6 % of its 95 % intervals would contain the true ratio.
 
     Args:
-        halves: Half the interval's width after each number of repeats, in order.
-        within: The half width that is narrow enough.
+        halves: The interval's half width after each number of repeats, in order.
+        within: The largest half width of a narrow interval, in the unit of ``halves``.
     """
     before = halves[: max(len(halves) - BEYOND, 0)]
     return halves[-1] <= within and any(half <= within for half in before)
 
 
 def _half_widths(base: _Seconds, configuration: _Seconds, done: range) -> list[float]:
-    """Return the half width of a ratio's confidence interval after each number of repeats, as a share of the ratio.
+    """Return the half width of a speed-up's confidence interval after each number of repeats.
 
-    The ratio is the seconds of the baseline over the seconds of the configuration.  The first entry is for the first
-    FEWEST repeats, the next for one repeat more, and the last for all repeats in ``done``.
+    The speed-up is the seconds of the baseline over the seconds of the configuration.  A half width says how far the
+    upper end lies above the speed-up, as a share of the speed-up.  The first entry is for the first FEWEST repeats, the
+    next for one repeat more, and the last for all repeats in ``done``.
 
     Args:
         base: Seconds of the baseline by (seed, repeat).
@@ -151,7 +160,10 @@ def _half_widths(base: _Seconds, configuration: _Seconds, done: range) -> list[f
 
 
 def seconds_in(folder: Path) -> Callable[[Trial], float | None]:
-    """Return a function that returns the seconds of a trial (:func:`seconds_of`) from its record in ``folder``."""
+    """Return a function that looks up a trial's record in ``folder`` and returns its seconds (:func:`seconds_of`).
+
+    The function returns None if the trial has no record yet, or failed.
+    """
     by_id: dict[str, float | None] = {}
 
     def seconds(trial: Trial) -> float | None:

@@ -28,7 +28,7 @@ _SLURM_PORTS: Final = range(20_000, 32_000)  # below the ports that kernels give
 
 
 def clusters(trials: Sequence[Trial]) -> list[Cluster]:
-    """Return the distinct clusters of trials that need a launcher; clusters with the most nodes come first.
+    """Return the distinct clusters of those trials that need a launcher, the cluster with the most nodes first.
 
     Raises:
         Refusal: If the clusters differ in launcher, hosts or options of Slurm.
@@ -75,7 +75,7 @@ def place(trials: Sequence[Trial]) -> Place | None:
 
 
 def slurm_cluster(trials: Sequence[Trial]) -> Cluster | None:
-    """Return the largest Slurm cluster of the trials, for which the caller must start a job or a job step.
+    """Return the largest cluster of the trials if they use Slurm, and a job or job step must be started for them first.
 
     Returns None if the trials do not use Slurm, or if this process is in a job step already.
 
@@ -98,7 +98,7 @@ def in_step(environment: Mapping[str, str] = os.environ) -> bool:
     """Return whether this process is in a job step that ``srun`` started, with a process on every node.
 
     Returns False in the shell that ``salloc`` starts on the first node (an interactive step), and in the script of a
-    batch job.  From there, a job step has yet to be started.
+    batch job: both run on one node only, and a job step has yet to be started from them.
     """
     step = environment.get("SLURM_STEP_ID", "")
     return "SLURM_STEP_NODELIST" in environment and step.isdecimal() and int(step) <= _LAST_STEP
@@ -108,9 +108,9 @@ def in_step(environment: Mapping[str, str] = os.environ) -> bool:
 def lead_nodes(
     leader: Place | None, trials: Sequence[Trial], *, same_code: bool = True
 ) -> Iterator[Nodes | None]:
-    """Connect the nodes that the launcher started, during the body of ``with``, and yield them.
+    """Connect to the supervisors of all nodes, yield the nodes, and disconnect when the ``with`` block ends.
 
-    Yields None if ``leader`` is None.
+    Yields None if ``leader`` is None, since all ranks then run on this machine.
 
     Args:
         leader: The place of this process, as :func:`place` returns it.

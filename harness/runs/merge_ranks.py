@@ -1,7 +1,8 @@
-"""Merges the outcomes of all ranks of a trial into its record, and checks them.
+"""Merges what all ranks of a trial measured into the trial's record, and checks it.
 
-The checks compare ranks with each other, the sharded model with a single process, codecs' errors with their bounds,
-and the record with itself (:mod:`harness.records.record_checks`).  A trial that fails a check has no result.
+The checks compare the ranks with each other, the sharded model with a single process, the errors of codecs with their
+bounds, and numbers of the record with each other (:mod:`harness.records.record_checks`).  A trial that fails a check
+has no result.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
 
     Args:
         outcomes: The outcomes, by rank.
-        blank: The record as it is known before the ranks run.
+        blank: The trial's record without measurements, as it was made before the ranks ran.
 
     Raises:
         TrialError: If a check fails; the message describes the first failed check.
@@ -89,13 +90,16 @@ def assemble(outcomes: Sequence[Outcome], blank: Record) -> Record:
 
 
 def _with_ledger(adapters: AdapterCounters, ranks: Sequence[RankRecord], trained: bool) -> AdapterCounters:
-    """Return a node's counters together with the bytes that the node's ranks have booked to other nodes.
+    """Return a node's adapter counters, with ``booked_bytes`` filled in from the ledgers of the node's ranks.
+
+    ``booked_bytes`` are the bytes that these ledgers say were sent to other nodes.  If a rank of the node has no
+    ledger, ``adapters`` is returned unchanged.
 
     Args:
         adapters: The counters of the node's network adapters.
-        ranks: Records of all ranks.  If a rank of the node has no ledger, ``adapters`` is returned unchanged.
-        trained: Whether the trial's workload is training.  If so, the ranks' evaluations are left out of the booked
-            bytes, since the counters do not include them either.
+        ranks: Records of all ranks.
+        trained: Whether the trial's workload is training.  Bytes of evaluations are then left out, since the counters
+            do not include them either.
     """
     ledgers = [rank.ledger for rank in ranks if rank.node == adapters.node]
     if None in ledgers:
@@ -106,7 +110,10 @@ def _with_ledger(adapters: AdapterCounters, ranks: Sequence[RankRecord], trained
 
 
 def _reference_loss(compared: Sequence[Compared]) -> float | None:
-    """Return the mean over ranks of a single process's loss before training; None if the trial did not compute it."""
+    """Return the loss that a single process computed before training; None if the trial did not compute it.
+
+    The single process computes a loss for the batches of each rank; the result is the mean of these losses.
+    """
     losses = [loss.reference for rank in compared for loss in rank.losses if loss.step == 0]
     return math.fsum(losses) / len(losses) if losses else None
 
@@ -156,7 +163,9 @@ def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
 
 
 def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
-    """Yield the faults of a trial: faults before training, faults of later steps, and faults of the merged record.
+    """Yield a sentence for each fault of a trial.
+
+    Faults before training come first, then faults of later steps, then contradictions inside the merged record.
 
     Args:
         outcomes: The outcomes, by rank.
@@ -190,8 +199,8 @@ def _errors(outcomes: Sequence[Outcome], record: Record) -> Iterator[str]:
     if scaler is not None and count and scaler["skipped"] >= count:
         yield (
             f"all {count} steps were skipped because gradients overflowed, the last step at a loss scale of "
-            f"{scaler['scale']:g}; set policy.loss_scale to a smaller number, or to 'dynamic:from' followed by a "
-            "smaller number"
+            f"{scaler['scale']:g}; set policy.loss_scale to a smaller number, or to a dynamic scale that begins at a "
+            "smaller number, such as 'dynamic:from1024'"
         )
     for rank, outcome in enumerate(outcomes):
         if outcome.compared.wrong is not None:
@@ -232,7 +241,8 @@ def _reference_errors(rank: int, outcome: Outcome, *, later: bool, gradients: bo
     Args:
         rank: Number of the rank.
         outcome: The outcome of this rank.
-        later: Whether to judge the comparisons before later steps; if not, the comparison before training is judged.
+        later: True to judge the comparisons that were made for later steps, False to judge the comparison that was made
+            before training.
         gradients: Whether to judge gradients as well as losses.
     """
     trained = {step.index: step.loss for step in outcome.record.steps}

@@ -1,10 +1,11 @@
-"""Predicts, without running a trial, the bytes that the trial sends and holds.
+"""Predicts, without running a trial, the bytes that the trial sends and the bytes of memory that it holds.
 
 A preset is planned from the shapes of its parameters; any other model is built on the meta device.  Then
 :mod:`impl.plan.traffic` counts the bytes of the units.  Therefore models and clusters that do not fit on this machine,
-such as 100 B parameters on 64x16 ranks, are predicted within seconds.  Only the ranks of node 0 are computed, because
-all nodes send the same number of bytes.  Muon's messages to owners are an exception, and are computed for all ranks.
-Activations are not counted.
+such as 100 B parameters on 64x16 ranks, are predicted within seconds.  Activations are not counted.
+
+Only the ranks of node 0 are computed, because all nodes send the same number of bytes.  The exception is Muon: each
+matrix is sent to one rank, its owner, and so these messages are computed for the ranks of all nodes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ if TYPE_CHECKING:
 
 FP32_BYTES: Final = 4
 Models = dict[str, "nn.Module | Refusal"]
-"""Models on the meta device, by the model's JSON and the sequence length; a Refusal if a model cannot be built."""
+"""Models that were built on the meta device, by the model's JSON and the sequence length.
+
+The value is a Refusal if the model cannot be built.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,10 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 def model_to_plan(trial: Trial, models: Models) -> nn.Module | Listed | Refusal:
-    """Return a trial's model for planning.
+    """Return a trial's model in the cheapest form from which its units can be planned.
 
-    This is the list of its parameters (:class:`Listed`) if the list is enough, else the model on the meta device.
-    Returns a Refusal if the model cannot be built.
+    For a preset, this is usually the list of its parameters (:class:`Listed`).  In all other cases it is the model on
+    the meta device, or a Refusal if the model cannot be built.
     """
     policy = trial.resolved_policy()
     cut = policy is not None and policy.memory.largest_unit
@@ -68,9 +72,9 @@ def model_to_plan(trial: Trial, models: Models) -> nn.Module | Listed | Refusal:
 
 
 def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refusal:
-    """Return the model on the meta device; build it unless ``models`` has it already.
+    """Return ``model`` on the meta device, or a Refusal if it cannot be built.
 
-    Returns a Refusal if the model cannot be built.  The model or the Refusal is added to ``models``.
+    The result is kept in ``models``, so that equal models are built only once.
     """
     key = f"{model.model_dump_json()}/{sequence}"
     if key not in models:
@@ -100,7 +104,7 @@ def per_node_bytes(
     """Return the bytes that the ranks of one node send in a timed step, to other nodes and inside the node.
 
     If timed steps send different numbers of bytes, the result is their mean.  With a bit budget, the result is an upper
-    bound, as if the codecs were chosen anew after each step.
+    bound: it holds for any choice of codecs, and it counts in every step the messages by which ranks choose codecs.
 
     Args:
         policy: The trial's policy.
@@ -132,10 +136,10 @@ def per_node_bytes(
     zero_units = [unit for unit in units if isinstance(unit, UnitGeometry)]  # without FSDP2's groups
 
     def of_rank(rank: int, phase: Policy, before: list[Event]) -> tuple[list[Book], dict[Link, int]]:
-        """Return the ledgers that were predicted for a rank, and the bytes of one step by kind of link.
+        """Return the predicted ledgers of a rank, and the bytes that it sends in one step over each kind of link.
 
-        The step has the policy ``phase`` and follows the events ``before``.  For a host engine, the list of ledgers is
-        empty.
+        The step has the policy ``phase`` and comes after the passes ``before``.  The list of ledgers is empty if the
+        policy runs inside a host engine.
         """
         books = list[Book]()
 
@@ -180,7 +184,7 @@ def per_node_bytes(
 def _step(
     none: Mapping[_Key, int], first: Mapping[_Key, int], both: Mapping[_Key, int], later: int
 ) -> dict[_Key, int]:
-    """Return the bytes of one step from cumulative bytes.
+    """Return the bytes of one step, computed from bytes that were counted cumulatively.
 
     Args:
         none: Bytes sent before the step.
@@ -214,15 +218,16 @@ def _loads(policy: Policy, trial: Trial) -> tuple[tuple[list[Event], list[Event]
 
 
 def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Event]]]:
-    """Return (number of timed steps, policy, passes that precede the step) for each kind of step.
+    """Return (number of timed steps, policy, passes before the step) for each kind of step.
 
-    Steps are of the same kind if they send the same bytes.  The passes bring the prediction to the state in which a
-    step of this kind begins.
+    Steps are of the same kind if they send the same bytes.  To predict one step of a kind, the passes before the step
+    are predicted first, since they leave the state in which such a step begins.
 
-    - With differences, some steps send whole weights, and the others send differences.  A step that sends differences
-      is predicted after a step that sent whole weights.
-    - With local steps, see :func:`_local_beginnings`.
-    - With a schedule, the steps of each policy are a kind.
+    - If the policy sends differences (how far weights have moved since they were last sent), there are two kinds: steps
+      that send whole weights, and steps that send differences.  The latter are predicted after a whole step.
+    - With local steps, :func:`_local_beginnings` gives the kinds.
+    - With a schedule, all steps that have the same policy are one kind.
+    - In all other trials, all steps are one kind.
     """
     if (local := policy.local_steps) is not None:
         kinds_apart = _local_beginnings(local, meeting_steps(policy), trial)
@@ -249,12 +254,12 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
 
 
 def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[tuple[int, list[Event]]]:
-    """Return (number of timed steps, events that precede the step) for each kind of step of a trial with local steps.
+    """Return (number of timed steps, passes before the step) for each kind of step of a trial with local steps.
 
-    A round is ``local`` consecutive steps.  In each round, state groups exchange weights after the steps whose numbers
-    are in ``meeting``.  Each of these numbers is a kind of its own.  All steps that no exchange follows are one further
-    kind.  With 4 steps in a round and an exchange after the 4th, there are two kinds: the 4th steps of all rounds, and
-    all other steps.
+    With local steps, groups of ranks train apart from one another, in rounds of ``local`` steps.  In each round, the
+    groups exchange weights after the steps whose numbers are in ``meeting``.  Each of these numbers is a kind of its
+    own, and all steps that no exchange follows are one further kind.  With 4 steps in a round and an exchange after the
+    4th, there are two kinds: the 4th steps of all rounds, and all other steps.
 
     Args:
         local: Number of steps in a round.
@@ -274,10 +279,7 @@ def _local_beginnings(local: int, meeting: Sequence[int], trial: Trial) -> list[
 
 
 def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial) -> int:
-    """Return the bytes that one rank copies between host and device in one step.
-
-    The bytes of both directions are added up.
-    """
+    """Return the bytes that one rank copies between host and device in one step, both directions added up."""
     loads, later = _loads(policy, trial)
     first = traffic.predict(policy.phases[0], topology, units, 0, loads[0]).copied
     both = traffic.predict(policy.phases[0], topology, units, 0, loads[1]).copied if later else first
@@ -287,7 +289,8 @@ def copied_bytes(policy: Policy, topology: Topology, units: Sequence[UnitGeometr
 def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
     """Return the bytes of ``masters``, ``gradients`` and ``optimizer`` state that one rank of a peer holds.
 
-    A peer is another engine: a single process, DDP, FSDP2 or DeepSpeed.  It may be the host engine of a policy.
+    A peer is another engine than ours: a single process, DDP, FSDP2 or DeepSpeed.  If a policy runs inside FSDP2 or
+    DDP, the bytes are those of this engine.
 
     Weights and gradients are fp32.  FSDP2 shards weights, gradients and optimizer state over all ranks or, with
     ``peer.group = "node"``, over the ranks of a node.  DeepSpeed shards the optimizer state from stage 1, gradients
@@ -314,7 +317,7 @@ def peer_memory(trial: Trial, parameters: int, state: int) -> dict[str, int]:
 
 
 def units_of(trial: Trial, record: Record) -> list[UnitGeometry]:
-    """Return the units that a record names, without their parameters."""
+    """Return the units that a record names, each with its padded size but with an empty list of parameters."""
     policy, topology = trial.resolved_policy(), trial.topology()
     group = 0 if policy is None else policy.group_ranks(topology)
     return [

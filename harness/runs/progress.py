@@ -21,7 +21,7 @@ _ALWAYS: Final = ("strategy", "cluster.nodes", "cluster.ranks_per_node", "cluste
 
 
 class Display:
-    """Prints the progress of a sweep; a context manager.
+    """Prints the progress of a sweep.  Use it as a context manager: it shows the live line until it is left.
 
     Args:
         console: Where to print.
@@ -51,7 +51,7 @@ class Display:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def batch(self, trials: Sequence[Trial], missing: int, why: str, failures: Sequence[Record]) -> None:
-        """Begin a batch of trials; print how many are done already, why the others run, and which have failed.
+        """Print, before a batch runs, how many trials are done already, why the others run, and which failed earlier.
 
         Args:
             trials: All trials of the batch.
@@ -120,7 +120,13 @@ class Display:
         self._live.update(self._line, description="")
 
     def retried(self, record: Record, number: int, most: int) -> None:
-        """Print that the current trial failed and is run again, as retry ``number`` of at most ``most``."""
+        """Print that the current trial failed and now runs again.
+
+        Args:
+            record: The record of the attempt that failed.
+            number: Number of the retry that begins now, from 1.
+            most: Largest number of retries.
+        """
         self.print(f"{self._name}: {outcome(record)}; tried again ({number} of {most})")
 
     def stopped(self, why: str) -> None:

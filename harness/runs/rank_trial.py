@@ -1,11 +1,15 @@
 """Runs one trial on one rank; all ranks of the trial run the same code.
 
-In this order: set-up; comparison with a single process (:mod:`harness.runs.reference_checks`); warm-up steps; a
-barrier, the timed steps, and a barrier; a last validation; a probe of the link; and measurements of codecs' errors.
-Validations and comparisons between steps are not timed, and their messages are not counted.
+A rank does the following, in this order:
 
-A step trains or, in workload ``generate``, decodes.  In workload ``rlhf`` it generates, scores with frozen models (the
-*judges*, sharded by a second engine), and trains.  Each rank returns raw values, which
+1. It sets up the model, and compares it with a single process (:mod:`harness.runs.reference_checks`).
+2. It runs the warm-up steps, and waits for the other ranks at a barrier.
+3. It runs the timed steps, and waits at a second barrier.  Validations and comparisons between these steps are not
+   timed, and their messages are not counted.
+4. It validates a last time, probes the rate of the link, and measures the errors of codecs.
+
+A step trains or, in workload ``generate``, decodes.  In workload ``rlhf`` a step generates, scores with frozen models
+(the *judges*, which a second engine shards), and trains.  Each rank returns raw values, which
 :mod:`harness.runs.merge_ranks` merges into the trial's record.
 """
 
@@ -80,7 +84,7 @@ from impl.unit import method_calls
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a rank has to run: the argument of :func:`run`."""
+    """The trial that a rank has to run, with options; the argument of :func:`run`."""
 
     trial: Trial
     probe_bytes: int | None  # size of the message that probes the link; None for no probe
@@ -93,11 +97,11 @@ class Outcome:
 
     record: RankRecord
     validations: list[Validation]
-    # Messages of the timed steps as ``impl.plan.traffic`` predicts them; None for peers.
+    # Messages of the timed steps as ``impl.plan.traffic`` predicts them; None if another engine trains (a peer).
     predicted: list[LedgerRow] | None
     # For a policy with a schedule: bytes of each step as ``impl.plan.traffic`` predicts them.
     predicted_by_step: list[StepsSent]
-    unpredicted: list[str]  # purposes of messages that are measured and not predicted
+    unpredicted: list[str]  # purposes, such as "weights", of messages that cannot be predicted
     # What the node's interface sent in the timed steps, without evaluations; only the node's first rank has it.
     sent: InterfaceCounters | None
     # What the node's InfiniBand and RoCE adapters sent in the timed steps; only the node's first rank has it.
@@ -131,14 +135,14 @@ WORKS: Final = {work.__name__: work for work in (run, measure_link)}
 
 
 def admit_of(suite: Suite) -> Callable[[Any, Launch], Any]:
-    """Return a function that checks a command which this node receives from node 0, before the node carries it out.
+    """Return a function that checks each command from node 0, before this node carries the command out.
 
     The function is called with the command's argument and its :class:`~harness.cluster.rank_processes.Launch`.  If the
-    argument is an :class:`Assignment`, the function looks up the id of its trial in ``suite``, and returns the argument
-    with the trial that ``suite`` has under this id.  Modules that a trial names are imported; they are therefore always
-    named by this node's own file, and never by another process.  Any other argument is returned unchanged.
+    argument is an :class:`Assignment`, the function replaces the assignment's trial by the trial of ``suite`` that has
+    the same id.  A rank imports the modules that its trial names; so these names always come from this node's own
+    suite file, and never from another process.  Any other argument is returned unchanged.
 
-    The function raises a Refusal if ``suite`` has no trial with this id, or none that uses the command's transport.
+    The function raises a Refusal if ``suite`` has no trial with this id, or no trial that uses the command's transport.
 
     Args:
         suite: The suite as this node has read it from its own file.
@@ -213,7 +217,7 @@ class TrialRun:
             checks.matrix = self.comparison.watched_matrix(zero, self.loop.optimizer)
             compare = self.comparison.compare_drawn_step
             checks.compare = partial(compare, strategy=self.strategy, zero=zero)
-        # All ranks built the same model; from here on each draws its own random numbers, as for dropout.
+        # All ranks built the same model.  From here on, each rank draws random numbers of its own, as for dropout.
         torch.manual_seed(draw(f"{trial.seed}/{rank.rank}/torch", 2**63))
         self.checked.random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
         if policy is not None:
@@ -226,8 +230,8 @@ class TrialRun:
         self.events += self.comparison.events
         self.generator = self._generator() if trial.workload == "generate" else None
         self.validations: list[Validation] = []
-        # For a schedule: bytes sent in training before the first step and until the end of each, and the number of
-        # events before the first step.
+        # For a policy with a schedule: bytes sent in training before the first step, then until the end of each step;
+        # and the number of events (passes) before the first step.
         self.scheduled, self.sent_until = (
             policy is not None and bool(policy.schedule),
             list[tuple[int, int]](),
@@ -235,8 +239,9 @@ class TrialRun:
         self.events_before = 0
         # Peak memory before the latest comparison.  Comparisons may hold more memory, which is not counted.
         self.peak_rss = 0
-        # Checks, evaluations and comparisons belong to no step.  What they sent is kept apart three times: as the
-        # ledger booked it (booked), as the node's interfaces counted it, and as the transports carried it (moved).
+        # Checks, evaluations and comparisons belong to no step, so the bytes that they send must be subtracted.  These
+        # bytes are known from three sources: the ledger (booked), the node's network interfaces and adapters (counted),
+        # and the transports that carried the messages (moved).
         self.booked_untimed = self._booked() or 0
         self.own_interface = rank.port.holder is not None  # whether only this node's ranks use its interface
         # The ports of this node's InfiniBand adapters, if NCCL may use them.
@@ -342,11 +347,12 @@ class TrialRun:
     def _note_clock(self, before: dict[Kind, Spent], laps: float, passed: float) -> None:
         """Note in ``checked`` the seconds that the witness clock has measured during the timed steps.
 
-        The witness clock (:mod:`harness.witness.witness_clock`) is a second clock, by which the seconds of the steps
-        are checked later.
+        The witness clock (:mod:`harness.witness.witness_clock`) is a second clock around the steps, with which the
+        recorded seconds of the steps are compared later.
 
         Args:
-            before: What the witness clock had measured of each kind of time when the first timed step began.
+            before: Seconds of each kind (such as ``check``) that the witness clock had measured before the first timed
+                step.
             laps: Seconds from the beginning of the first timed step to the end of the last, by the witness clock.
                 Validations between these steps are included.
             passed: The same seconds, by ``time.monotonic()``.
@@ -356,8 +362,8 @@ class TrialRun:
         checked.between = witness.spent["between"] - before["between"]
         checked.checks = witness.spent["check"] - before["check"]
         checked.seconds = witness.spent["check"].seconds
-        # Sleep shows waiting for messages only if nothing else sleeps: a rank also sleeps while its GPU computes, and
-        # a user's model or optimizer may sleep.
+        # The thread's sleep equals its waits for messages only if nothing else makes it sleep.  A rank also sleeps
+        # while its GPU computes, and a user's model or optimizer may sleep.
         user_code = any(":" in name for name in (self.trial.model.name, self.trial.optimizer.name))
         checked.sleeps_counted = witness.counts_sleep and self.device.type == "cpu" and not user_code
 
@@ -417,7 +423,7 @@ class TrialRun:
         return collect(self.trial, self.data, model, judges, rank=rank, index=index, clock=clock)
 
     def _predicted(self) -> Books:
-        """Predict the messages, and the copies between host and device, of all passes of this rank so far."""
+        """Predict what all passes of this rank so far have sent, and have copied between host and device."""
         sent, copied = self.strategy.predicted(self.events)
         if self.judges is not None:
             sent = (sent or {}) | (self.judges.predicted(self.judge_events)[0] or {})  # no unit is in both
@@ -496,7 +502,7 @@ class TrialRun:
 
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
-        """Leave the messages and the time of the body out of what is measured, and lift the link's rate in the body.
+        """Exclude the body of ``with`` from all measurements of time and messages, and lift the link's rate in it.
 
         All ranks must call this method.
         """
@@ -514,8 +520,8 @@ class TrialRun:
 
         Returns:
             (3,): bytes of the node's interface, packets of the node's interface, and bytes of the node's InfiniBand and
-            RoCE adapters.  The interface's bytes and packets are 0 unless the interface is in a network namespace,
-            where only this node's ranks use it.  On all ranks but the node's first, all three counts are 0.
+            RoCE adapters.  Only the node's first rank reads them; all other ranks return zeros.  The interface is read
+            only if it is in a network namespace, where no other program uses it; otherwise its counts are 0.
         """
         count = np.zeros(3, np.int64)
         nccl = self.trial.cluster.transport == "nccl" and self.trial.cluster.nodes > 1
@@ -544,24 +550,25 @@ class TrialRun:
         return self._count() - self.counted_untimed
 
     def _moved(self) -> NDArray[np.int64]:
-        """Return the array (bytes that this rank's transports carried in training, bytes that its ledger booked)."""
+        """Return (2,): bytes that this rank's transports carried in training, and bytes that its ledger booked."""
         return self._moved_so_far() - self.moved_untimed
 
     def _moved_so_far(self) -> NDArray[np.int64]:
-        """Return the array (bytes that this rank's transports carried, bytes that its ledger booked) since set-up.
+        """Return (2,): bytes that this rank's transports carried since set-up, and bytes that its ledger booked.
 
-        Messages outside of training count too.  For peers, both numbers are 0.
+        Messages outside of training are included.  Both numbers are 0 if another engine trains (a peer).
         """
         wire, ledger = self.strategy.wire, self.strategy.ledger()
         booked = sum(sent.bytes for sent in ledger.values()) if ledger else 0
         return np.array([0 if wire is None else wire.carried, booked])
 
     def _inter_bytes(self) -> int | None:
-        """Return the bytes that training has sent between nodes so far.
+        """Return the bytes that training has sent between nodes so far, to be summed over ranks.
 
-        With a ledger, they are the bytes of this rank.  Without a ledger, but with a network namespace for each node,
-        the node's first rank returns the bytes that the node's interface counted, and the other ranks return 0.
-        Without both, all ranks return 0 if the trial has a single node, else None.
+        - With a ledger: the bytes that this rank sent.
+        - Without a ledger, if each node has a network namespace: the bytes that the node's interface counted, on the
+          node's first rank; 0 on its other ranks.
+        - Otherwise: 0 if the trial has a single node, else None.
         """
         if (booked := self._booked()) is not None:
             return booked - self.booked_untimed
@@ -583,9 +590,9 @@ class TrialRun:
         return nbytes["inter"], nbytes["intra"]
 
     def _compare(self, index: int) -> None:
-        """If step ``index`` is one of the steps to be checked, check its messages before the step begins.
+        """Check the messages of step ``index`` before the step begins, if it is one of the steps to be checked.
 
-        The time and the messages of the check are not counted.
+        Neither the time nor the messages of the check are counted.
         """
         comparison, zero = self.comparison, self.strategy.zero
         drawn = zero is not None and index == comparison.drawn

@@ -1,22 +1,22 @@
 """Compares a trial with a single process and with exact values, outside of the time that is measured.
 
 - Before training: the sharded model's loss and reduced gradients are compared with the loss and gradients of a single
-  process, in evaluation mode (:mod:`harness.measure.gradient_bounds`).  A repeat leaves this out if the same is
-  compared in its drawn step (:func:`compares_first`).
+  process, in evaluation mode (:mod:`harness.measure.gradient_bounds`).  Further repeats of a trial may leave this out
+  (:func:`compares_first`).
 - Before the first, a middle and the last step, if the suite measures errors: all messages of the step are compared with
   exact values (:mod:`harness.measure.communication_error`).  Before the middle and last step, loss and gradients are
-  also compared again, with a single process that has the step's masters.
-- Before one step of the second half, the *drawn* step, in trials that train with our engine: the weights of one unit,
-  and hpZ's copy of them, are compared with the masters.  One gradient of the unit is reduced, and the messages of this
-  reduction are compared with what the reference codecs encode.  A single process computes the loss of the step and the
-  mean gradients of all units.  When the step's backward passes have ended, its loss and gradients are compared with
-  those of the single process.  Seed and repeat determine the step and the unit.
-- After the drawn step, if Muon steps the model: the step of one whole matrix is taken again.
+  also compared again, with a single process that has the masters (the fp32 weights) of this step.
+- In one step of the second half, the *drawn* step, in trials that train with our engine.  Seed and repeat decide which
+  step this is, and which unit (parameters that are gathered and reduced together) is checked.  Before the step, the
+  gathered weights of this unit, and hpZ's copy of them, are compared with the masters.  One gradient of the unit is
+  reduced, and the messages of this reduction are compared with what the reference codecs encode.  After the step's
+  backward passes, its loss and the gradients of all units are compared with those that a single process computes.
+- After the drawn step, if Muon steps the model: the step of one whole matrix is computed again, and compared.
 - After the last step, if the suite measures errors: a grid of codecs is tried on the trained weights and gradients,
   without messages (:mod:`harness.measure.quantisation_error`).
 
-The messages of a step are sent in a *rehearsal* before the step.  A rehearsal leaves no trace: training afterwards goes
-on as if the comparison had not taken place.
+To compare the messages of a step, the passes of the step are run once more before the step: a *rehearsal*.  A rehearsal
+changes nothing that training depends on.
 """
 
 from __future__ import annotations
@@ -86,21 +86,23 @@ from impl.unit.unit import Unit
 from impl.unit.whole_values import WholeValues
 from impl.zero import Zero, find_blocks, plan_units
 
-# Losses may differ by this share, or by this much if they are below 1: sums in another order round differently.
+# Allowed difference of two losses: relative for losses above 1, absolute for losses below.  Two computations that add
+# in another order round differently.
 TOLERANCE: Final = 1e-4
-# Allowed differences of a matrix that Muon stepped: relative to a weight, which is rounded three times, and relative to
-# the learning rate, since another order of sums in bf16 may change an element of the update by a few units of 2^-8.
+# Two parts of the allowed difference between two computations of a Muon step.  The first is a share of each weight,
+# which is rounded three times.  The second is a share of the learning rate: sums of bf16 in another order may change an
+# element of the update by a few units of 2^-8.
 _MUON_ULPS: Final = 3 * 2.0**-24
 _MUON_ERROR: Final = 2.0**-5
 same_loss: Final = partial(math.isclose, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
 
 
-# Two dicts of weights by the parameter's name: for forward passes, and for backward passes.
+# Gathered weights by the parameter's name: a dict for forward passes, and a dict for backward passes.
 _Gathered = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 
 
 class TrialError(RuntimeError):
-    """A trial ran, but a check of its results failed; the message names the numbers.
+    """Raised when a trial ran, but a check of its results failed; the message names the numbers that differ.
 
     Attributes:
         losses: The trial's losses by step, up to the first that is not finite.
@@ -116,15 +118,19 @@ class TrialError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ComparedLoss:
-    """Mean losses over one rank's batches of one step, computed in several ways, all in evaluation mode."""
+    """Mean loss over one rank's batches of one step, computed in several ways that are then compared.
+
+    All fields are losses in evaluation mode, except ``trained`` and the number ``step``.
+    """
 
     reference: float  # of a single process in fp32
     expected: float  # of a single process with the weights as the ranks gather them (quantised, cast)
-    # The loss that the step itself should have in training.  None before training, and if the loss in training mode may
-    # differ from the loss in evaluation mode, as with dropout.
+    # Of a single process: the loss that the step itself should have in training.  None before training, and for models
+    # whose losses in training mode and in evaluation mode may differ, as with dropout.
     trained: float | None = None
     step: int = 0  # the step before which they were compared; 0 is before training
-    # Loss of the sharded model; NaN until it has run, None if only the loss of the step itself is compared.
+    # Loss of the sharded model in evaluation mode.  NaN until the model has run; None if the model is not run in
+    # evaluation mode, since only the loss of the training step is compared, with ``trained``.
     sharded: float | None = math.nan
 
 
@@ -147,7 +153,7 @@ class Compared:
 
 
 class Comparison:
-    """Compares one rank's losses, gradients and messages with those of a single process and with exact values.
+    """Compares one rank's losses and gradients with a single process's, and its messages with exact values.
 
     The results are noted in ``compared``.  All ranks must call each of the methods.
     """
@@ -160,8 +166,9 @@ class Comparison:
         self.measures = trial.measure_quantisation and trial.repeat == 0
         self.steps = sorted(communication_error.measured_steps(total)) if self.measures else []
         drawn = communication_error.drawn_step(trial.seed, trial.repeat, trial.warmup, total)
-        # The check needs messages outside of the wire, and transport "staged" carries none.  In workload rlhf, the
-        # model itself generates the batch.
+        # The check gathers masters through torch.distributed itself, not through the engine's wire.  With transport
+        # "staged" this is gloo, which cannot gather tensors of a GPU.  In workload rlhf, the model itself generates
+        # the batch.
         checks = trial.workload == "train" and trial.cluster.transport != "staged"
         # A strategy of the user's own may have other weights on each node.
         checks = checks and not trial.own_strategy
@@ -171,7 +178,7 @@ class Comparison:
         policy = trial.resolved_policy()
         own = policy is not None and (policy.own_reduce is not None or policy.own_gather is not None)
         # A user's model may compute at random in training, and a user's method may give other values when it is called
-        # again.  In these trials a rehearsal in evaluation mode is compared, in others the drawn step itself.
+        # again.  In these trials, a rehearsal in evaluation mode is compared.  In all others, the drawn step itself is.
         self._rehearses = own or ":" in trial.model.name
         self._awaited: tuple[ComparedLoss, FirstGradient] | None = None  # what the drawn step should compute
         self.events: list[Event] = []  # passes before training, for ``impl.plan.traffic``
@@ -214,8 +221,8 @@ class Comparison:
     def before_step(self, index: int, strategy: Strategy, checks: TrainingChecks) -> None:
         """Rehearse step ``index``, and note in ``compared`` how its messages differ from exact values.
 
-        A rehearsal runs the passes of the step, but leaves no trace in training.  Before all steps but the first, the
-        loss and the gradients of our engine are compared with a single process too.
+        A rehearsal runs the passes of the step, but changes nothing that training depends on.  For all steps but step
+        0, the loss and the gradients of our engine are also compared with a single process.
 
         Args:
             index: Number of the step.
@@ -242,16 +249,16 @@ class Comparison:
     def before_drawn_step(
         self, index: int, strategy: Strategy, zero: Zero, count: Callable[[], NDArray[np.int64]]
     ) -> None:
-        """Compare one unit's gathered weights with its masters, and prepare the comparison of step ``index``.
+        """Check one unit's gathered weights before step ``index``, and prepare the comparison of the step itself.
 
-        The unit is drawn by the trial's seed and repeat.  Differences are noted in ``compared``.
+        The weights are compared with the unit's masters (its fp32 weights).  Seed and repeat decide which unit is
+        checked.  Faults are noted in ``compared``.  Then the step is treated in one of three ways:
 
-        To prepare the comparison, a single process computes the loss and the gradients that the step should give.
-        Later :meth:`compare_drawn_step` compares the step with them.  If the trial's model or method is the user's own,
-        the step is not compared later.  Instead, this method rehearses the step, and compares the rehearsal with a
-        single process.  In this rehearsal, ranks read only the first sequence of each of their batches.
-
-        If the policy sends differences or has a bit budget, the step is not compared at all.
+        - If the policy sends differences or has a bit budget, the step is not compared with a single process.
+        - If the trial's model or method is the user's own, this method rehearses the step, and compares the rehearsal
+          with a single process.  In this rehearsal, ranks read only the first sequence of each of their batches.
+        - Otherwise, a single process computes the loss and the gradients that the step should give.  After the step,
+          :meth:`compare_drawn_step` compares the step with them.
 
         Args:
             index: Number of the step.
@@ -287,11 +294,13 @@ class Comparison:
         self.compared.wrong = self.compared.wrong or wrong or observed.unlike
 
     def _await_step(self, index: int, zero: Zero, unit: Unit) -> None:
-        """Compute with a single process the loss of step ``index`` and the mean gradients of all units; keep both.
+        """Compute what step ``index`` should give: its loss, and the mean gradients of all units.
 
-        This rank's gradient of ``unit`` is then reduced once, so that the wire's observer sees the messages of a
-        reduction.  The messages of the step itself are not observed, since observing them would take time in a timed
-        step.
+        An unsharded model computes them; :meth:`compare_drawn_step` uses them later.
+
+        This rank's gradient of ``unit`` is then reduced once, so that an observer can compare the messages of a
+        reduction with exact values.  The messages of the step itself are not observed, since this would take time in a
+        timed step.
         """
         with counted(self.compared.costs, "drawn step: single process"):
             model, _ = self._same_masters(zero)
@@ -303,10 +312,10 @@ class Comparison:
         self._awaited = replace(expected, sharded=None), gradient
 
     def compare_drawn_step(self, index: int, strategy: Strategy, zero: Zero) -> None:
-        """Compare the reduced gradients of step ``index`` with those that a single process has computed for it.
+        """Compare the reduced gradients of step ``index`` with the gradients that a single process has computed for it.
 
-        Call this method after the step's backward passes and before its optimizer step.  It does nothing unless
-        :meth:`before_drawn_step` has prepared this step.  It sends no message.  The difference is noted in
+        Call this method after the backward passes of every step, before the optimizer's step.  It acts only in the one
+        step that :meth:`before_drawn_step` has prepared.  It sends no message.  The difference is noted in
         ``compared``.  The step's loss is compared later, by :mod:`harness.runs.merge_ranks`.
         """
         if self._awaited is None or index != self.drawn:
@@ -324,10 +333,11 @@ class Comparison:
         self.compared.gradient_errors = [error for error in errors if error.step != index]
 
     def watched_matrix(self, zero: Zero, optimizer: torch.optim.Optimizer) -> MatrixWitness | None:
-        """Return a witness that notes one step of one matrix, so that :meth:`after_step` can repeat the step.
+        """Return an observer of one matrix that Muon steps, so that :meth:`after_step` can compute one step again.
 
-        The matrix is drawn by the trial's seed and repeat.  Returns None if the trial repeats no step, or if this
-        rank's optimizer is not Muon.
+        The observer (:class:`MatrixWitness`) notes this rank's part of the matrix, its momentum and its gradient in the
+        drawn step.  Seed and repeat decide which matrix it is.  Returns None if no step is to be computed again, or if
+        this rank's optimizer is not Muon.
         """
         if self.stepped_again is None or not isinstance(optimizer, Muon):
             return None
@@ -341,11 +351,13 @@ class Comparison:
         return MatrixWitness(optimizer, matrix, master, part, self.stepped_again, self.rank.rank)
 
     def after_step(self, index: int, strategy: Strategy, zero: Zero, witness: MatrixWitness) -> str | None:
-        """Take step ``index`` of the witness's matrix again, on the whole matrix; all ranks must call this method.
+        """Compute Muon's step ``index`` of one matrix again, on the whole matrix, and compare it with training.
+
+        ``witness`` has noted this rank's part of the step (:meth:`watched_matrix`).  All ranks must call this method.
 
         Returns:
-            A sentence on the element that differs most between training and this repetition.  Returns None if all
-            elements are within the tolerance, or if the optimizer skipped the step.
+            A sentence on the element in which training differs most from this computation.  None if all elements are
+            within the tolerance, or if the optimizer skipped the step.
         """
         assert strategy.wire is not None  # noqa: S101  # the engine has one
         parts, unit, slot = witness.parts, zero.units[witness.matrix.unit], witness.matrix.slot
@@ -374,9 +386,9 @@ class Comparison:
     def _compare_later_step(self, index: int, strategy: Strategy, zero: Zero, checks: TrainingChecks) -> None:
         """Compare loss and reduced gradients of step ``index`` with a single process that has the same masters.
 
-        Policies with differences, and gradients with error feedback, are left out: a single process, which encodes
-        only once, would find other values.  Policies with a bit budget are left out because the single process does not
-        have the codecs that the budget chose.
+        The single process encodes the weights once, with the codecs of the policy.  It would therefore find other
+        values in three cases, which are not compared: policies that send differences, policies whose codecs a bit
+        budget chooses, and the gradients of policies with error feedback.
         """
         if zero.current_policy.differences is not None or zero.policy.budget is not None:
             return
@@ -394,8 +406,8 @@ class Comparison:
             index: Number of the step.
             strategy: The strategy, inside a rehearsal.
             zero: The strategy's engine, which has the masters.
-            data: Where batches come from.  With a ``unit``, ``data`` may give only a part of each batch of the step.
-            unit: A unit if the comparison is one of the drawn step; else None.
+            data: Where batches come from.  For the drawn step, it may give only a part of each batch.
+            unit: The unit that is checked in the drawn step; None if step ``index`` is not the drawn step.
 
         Returns:
             The losses of the single process.  With a ``unit``, the field ``trained`` is computed from the step's whole
@@ -416,10 +428,10 @@ class Comparison:
         return expected
 
     def _same_masters(self, zero: Zero) -> tuple[nn.Module, _Gathered | None]:
-        """Return an unsharded model with the engine's masters, and the weights that a user's own gather returns.
+        """Return an unsharded model with the engine's masters and, with a user's own gather, the weights it returns.
 
-        The second value is None without a gather of the user's own.  The engine's next passes gather the same weights
-        again, since the masters do not change before these passes.
+        The second value is None without a gather of the user's own.  The engine gathers the same weights again in its
+        next passes, since the masters do not change before them.
         """
         if ":" in self.trial.model.name:  # may have buffers
             with next(zero.model.parameters()).device:
@@ -435,7 +447,11 @@ class Comparison:
         return model, communication_error.gathered_weights(zero) if own else None
 
     def after_steps(self, strategy: Strategy) -> None:
-        """Note the errors of codecs on this rank's weights, and on the gradients of one further backward pass."""
+        """Note in ``compared`` the errors of a grid of codecs on the trained weights and gradients.
+
+        The gradients are those of one further step, which is not taken.  Without our engine, or if the suite measures
+        no errors, nothing is done.
+        """
         if strategy.zero is None or not self.measures:
             return
         self.rank.report(Progress("trying codecs"))
@@ -453,16 +469,17 @@ class Comparison:
         *,
         gathered: _Gathered | None = None,
     ) -> tuple[ComparedLoss, FirstGradient | None]:
-        """Compute losses and gradients of the unsharded model; all ranks must call it.
+        """Compute losses and gradients with the unsharded model; all ranks must call this method.
 
         Args:
             model: The unsharded model.
             step: The step whose batches are used.
             clock: Determines the stochastic rounding of weights; by default the clock of the first step.
             data: Where batches come from; by default the trial's batches.
-            unit: A unit whose own gradient on this rank is kept as ``latest``, for the drawn step; else None.  With a
-                unit, the loss with fp32 weights is not computed: ``reference`` of the result equals ``expected``.
-            gathered: With a user's own gather, the weights that it has gathered for forward and backward passes.
+            unit: In the drawn step, the unit that is checked; else None.  This rank's own gradient of the unit is kept
+                as ``latest`` in the result.  The loss with fp32 weights is then not computed, and ``reference`` of the
+                result equals ``expected``.
+            gathered: The weights that a user's own gather returned for forward and backward passes; else None.
 
         Returns:
             (losses on this rank's batches, mean gradient of all ranks).  The gradient is None if the trial only
@@ -512,8 +529,8 @@ class Comparison:
             if data is self.data and unit is not None:
                 return ComparedLoss(loss, loss, loss, step), gradient
             if unit is not None:
-                # Presets have no dropout, so their loss in evaluation mode is their loss in training.  A check in
-                # evaluation mode runs other code than the training that it checks.
+                # The rehearsal in evaluation mode does not run the code of the training step, so the loss of the step
+                # itself is compared too.  Presets have no dropout: their losses in both modes are equal.
                 preset = ":" not in trial.model.name
                 trained = mean_loss(computed, batches_of(self.data, step)) if preset else None
                 return ComparedLoss(loss, loss, trained, step), gradient
@@ -526,9 +543,10 @@ class Comparison:
         return ComparedLoss(reference, loss, trained, step), gradient
 
     def _group(self) -> slice:
-        """Return the ranks over which gradients are averaged.
+        """Return a slice of rank numbers: the ranks over which gradients are averaged.
 
-        With local steps these are the ranks of this rank's state group, else all ranks.
+        With local steps, these are the ranks of this rank's state group, which trains apart from other groups.
+        Otherwise they are all ranks.
         """
         policy, topology, rank = self.trial.resolved_policy(), self.rank.topology, self.rank.rank
         ranks = topology.world if policy is None else policy.averaged_ranks(topology)
@@ -566,7 +584,8 @@ class Comparison:
         trial, policy = self.trial, None if self.trial.host is not None else policy
         compute, scale = (_type_of(trial), None) if policy is None else (policy.compute, policy.loss_scale)
         rounding = ROUNDING[compute]
-        # If the secondary shard is not held as frames, backward passes compute with a rounded copy of the weights.
+        # If hpZ keeps its copy of the weights as plain numbers, not encoded (as frames), backward passes compute with
+        # weights that were rounded to the type of these numbers.
         if policy is not None and policy.secondary_format != "frames":
             rounding = max(rounding, ROUNDING[policy.secondary_format])
         apart = 0 if policy is None or policy.local_steps is None else policy.group_ranks(self.rank.topology)
@@ -591,14 +610,20 @@ class Comparison:
 
 
 def compares_first(trial: Trial, drawn: int | None) -> bool:
-    """Return whether a trial with our engine, or a peer, is compared with a single process before training.
+    """Return whether a trial is compared with a single process before training.
 
-    The first repeat always is.  Further repeats are if no step is drawn, if the loss or the gradients of the drawn step
-    are not compared with those of a single process, or if a timed step would be the first that the process computes.
+    A trial need not be compared before training if its drawn step is compared anyway (see the module).  It is compared
+    before training nevertheless if
+
+    - it is the first repeat;
+    - another engine trains it or hosts its policy, or no step is drawn;
+    - the loss or the gradients of the drawn step are not always compared: with differences, error feedback, a bit
+      budget or a loss scale;
+    - it has no warm-up steps, so that the first passes of the process would be those of a timed step.
 
     Args:
         trial: The trial.
-        drawn: Index of the drawn step; None if there is none.
+        drawn: Index of the drawn step; None if no step is drawn.
     """
     policy = trial.resolved_policy()
     if policy is None or trial.host is not None or drawn is None or trial.repeat == 0 or trial.warmup == 0:
@@ -622,9 +647,10 @@ def muon_step(  # noqa: PLR0917  # its arguments are one step
     owned: tuple[Codec, Codec],
     places: Sequence[tuple[int, int]],
 ) -> tuple[Tensor, float]:
-    """Take one step of a whole matrix by the formula of ``torch.optim.Muon``.
+    """Compute one step of a whole matrix by the formula of ``torch.optim.Muon``.
 
-    As in training, each rank's part of momentum and update is encoded and decoded, with the codecs ``owned``.
+    As in training, each rank's part of the momentum and of the update is encoded and decoded, with the codecs
+    ``owned``.
 
     Args:
         trial: The trial, whose optimizer is Muon.
@@ -666,10 +692,10 @@ def muon_step(  # noqa: PLR0917  # its arguments are one step
 def _rehearsal(
     strategy: Strategy, unit: str | None = None
 ) -> Iterator[communication_error.ReductionObserver]:
-    """Send the messages of a step without changing training.
+    """Context in which passes send the messages of a step without changing what training depends on.
 
-    Passes in the body send what a step would send.  Gradients, buffers, random states and the state of codecs are
-    restored afterwards.  Yields an observer of the messages of ``unit``, or of all units if ``unit`` is None.
+    Gradients, buffers, random states and the state of codecs are restored when the context ends.  Yields an observer of
+    the messages of ``unit``, or of all units if ``unit`` is None.
     """
     assert strategy.wire is not None  # noqa: S101  # callers compare only trials with a wire
     observed, device = communication_error.ReductionObserver(unit), next(strategy.model.parameters()).device
@@ -679,11 +705,12 @@ def _rehearsal(
 
 
 def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.int64]]) -> str | None:
-    """Return a sentence if a backward gather of a unit sent bytes between nodes although hpZ has a copy in each node.
+    """Gather a unit for backward; return a sentence if this sent bytes between nodes although hpZ makes that needless.
 
-    Returns None if the gather sent none.  Returns None too without hpZ inside nodes, and on ranks whose node has no
-    interface of its own.  The node's interface counts the bytes, so that the check depends neither on the plan nor on
-    the ledger.
+    With hpZ inside nodes, each node keeps a copy of the weights, so that the gather should send bytes only inside
+    nodes.  The bytes are read from the node's network interface, so that the check depends neither on the plan nor on
+    the ledger.  Returns None if the gather sent none, without hpZ inside nodes, and on ranks whose node has no
+    interface of its own.
 
     Args:
         zero: The engine.
@@ -699,7 +726,7 @@ def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.
         return None
     (unit,) = (unit for unit in zero.units if unit.geometry.name == name)
     counts = [count()]
-    # This meeting sends as much as the gather's own barriers do.
+    # Measure what a barrier alone sends, since a gather has barriers too.
     unit.wire.meet("the count of a backward gather")
     counts.append(count())
     for phase in ("forward", "backward"):
@@ -717,7 +744,7 @@ def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.
 
 
 def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[GradientError]:
-    """Return the error of each unit's reduced gradient, compared with the gradient of a single process."""
+    """Return, for each unit, how its reduced gradient on this rank differs from ``gradient``, a single process's."""
     scale = strategy.loss_scale
     errors = (gradient.compare(layout, *strategy.mean_gradient(layout), scale) for layout in gradient.layouts)
     return [error for error in errors if error is not None]

@@ -1,7 +1,7 @@
-"""Submits a suite to Slurm as one job, which runs all its trials, and starts job steps.
+"""Starts a suite on a Slurm cluster: submits a job that runs all its trials, or starts a step of the present job.
 
-Outside of a job, :func:`submit` submits this command line through submitit.  Inside of a job but in none of its steps,
-:func:`step` starts this command line on all nodes with ``srun``.
+Outside of a job, :func:`submit` submits a command line of ``zeropp`` through submitit.  Inside of a job but outside of
+its steps, as in the shell of ``salloc``, :func:`step` starts the command line on all nodes with ``srun``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Job:
         return subprocess.run([*_COMMAND, *self.arguments], check=False).returncode
 
     def checkpoint(self) -> Any:
-        """Return the same job once more, to be queued again; submitit calls this at a time limit or preemption.
+        """Return a submission of the same command line; submitit calls this method at a time limit or preemption.
 
         The new job continues the suite, since trials that have records are not run again.
         """
@@ -44,9 +44,9 @@ class Job:
 def options_of(cluster: Cluster) -> dict[str, int | str | bool]:
     """Return the options with which Slurm allocates nodes.
 
-    By default, whole nodes are allocated, with a GPU for each rank on device ``cuda``.  Options of the suite
-    (``cluster.slurm``) come in addition, and replace defaults of the same name.  An option that the suite sets to false
-    is left out, since submitit would write it as a text.
+    By default, whole nodes are allocated and, on device ``cuda``, one GPU for each rank.  The suite's own options
+    (``cluster.slurm``) are added, and replace defaults of the same name.  An option that the suite sets to false is
+    left out, since submitit would pass it to Slurm as the text "False".
     """
     # Other jobs on a node would disturb its timings.
     options: dict[str, int | str | bool] = {"exclusive": True}

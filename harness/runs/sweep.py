@@ -1,9 +1,9 @@
 """Runs the trials of a suite that have no record yet, one after the other, and writes their records.
 
-Before the trials of a batch run, each gets a *blank*: its record with everything that is known beforehand, such as
-predictions and facts on the machine.  When a trial ends, its measurements are added and the record is written.  A
-trial that fails is recorded too, and the sweep goes on, unless the suite's ``on_failure`` says otherwise.  After
-Ctrl-C the current trial is recorded as interrupted; the same command runs it again and continues.
+Before the trials of a batch run, each trial gets a *blank*: its record with everything that is known beforehand, such
+as predictions and facts on the machine.  When the trial ends, its measurements are added and the record is written.  A
+trial that fails is recorded too.  The sweep then goes on, or does what the suite's ``on_failure`` says.  After Ctrl-C
+the current trial is recorded as interrupted; the same command runs this trial again and continues.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def run_sweep(
 
 @contextlib.contextmanager
 def locked(results: Path) -> Iterator[None]:
-    """Hold the lock of a results folder during the body, also on NFS.
+    """Hold the lock of a results folder during the body of ``with``, so that only one run writes there; also on NFS.
 
     Raises:
         RecordError: If another run holds the lock, or the folder cannot be written.
@@ -133,7 +133,7 @@ def finished(results: Path, trial: Trial, pool: str) -> Record | None:
     Args:
         results: The results folder.
         trial: The trial.
-        pool: The hash of the machine and the code, as in records.
+        pool: The hash of this machine and code, which records have in their field ``pool``.
     """
     path = path_of(results, trial.id)
     if not path.exists():
@@ -228,7 +228,7 @@ class _Sweep:
         return stops
 
     def _response(self, record: Record) -> FailureResponse:
-        """Return how the suite responds to the outcome of a trial."""
+        """Return the suite's response to a trial's outcome: how many retries, and whether the sweep then stops."""
         failure = None if record.answers else record.failure
         return SKIP if failure is None else self.suite.on_failure.get(cast("Kind", failure.kind), SKIP)
 
@@ -280,7 +280,7 @@ class _Sweep:
             )
 
     def run(self, trial: Trial) -> Record:
-        """Run one trial and return its record, also if it failed.
+        """Run one trial once, and return its record even if the trial failed.
 
         Raises:
             KeyboardInterrupt: After Ctrl-C, once the record of the interrupted trial is written.
@@ -303,8 +303,11 @@ class _Sweep:
     def _check_sources(self, trial: Trial, before: dict[str, str]) -> None:
         """Raise a Refusal if a user's module was edited during this run.
 
-        Ranks may then have imported other code than the record names.  ``before`` has digests of the trial's inputs, by
-        name, from an earlier moment of the run.
+        Ranks may then have imported other code than the record names.
+
+        Args:
+            trial: The trial that is about to run, or has just run.
+            before: The digests of the trial's inputs by name, as its blank record has them.
         """
         now = digests(trial)
         for name in sorted(name for name in before | now if before.get(name) != now.get(name)):

@@ -1,8 +1,9 @@
 """Runs trials one at a time: opens and calibrates the link between nodes, starts ranks on it, and makes the record.
 
-A link is opened when the first trial needs it, calibrated once per sweep, and kept for later trials with the same
-fields.  The interfaces of real hosts are shaped only while ranks run.  If a rank, a node, the link or a check of the
-results fails, the record holds a :class:`~harness.records.trial_record.Failure`, and the next trial gets fresh ranks.
+A link is opened when the first trial needs it, and calibrated (its rate is measured) once per sweep.  Later trials
+whose clusters have the same link settings use it again.  On real hosts, the rates of the network interfaces are limited
+only while ranks run.  If a rank, a node, the link or a check of the results fails, the record holds a
+:class:`~harness.records.trial_record.Failure`, and the next trial gets fresh ranks.
 """
 
 from __future__ import annotations
@@ -105,7 +106,11 @@ class TrialRunner:
         return blank.model_copy(update={"failure": failure})
 
     def _link(self, trial: Trial, on_progress: Report) -> Link:
-        """Return the open and calibrated link of a trial."""
+        """Return the link on which a trial runs; open and calibrate it if no earlier trial of the sweep has.
+
+        Raises:
+            LinkError: If the link cannot be opened, misses its rate, or cannot limit the messages of the trial.
+        """
         cluster = cluster_of(trial)
         if not trial.measures_time:
             ports = (Port("lo", "127.0.0.1"),) * cluster.nodes
@@ -185,7 +190,10 @@ class TrialRunner:
         link.check()
 
     def launch(self, trial: Trial, link: Link, log: str) -> Launch:
-        """Return the options for starting a trial's ranks on its link; ``log`` names the log of a failure."""
+        """Return the options for starting a trial's ranks on its link.
+
+        If the ranks fail, their output is kept in the results folder, as ``logs/<log>.log``.
+        """
         cluster = cluster_of(trial)
         topology = Topology(cluster.nodes, cluster.ranks_per_node)
         local_ranks = topology.world if cluster.launcher == "local" else topology.ranks_per_node
@@ -194,7 +202,8 @@ class TrialRunner:
             ports=link.ports,
             paced_mbit=link.paced_mbit,
             paced_latency_ms=cluster.latency or 0.0,
-            # Threads of ranks that take turns gain little from more processors, and change the order of sums.
+            # Ranks that are threads take turns.  More compute threads would help them little, and would change the
+            # order of sums.
             threads=trial.threads or (max(1, self._cores // local_ranks) if trial.measures_time else 1),
             timeout_seconds=trial.timeout_seconds,
             log=self.results / LOGS / f"{log}.log",

@@ -19,12 +19,13 @@ BYTES_PER_MBIT: Final = 1e6 / 8
 
 
 def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) -> Step | None:
-    """Return what a trial's step computes and sends, from which :func:`predict` computes the step's seconds.
+    """Return the work of a trial's step (computation and bytes), from which :func:`predict` computes its seconds.
 
-    Returns None unless our own engine trains the trial's model with built-in gathers and reductions.
+    Returns None if the step's time is not modelled: if another engine trains the model or hosts the policy, if the
+    workload is not training, or if the gather or the reduction is the user's own.
 
-    With Muon, the parameters of the units must be known.  Units that come from a record have no parameters, and are
-    therefore planned anew.  Only presets can be planned anew; for other models, None is returned.
+    With Muon, the units must have their parameters.  Units that come from a record have none, and are planned anew if
+    the model is a preset.  For other models, None is returned.
 
     Args:
         trial: The trial.

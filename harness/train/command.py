@@ -1,8 +1,8 @@
-"""``zeropp train``: makes a trial from a DeepSpeed configuration and the flags of DeepSpeed's tutorials, and runs it.
+"""``zeropp train``: trains a GPT as a DeepSpeed configuration and the flags of DeepSpeed's tutorials describe.
 
 Before ranks start, the command prints how each key of the configuration is handled and the memory that each stage of
-ZeRO needs.  The command starts the ranks as processes of this machine, unless torchrun has started them.  torch is
-imported only when the command runs.
+ZeRO needs.  If torchrun has started the command, each process is a rank.  Otherwise the command starts the ranks as
+processes of this machine.  torch is imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -242,11 +242,11 @@ def _trial(settings: Settings, config: Mapping[str, Any], topology: Topology, *,
 
 
 def _with_room(trial: Trial) -> Trial:
-    """Return the trial, with a higher limit on the size of a unit if a module of the model exceeds the limit.
+    """Return the trial, with the limit on a unit's size raised if some module of the model exceeds the limit.
 
-    The limit is DeepSpeed's ``stage3_max_live_parameters``.  A module that cannot be divided into smaller units may
-    have more parameters, and DeepSpeed gathers it all the same.  The limit then becomes the number of parameters of the
-    largest such module.
+    A unit is a set of parameters that are gathered together, and the limit is DeepSpeed's
+    ``stage3_max_live_parameters``.  A module that cannot be divided into smaller units may have more parameters, and
+    DeepSpeed gathers it all the same.  The limit is then raised to the number of parameters of the largest such module.
     """
     from harness.workloads import models
     from impl.engine.unit_planning import drafts_of, find_blocks
@@ -267,9 +267,9 @@ def _with_room(trial: Trial) -> Trial:
 
 
 def steps_text(manifest: Manifest) -> str:
-    """Return a text with the number of steps that a checkpoint's run has done, such as ``step 12``.
+    """Return, as text, how many steps were done when a checkpoint was saved: ``step 12``.
 
-    The number includes steps that were skipped for an overflow.  If there are any, the text names their number:
+    The number includes steps that were skipped because gradients overflowed.  If there were any, the text says so:
     ``step 12, 2 of them skipped for an overflow``.
     """
     scale, extra = manifest.loss_scale, manifest.extra
@@ -282,10 +282,11 @@ def steps_text(manifest: Manifest) -> str:
 
 
 def _configured(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the DeepSpeed configuration with the values of the flags.
+    """Return a copy of the DeepSpeed configuration, into which the values of the flags have been written.
 
     Raises:
-        Refusal: If the configuration has another value than a flag, or has no table where the flag's key belongs.
+        Refusal: If a flag's key has another value in the configuration, or if the configuration has a single value
+            where the table of this key belongs.
     """
     table, lr = copy.deepcopy(dict(config)), settings.lr
     flags: list[tuple[str, tuple[str, ...], Any]] = [
@@ -340,7 +341,7 @@ def _topology(nodes: int | None, ranks_per_node: int | None) -> tuple[Topology, 
     if topology.world != world:
         raise Refusal(
             f"torchrun started {world} ranks, but --nodes x --ranks-per-node is {topology}: leave these flags out, "
-            "or make them agree"
+            f"or give numbers whose product is {world}"
         )
     return topology, True
 
@@ -388,9 +389,9 @@ def _plan(trial: Trial, *, speaks: bool) -> str | None:
 
 
 def _run(job: Job) -> None:
-    """Train: start the ranks or, if torchrun has started this process as a rank, run as this rank.
+    """Train, and print the lines that rank 0 reports.
 
-    Print the lines that rank 0 reports.
+    If torchrun has started this process, it becomes one rank.  Otherwise this function starts all ranks.
     """
     from harness.cluster.link import open_link
     from harness.train.loop import train as train_rank

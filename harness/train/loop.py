@@ -143,10 +143,10 @@ class _Training:
         return done
 
     def _checked(self, folder: Path) -> Path:
-        """Return the path of a checkpoint, after a check that its run had this run's batches, model and optimizer.
+        """Return the path of the checkpoint to load, once it is known to fit this run's batches, model and optimizer.
 
-        The checkpoint is ``folder``, or the newest in ``folder``.  Loading it checks model and optimizer again, with
-        errors that do not name flags.
+        The checkpoint is ``folder`` itself, or the newest checkpoint in ``folder``.  Loading it checks model and
+        optimizer again, but only the errors of this method name the flags to change.
 
         Raises:
             CheckpointError: If the checkpoint cannot be read, was not saved by ``zeropp train``, or is of another run.
@@ -185,7 +185,7 @@ class _Training:
         return path
 
     def _save(self, done: int) -> None:
-        """Save a checkpoint if it is due after ``done`` steps: after the last step, and after every ``every`` steps."""
+        """Save a checkpoint after ``done`` steps, if one is due now: after the last step, and every ``every`` steps."""
         job = self.job
         last = done == self.trial.steps
         if job.save is None or not (last or (job.every and done % job.every == 0)):
@@ -195,9 +195,10 @@ class _Training:
         self.rank.report(Progress("save", done, self.trial.steps, f"saved {path}"))
 
     def _run(self) -> dict[str, Any]:
-        """Return the settings that determine the batches of a run; a resumed run must have the same.
+        """Return the settings that determine the batches of this run; they are saved in each checkpoint.
 
-        The keys are ``seed``, ``corpus`` (SHA-256 of the corpus) and ``sequence``.
+        A run that loads the checkpoint must have the same settings.  The keys are ``seed``, ``corpus`` (SHA-256 of the
+        corpus) and ``sequence`` (tokens of a sequence).
         """
         trial = self.trial
         return {"seed": trial.seed, "corpus": self.data.sha256, "sequence": trial.sequence}

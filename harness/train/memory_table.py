@@ -26,8 +26,8 @@ MB: Final = 1e6
 # Bytes of activations in 16 bits that a block keeps for backward, for each token and channel: arXiv 2205.05198,
 # equation 1, without attention scores.
 _BLOCK_BYTES: Final = 34
-# Columns of the table.  Each is the sum of these parts of impl.plan.memory.memory().  The column "other" is the sum of
-# all other parts.
+# By column of the table: the parts of memory, as impl.plan.memory.memory() names them, whose bytes the column adds up.
+# The column "other" adds up all other parts.
 _COLUMNS: Final = {
     "Adam's states": ("masters", "optimizer"),
     "gradients": ("gradients", "local_gradients"),
@@ -59,8 +59,8 @@ class Need:
 def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
     """Predict the memory of a rank at each of the stages 0 to 3.
 
-    The policy's own stage is predicted with all options of the policy.  The other stages are predicted without options
-    that not every stage supports: a secondary shard, state groups, ``reduce_every``, and limits on memory.
+    The policy's own stage is predicted with all options of the policy.  The other stages are predicted without those
+    options that only some stages support: a secondary shard, state groups, ``reduce_every``, and limits on memory.
     """
     stages, topology, activations = [], trial.topology(), _activation_bytes(trial, policy)
     for stage in get_args(Stage):
@@ -142,7 +142,7 @@ def in_words(size: float) -> str:
 
 
 def too_large(need: Need, topology: Topology, host: Host, *, cuda: bool, ranks: int) -> str | None:
-    """Return why this machine's memory is too small for its ranks.  Returns None if it is large enough.
+    """Return, as a text, why this machine's memory is too small for its ranks; None if it is large enough.
 
     Args:
         need: The memory that one rank needs.

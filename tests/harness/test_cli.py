@@ -355,7 +355,7 @@ def test_plan_says_which_limit_stops_each_combination(folder: Path, zeropp: Zero
         assert "allowed 20.0% by max_padding) for blocks of 4096 (the common multiple of " in reason
         assert ("of bf16, align = 4096) on 4 ranks" if common else "of int8:4096, ") in reason
         assert (
-            "its units are aligned to 4096 elements, a multiple of the blocks of all policies" in reason
+            "its units are aligned to 4096 elements, the least common multiple of the blocks" in reason
         ) == common
     outcomes = sorted(line.rpartition("  ")[2] for line in lines if line.split()[:1] == ["ddp"])
     assert outcomes == [f"over its limit: {limit}", "yes"]

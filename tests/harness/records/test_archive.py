@@ -45,7 +45,7 @@ def test_what_would_not_come_back_is_not_packed(tmp_path: Path) -> None:
     (folder / "traces").mkdir()
     (folder / "traces" / "trace-old.json").write_text("{}", encoding="utf-8")
     with pytest.raises(
-        RecordError, match=r"trace-old.json: is larger than 64 MiB, or an archive cannot hold its name"
+        RecordError, match=r"trace-old.json: is larger than 64 MiB, or archives do not allow its name"
     ):
         archive.pack(folder, tmp_path / "b")
     assert not (tmp_path / "b").exists()
