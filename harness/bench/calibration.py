@@ -1,9 +1,9 @@
 """``zeropp calibrate``: measures this machine, so that the duration of steps can be predicted.
 
-A few short trials run over a link without a limited rate and over a slow link.  Then the factors of the cost model, a
-:class:`~impl.plan.step_time.Machine`, are fitted to the processor seconds that ranks used, by non-negative least
-squares of relative errors.  The duration of steps is not fitted.  It is only predicted with the fitted factors, and the
-difference from the measured duration becomes the machine's ``spread``.
+A few short trials run over a link without a limited rate and over a slow link.  Then the costs of the cost model, such
+as the seconds for each message, are fitted to the processor seconds that ranks used, by non-negative least squares of
+relative errors.  The fields of :class:`~impl.plan.step_time.Machine` hold these costs.  The duration of steps is not
+fitted.  It is predicted from the fitted costs, and the error of this prediction becomes the machine's ``spread``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CODEC_SECONDS: Final = 0.2  # spent on each operation of a codec
 _CODEC_MEBIBYTES: Final = 2  # of elements that are encoded: about a shard of a small model
 _MESSAGES: Final = 200  # tiny messages sent one after the other, whose median time is the latency
 _TIMEOUT_SECONDS: Final = 600.0
-# Costs that an alternative may lack.
+# Costs that fit_all() leaves out, one at a time, to find alternative fits.
 _OPTIONAL: Final = ("launch", "fixed", "unit", "element", "message", "sent")
 _SAME: Final = 1e-3  # relative difference up to which the values of two fits count as equal
 _TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the link is slow
@@ -71,7 +71,7 @@ _TRIALS: Final = (  # model, layers, tokens of a rank, strategy, whether the lin
 def trials() -> list[Trial]:
     """Return the trials of a calibration, in the order in which they run.
 
-    The last trial repeats the first.  The difference between both shows how far the machine's speed drifts.
+    The last trial repeats the first.  The difference between their durations shows how far the machine's speed drifts.
     """
     fields = [
         {
@@ -135,7 +135,7 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Seconds of a step of one calibration trial.  Processor seconds are those that one rank used."""
+    """The measured seconds of one step of a calibration trial; processor seconds are those of one rank."""
 
     step: Step  # the work of the step
     computing: float  # processor seconds of forward and backward without communication
@@ -164,10 +164,11 @@ class Measured:
 
 
 def fit_all(machine: Machine, measured: Sequence[Measured]) -> Machine:
-    """Return ``machine`` with costs fitted to the trials, and with alternative costs that fit the trials equally well.
+    """Return ``machine`` with costs fitted to the trials, and with alternative fits that are equally good.
 
-    Each alternative is fitted without one of the trials, or without one of the costs.  It is kept if its error
-    (:func:`_error`) over all trials exceeds the best fit's error by at most :data:`~impl.plan.step_time.EQUAL_FITS`.
+    The best fit uses all trials and all costs.  For an alternative, one trial or one cost is left out of the fit.  An
+    alternative is kept if its error over all trials (:func:`_error`) is at most
+    :data:`~impl.plan.step_time.EQUAL_FITS` above the best fit's error.
     """
     best = fit(machine, measured)
     others = [fit(machine, [one for one in measured if one is not left_out]) for left_out in measured]
@@ -193,14 +194,16 @@ def _error(machine: Machine, measured: Sequence[Measured]) -> float:
 def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") -> Machine:
     """Return ``machine`` with its costs fitted to the processor seconds of the trials.
 
-    There are two fits:
+    The costs are fields of :class:`~impl.plan.step_time.Machine`, which says what each of them means.  There are two
+    fits:
 
     - The first fit explains the seconds of forward and backward without communication by the costs ``launch``,
       ``fixed`` and ``per_token``.
     - The second fit explains the rest of a step by the costs ``unit``, ``element``, ``message`` and ``sent``.  The rest
       is ``(step - forward - backward - optimizer) / slower - encoding``, in seconds.  ``slower`` is 1.1 if the trial's
-      forward and backward took 1.1 times as long as the first fit predicts; ``encoding`` is predicted.  Trials over the
-      slow link are left out, since waking threads that wait for messages costs processor time too.
+      forward and backward took 1.1 times as long as the first fit predicts.  ``encoding`` is predicted from the codecs'
+      measured costs.  Trials over the slow link are left out, since waking threads that wait for messages costs
+      processor time too.
 
     ``optimizer``, ``efficiency`` and ``latency`` come from medians of measured values.  ``spread`` becomes the larger
     of the machine's drift and the error of predicted durations (:func:`_error`).
@@ -250,10 +253,12 @@ def fit(machine: Machine, measured: Sequence[Measured], *, without: str = "") ->
 def _fit_factors(
     terms: Mapping[str, Sequence[float]], seconds: Sequence[float], over: Sequence[float]
 ) -> dict[str, Any]:
-    """Return, by name, a factor of at least 0 for each of ``terms``, by non-negative least squares.
+    """Return, by name, a factor of at least 0 for each of ``terms``: the non-negative least squares fit of ``seconds``.
 
-    Each list has a number for each trial.  The factors are chosen such that the sum of the terms times their factors is
-    as near as possible to ``seconds``.  Before errors are squared, each is divided by the trial's number in ``over``.
+    Args:
+        terms: For each term, by name, its value in each trial.
+        seconds: For each trial, the seconds that the sum of the terms times their factors should equal.
+        over: For each trial, the number by which its error is divided before errors are squared.
     """
     weights = 1 / np.maximum(np.array(over), 1e-9)
     matrix = np.array([*terms.values()]).T * weights[:, None]

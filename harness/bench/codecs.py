@@ -1,8 +1,8 @@
 """``zeropp bench codecs``: times every operation of every codec and backend, against a copy of the same elements.
 
-A round times a number of copies of the elements and then the same number of calls of the operation, all into existing
-buffers.  A GPU is timed with CUDA events, and its cache is flushed before each call.  The reference backend is slow.
-It is therefore timed on an eighth of the elements, but on at least 2^21 elements.
+In each round, the elements are copied a number of times, and then the operation is called as many times, all into
+existing buffers.  A GPU is timed with CUDA events, and its cache is flushed before each call.  The reference backend is
+slow, so it is timed on an eighth of the elements, but on at least 2^21 elements.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ BACKENDS: Final = (*OURS, *other_libraries.QUANTISERS, *kernel_ablation.ABLATED)
 USUAL: Final = (*OURS, *other_libraries.QUANTISERS)  # backends that are timed by default
 SOURCES: Final = 4  # frames that decode_sum adds
 MEBIBYTES: Final = {"cpu": 64, "cuda": 256}  # of elements, by default
-REFERENCE_SHARE: Final = 8  # the reference backend is timed on one element in eight,
-REFERENCE_NUMEL: Final = 1 << 21  # but on at least this many elements, which do not fit a core's cache
+REFERENCE_SHARE: Final = 8  # the reference backend is timed on an eighth of the elements,
+REFERENCE_NUMEL: Final = 1 << 21  # but on at least this many elements: too many for a core's cache
 GRAIN: Final = 1 << 15  # elements come in multiples of this, so that blocks of all default codecs are whole
 MOST_ROUNDS: Final = 15
 FEWEST_ROUNDS: Final = 3
@@ -143,8 +143,8 @@ def _device_seconds(flush: Tensor, run: Callable[[], object], calls: int) -> flo
 def _time(work: Work, clock: _Clock, seconds: float, threads: int) -> Sample:
     """Warm an operation up, then time it in rounds for about ``seconds``, and return a sample.
 
-    For each round, the sample has the mean seconds of one call and, as reference, of one copy of the operation's
-    elements.
+    For each round, the sample has two means: the seconds of one call of the operation and, as reference, the seconds of
+    one copy of its elements.
     """
     x = work.x
     copy = partial(torch.empty_like(x).copy_, x)
@@ -170,7 +170,7 @@ def works(x: Tensor, codecs: Sequence[str], backends: Sequence[str]) -> Iterator
     """Yield the operations to time on the elements ``x`` (S,).
 
     ``codecs`` and ``backends`` are names.  Backends that do not work on the device of ``x`` are skipped.  Casts, such
-    as ``bf16``, are timed only on the first of our backends, since torch makes them on every backend.
+    as ``bf16``, are timed only on the first of our backends, since all backends leave casts to torch.
     """
     kernels = [name for name in backends if name in (x.device.type, "reference")]
     kernels += [name for name in backends if name in kernel_ablation.ABLATED and x.is_cuda]

@@ -44,8 +44,9 @@ it once."""
 def measure(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
     """Time our collectives and gloo's on one fp32 tensor of ``mebibytes`` MiB, for about ``seconds`` in all.
 
-    All ranks must call this function.  It returns a sample for each of our collectives, with this rank's seconds and
-    bytes; the sample's reference is gloo's collective.
+    All ranks must call this function.  It returns one sample for each of our collectives.  A sample has this rank's
+    seconds and bytes and, as reference, this rank's seconds in gloo's all-gather or reduce-scatter.  ``reference_sent``
+    is the number of bytes that gloo sends on all ranks together.
     """
     mesh = Mesh.create(rank.topology)
     wires = [Wire(mesh, transport=transport) for transport in TRANSPORTS]
@@ -114,9 +115,10 @@ def _candidates(
 
 
 def _carries(transport: Transport, algorithm: Gather | Reduce, topology: Topology) -> bool:
-    """Return whether ``transport`` carries at least one hop of an algorithm.
+    """Return whether ``transport`` can carry at least one hop of an algorithm on these nodes and ranks.
 
-    The transport ``backend`` carries every hop.  Shared memory carries only hops inside a node, and no rings.
+    The transport ``backend`` carries every hop.  Shared memory (``shm``) carries only hops inside a node of two or more
+    ranks, and no rings.
     """
     if transport == "backend":
         return True

@@ -1,9 +1,9 @@
-"""Variants of the CUDA kernels without one optimisation, as backends of ``zeropp bench codecs``.
+"""Defines variants of the CUDA kernels that lack an optimisation, as backends of ``zeropp bench codecs``.
 
-All backends write the same bits as ``cuda``, so that a difference in speed is due to the optimisation.  :data:`ABLATED`
-lists the backends.  ``cuda``, ``cuda-general``, ``cuda-shared-memory`` and ``cuda-two-reads`` form a chain, in which
-each backend lacks one more optimisation than the backend before it.  The last two backends of this chain differ only in
-encoding.  All other backends are compared with ``cuda``.
+All variants write the same bits as the backend ``cuda``, so that a difference in speed is due to the optimisation.
+:data:`ABLATED` lists the variants.  Optimisations are taken away one by one from ``cuda`` to ``cuda-general``, from
+there to ``cuda-shared-memory``, and from there to ``cuda-two-reads``; the last of these steps changes only encoding.
+Each of the other variants lacks one optimisation of ``cuda``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from impl.cuda.launch import Launch
 
 Runner = Callable[..., None]  # runs a launch on a device, like :func:`impl.cuda.launch.on_device`
 _STATIC_BYTES: Final = 40 << 10  # shared memory that the kernels themselves use, at most
-# Shared memory that each thread block reserves without using it; two such blocks fit an H100's multiprocessor.
+# Shared memory that each thread block of `cuda-few-warps` reserves without using it.  Only two such blocks fit on a
+# multiprocessor of an H100.
 _IDLE_BYTES: Final = 100 << 10
 
 

@@ -1,7 +1,7 @@
-"""Quantisers of other libraries, which ``zeropp bench codecs`` times for comparison with our codecs.
+"""Wraps quantisers of other libraries, which ``zeropp bench codecs`` times for comparison with our codecs.
 
-The libraries are optional, and imported only when they are used.  Their arithmetic is not exactly that of any of our
-codecs.  They cannot write into an existing buffer, so that their times include the allocation of results.
+The libraries are optional, and imported only when they are used.  None of their quantisers gives exactly the same codes
+as one of our codecs.  They cannot write into an existing buffer, so that their times include the allocation of results.
 """
 
 from __future__ import annotations

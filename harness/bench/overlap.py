@@ -5,9 +5,9 @@ There are two experiments:
 - Training steps under a policy alternate with *compute alone*, steps of the same model that send nothing.  The rate of
   the link is chosen from the seconds of compute alone, such that all communication could overlap with computation:
   forward and backward each compute at least :data:`ROOM` times as long as they send.
-- A gradient is reduced in two hops, once in one chunk and once in several chunks.  The messages of each hop are also
-  timed alone.  The hop inside nodes uses gloo.  Through shared memory it would take almost no time, so that there would
-  be nothing to overlap.
+- A gradient is reduced in two hops, first inside nodes and then between nodes, once as a whole and once in several
+  chunks, whose hops may overlap.  The messages of each hop are also timed alone.  The hop inside nodes uses gloo,
+  because through shared memory it would take almost no time, and nothing would be left to overlap.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ TOPOLOGY_OF_HOPS: Final = (2, 2)  # nodes, and ranks of each node, for the exper
 MODEL: Final = "gpt-small"
 SEQUENCE: Final = 128
 POLICIES: Final = ("zero3", "zeropp")
-CODEC: Final = "int4:256"  # of both hops
+CODEC: Final = "int4:256"  # codec of the messages of both hops
 CHUNKS: Final = 4
-ROUNDS: Final = (5, 200)  # fewest and most
-PROBES: Final = (3, 3)  # fewest and most rounds whose median sets the rate of a link
-# The link's rate for steps is set such that, in the tighter pass, computing takes this many times as long as sending.
+ROUNDS: Final = (5, 200)  # fewest and most rounds of an experiment
+PROBES: Final = (3, 3)  # fewest and most rounds from whose median the rate of a link is chosen
+# The link's rate for steps is set such that forward and backward each compute at least this many times as long as they
+# send.
 ROOM: Final = 1.2
 # The link's rate for hops is set such that the second hop takes this many times as long as the first.
 HOPS_APART: Final = 3.0
@@ -53,8 +54,10 @@ _TAG: Final = Tag("backward", "gradients")
 Times = tuple[float, float, float]
 """Seconds of a step on this rank: forward, backward, and the whole step with the optimizer."""
 Alone = tuple[list[Times], dict[str, list[int]]]
-"""The result of :func:`compute_alone` on a rank, in two parts: the times of a step that sends nothing, one for each
-round; and by policy, the bytes that the rank would send to other nodes in a step, as [in forward, in backward]."""
+"""The result of :func:`compute_alone` on a rank, in two parts.
+
+The first part has, for each round, the times of a step that sends nothing.  The second part has, for each policy, the
+bytes that the rank would send to other nodes in a step, as [in forward, in backward]."""
 
 
 def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
@@ -117,7 +120,7 @@ def step(rank: Rank, *, policy: str, layers: int, sequences: int, seconds: float
 
 
 def first_hop(rank: Rank, *, mebibytes: int) -> list[float]:
-    """Return this rank's seconds of the first hop of a two-hop reduction alone, for each round.
+    """Time only the first hop of a two-hop reduction, and return this rank's seconds of each round.
 
     All ranks must call this function.  The first hop stays inside nodes, and needs no link between nodes.
     ``mebibytes`` is the size of the reduced fp32 gradient in MiB.
@@ -142,10 +145,11 @@ def rate_for_hops(ranks: Sequence[Sequence[float]], mebibytes: int) -> float:
 
 
 def hops(rank: Rank, *, mebibytes: int, seconds: float) -> list[Sample]:
-    """Time in turns the messages of each hop of a two-hop reduction alone, and the reduction in one and several chunks.
+    """Time a two-hop reduction in several chunks and in one chunk, and the messages of each of its hops alone.
 
-    All ranks must call this function.  It returns one sample of this rank: the seconds of the reduction in several
-    chunks, with the reduction in one chunk as reference, and the seconds of both hops as ``parts``.
+    The four are timed in turns, for about ``seconds`` in all.  All ranks must call this function.  It returns one
+    sample of this rank: the seconds of the reduction in several chunks, with the reduction in one chunk as reference,
+    and the seconds of each hop as ``parts``.  ``mebibytes`` is the size of the reduced fp32 gradient in MiB.
     """
     mesh = Mesh.create(rank.topology)
     wire = Wire(mesh, transport="backend")
@@ -213,19 +217,20 @@ def _trainer(rank: Rank, sequences: int, model: nn.Module, zero: Zero | None = N
 
 
 def _rows(topology: Topology, mebibytes: int) -> tuple[int, int]:
-    """Return the bytes of one message in a two-hop reduction: (in the first hop, in the second hop).
+    """Return the size in bytes of a message of each hop of a two-hop reduction: (first hop, second hop).
 
-    A rank sends one message to each other rank of the hop's group.  ``mebibytes`` is the size of the reduced fp32
-    gradient in MiB.
+    In each hop, a rank sends one message to each other rank of a group: first to the ranks of its node, then to the
+    ranks with the same place on other nodes.  ``mebibytes`` is the size of the reduced fp32 gradient in MiB.
     """
     frame = parse(CODEC).frame_bytes((mebibytes << 18) // topology.world)
     return topology.nodes * frame, frame
 
 
 def _hops(wire: Wire, mebibytes: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return two functions, one for each hop, which post the hop's messages and wait for them.
+    """Return two functions, one for each hop of a two-hop reduction, that send the hop's messages and wait for them.
 
-    The messages have the size of encoded gradients, but nothing is encoded.
+    The messages have the size of encoded gradients, but nothing is encoded.  ``mebibytes`` is the size of the fp32
+    gradient in MiB.
     """
     topology = wire.mesh.topology
 

@@ -62,5 +62,5 @@ def interleaved(
 
 
 def timed(run: Callable[[], object]) -> Callable[[], float]:
-    """Return a function that calls ``run``, and returns the seconds that this call took on this rank."""
+    """Return a function that calls ``run`` once, and returns the seconds that this call took."""
     return partial(timeit, run, setup=COLLECTING, number=1)

@@ -4,13 +4,14 @@ The ranks run these steps:
 
 1. the trial's warm-up steps, at least one;
 2. one step without tracing, whose duration shows what tracing costs;
-3. with this project's engine, one step that is drawn on the suite's page: each activity of a rank, such as computing,
-   encoding or waiting, has its own lane in a file in Chrome's format;
+3. with this project's engine, the *timeline step*: when each rank computes, encodes, sends and waits is written into a
+   file in Chrome's format, from which the suite's page draws a figure with one row (lane) for each of these activities;
 4. one step that warms torch.profiler up, and :data:`PROFILED` steps under torch.profiler.  ``zeropp whatif`` and
    Perfetto read the traces of these steps.
 
 With this project's engine, torch.profiler's trace has a named range for each encoding, decoding, message and wait.  The
-names begin with ``zeropp::``.  The names of messages and waits contain the unit and the hop.
+names begin with ``zeropp::``.  The names of messages and waits contain the unit (the parameters that are sent together)
+and the hop (the axis of ranks along which they are sent).
 
 Only trials on the CPU of one machine are traced, since their ranks share a clock.
 """
@@ -52,14 +53,16 @@ from impl.policy.topology import Axis
 _OPERATIONS: Final = ("encode", "decode", "decode_sum", "decode_sum_encode")
 _EXCHANGES: Final = ("all_gather", "all_to_all", "shift")
 PROFILED: Final = 5  # steps under torch.profiler; predictions take the median of these
-_PART: Final = "part of the step"  # lane of forward, backward and optimizer, which contain everything else
+# Lane of the spans of forward, backward and optimizer, in which all other spans lie.
+_PART: Final = "part of the step"
 
 
 class RankTrace(NamedTuple):
     """The traced steps of one rank.  Durations are in seconds."""
 
-    spans: list[Span]  # activities in the step that is drawn; empty if no step is drawn
-    seconds: float  # duration of the step that is drawn; if no step is drawn, of the last profiled step
+    # When the rank computed, encoded, sent and waited in the timeline step; empty if there was no such step.
+    spans: list[Span]
+    seconds: float  # duration of the timeline step; if there is none, duration of the last profiled step
     before: float  # duration of the step without tracing
     profile: Path  # the file that torch.profiler wrote
 
@@ -87,9 +90,10 @@ def refusal(trial: Trial) -> str | None:
 
 
 def has_lanes(trial: Trial) -> bool:
-    """Return whether a step of the trial can be drawn.
+    """Return whether a timeline of a step can be recorded, with lanes for computing, encoding, sending and waiting.
 
-    A step can be drawn if this project's engine sends all of its messages.  Steps of peers and of host engines cannot.
+    This needs a trial in which this project's engine sends all messages.  In trials of peers (DDP, FSDP2 or DeepSpeed
+    as they are), and of policies inside FSDP2 or DDP, other libraries send messages.
     """
     return trial.resolved_policy() is not None and trial.host is None
 
@@ -97,15 +101,15 @@ def has_lanes(trial: Trial) -> bool:
 def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
     """Run the traced steps of a trial on all ranks, and write the traces of all ranks into files.
 
-    torch.profiler's traces become ``traces/<id>/rank-<rank>.json.gz``.  If a step can be drawn (:func:`has_lanes`), it
-    becomes ``traces/trace-<id>.json``.
+    torch.profiler's traces become ``traces/<id>/rank-<rank>.json.gz``.  With this project's engine (:func:`has_lanes`),
+    ``traces/trace-<id>.json`` has the timeline of one step: when each rank computed, encoded, sent and waited.
 
     Args:
         trial: The trial.  Its validation and its measurements of errors are left out.
         folder: The suite's results folder.
 
     Returns:
-        The path of ``trace-<id>.json``, which does not exist if no step can be drawn, and the trace of each rank.
+        The path of ``trace-<id>.json``, which exists only with this project's engine, and the trace of each rank.
 
     Raises:
         Refusal: If the trial cannot be traced.
@@ -132,8 +136,8 @@ def write_trace(trial: Trial, folder: Path) -> tuple[Path, list[RankTrace]]:
 def trace_step(rank: Rank, tracing: Tracing) -> RankTrace:
     """Run a trial's steps on this rank, and return this rank's trace.
 
-    The steps are warm-up steps (at least one), a step without tracing, with our engine a step that is drawn, and the
-    steps under torch.profiler.
+    The steps are, in this order: warm-up steps (at least one), a step without tracing, a step whose timeline is
+    recorded (only with this project's engine), and the steps under torch.profiler.
     """
     trial = tracing.assignment.trial
     run, timeline, warmup = TrialRun(rank, tracing.assignment), Timeline(), max(1, trial.warmup)
@@ -176,7 +180,7 @@ def _profiled(run: TrialRun, first: int, path: Path) -> float:
 
 
 class _NamedExchange:
-    """An exchange with two named ranges in torch.profiler's trace: one for its post, and one for its wait."""
+    """Wraps an exchange, the messages of one collective, so that its post and wait are named in a profiler's trace."""
 
     def __init__(self, exchange: Exchange, name: str) -> None:
         self._exchange, self._name = exchange, name
@@ -195,10 +199,7 @@ class _NamedExchange:
 
 @contextlib.contextmanager
 def _named(wire: Wire) -> Iterator[None]:
-    """Add a named range to torch.profiler's trace for each message, wait and codec operation.
-
-    The ranges are added while the body of ``with`` runs.
-    """
+    """Context in which each message, wait and codec operation has a named range in torch.profiler's trace."""
     operations = {name: getattr(ops, name) for name in _OPERATIONS}
     opened = {name: getattr(wire, name) for name in _EXCHANGES}
 
@@ -226,7 +227,7 @@ def _named(wire: Wire) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noting_operations(timeline: Timeline) -> Iterator[None]:
-    """Add each call of a codec's operation to the timeline, while the body of ``with`` runs.
+    """Context in which each call of a codec's operation, such as ``encode``, is added to ``timeline``.
 
     The engine looks the operations up in :mod:`impl.ops` at each call, so this function replaces them there.
     """
@@ -265,10 +266,11 @@ def computing(spans: Sequence[Span]) -> list[Span]:
 
 
 def summary(ranks: Sequence[RankTrace]) -> str:
-    """Return one line on a trace: the duration of a step, and how much communication was hidden behind other work.
+    """Return one line on a trace: the duration of the traced step, and which share of its communication was hidden.
 
-    The second number is a share of the time in which messages between nodes were in flight.  If no step was drawn, the
-    line names the folder of torch.profiler's files instead.
+    Of the time in which messages between nodes were in flight, the hidden share is that in which the rank did not wait
+    for other nodes.  If no timeline was recorded, the line has the duration of the last profiled step and the folder of
+    torch.profiler's files.
     """
     seconds, before = max(rank.seconds for rank in ranks), max(rank.before for rank in ranks)
     kind = "traced" if ranks[0].spans else "last profiled"
@@ -286,10 +288,10 @@ def summary(ranks: Sequence[RankTrace]) -> str:
 
 
 def chrome(trial: Trial, ranks: Sequence[RankTrace], pool: str) -> dict[str, Any]:
-    """Return the drawn step of all ranks as a JSON object in Chrome's trace event format.
+    """Return the recorded timelines of all ranks as a JSON object in Chrome's trace event format.
 
-    Each rank is a process, and each of the rank's lanes is one or more threads of this process.  ``pool`` is the hash
-    of this machine and of the code.
+    Each rank is a process.  Each kind of activity, such as computing or waiting, is a thread of this process, or
+    several threads if its spans overlap.  ``pool`` is the hash of this machine and of the code.
     """
     topology = trial.topology()
     start = min(span.begin for rank in ranks for span in rank.spans)

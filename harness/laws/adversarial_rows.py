@@ -1,4 +1,4 @@
-"""Generates adversarial rows, and searches for the smallest row that violates a law.
+"""Generates adversarial rows, 1-D tensors for codecs to encode, and searches for the smallest row that violates a law.
 
 Fixed rows are tried first: they hold what codecs are known to get wrong, such as ties, rounding edges and blocks of
 different scales.  Then Hypothesis draws rows.  A row that breaks a law is made smaller by delta debugging.
@@ -68,8 +68,9 @@ def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
     """Draw a row (S,) fp32 of at most ``most`` elements.
 
     A few numbers (ties, equal and alternating numbers, denormals, zeros, extremes) are drawn, and repeated until the
-    row is long enough.  Most rows are about as long as one block or two blocks.  In some rows, each block gets a
-    different scale.  In some rows, one element is replaced with another number, NaN or infinity.
+    row is long enough.  Most rows are about as long as one or two blocks of ``block`` elements, the codec's block size.
+    In some rows, neighbouring blocks are multiplied by different scales.  In some rows, one element is replaced with
+    another number, NaN or infinity.
     """
     few = draw(st.one_of(st.lists(_numbers, min_size=1, max_size=24), _largest_and_ties))
     size = 16 if block == "shard" else block
@@ -93,10 +94,10 @@ def rows(draw: st.DrawFn, block: Block, most: int = LONGEST) -> Tensor:
 def cases(
     block: Block, kinds: tuple[Dtype, ...] = get_args(Dtype), most: int = LONGEST
 ) -> st.SearchStrategy[Case]:
-    """Return a Hypothesis strategy that draws cases.
+    """Return a Hypothesis strategy that draws cases: rows, with the other inputs of a check.
 
     Args:
-        block: The codec's block.
+        block: The codec's block size.
         kinds: Element types that the codec supports, from which the types of rows and of decoded elements are drawn.
         most: Number of elements of the longest row.
     """
@@ -113,9 +114,9 @@ class Outcome(NamedTuple):
 
 
 def long_row(block: Block, numel: int) -> Tensor:
-    """Return a row (S,) fp32 of ``numel`` normally distributed numbers, whose blocks have seven scales in turn.
+    """Return a row (S,) fp32 of ``numel`` normally distributed numbers that are multiplied by a scale for each block.
 
-    The scales are the powers of two from 1/8 to 8.
+    The scales of successive blocks are the powers of two from 1/8 to 8, and then again from 1/8.
     """
     size = 64 if block == "shard" else min(block, numel)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
@@ -199,8 +200,9 @@ def smallest(subject: Subject, claim: Claim, case: Case) -> Violation:
     """Make the row of ``case`` as small as possible, and return the violation on the smallest row found.
 
     ``case`` breaks the claim.  As in delta debugging (Zeller and Hildebrandt 2002), ever smaller ranges of elements are
-    removed as long as the remaining row still breaks the claim, in at most about :data:`MOST_TRIED` attempts.  If the
-    beginning of a row is removed, the remaining elements keep their random bits.
+    removed as long as the remaining row still breaks the claim, in at most about :data:`MOST_TRIED` attempts.  An
+    element's random bits depend on its place in the row.  If the beginning of the row is removed, the bits are shifted
+    too, so that the remaining elements keep theirs.
 
     If ``case`` no longer breaks the claim, the returned violation says that the codec is not deterministic.
     """

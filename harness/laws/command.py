@@ -249,9 +249,10 @@ def _table(outcomes: Mapping[Subject, Mapping[Claim, Outcome]]) -> Table:
 
 
 def violation_lines(subject: Subject, claim: Claim, violation: Violation) -> list[str]:
-    """Return lines of text that describe a violation.
+    """Return lines of text that describe a violation of ``claim`` by ``subject``, for the terminal.
 
-    The lines have the broken claim, the element or byte that breaks it, the row and, if one was written, the frame.
+    The lines have the broken claim, the element or byte that breaks it, the row and, if the row was encoded, the frame:
+    the bytes that it was encoded to.
     """
     from harness.laws.laws import title
 
@@ -274,15 +275,15 @@ def _more(count: int) -> str:
 
 
 def _subjects(texts: Sequence[str], backends: Sequence[str]) -> tuple[list[Subject], list[str]]:
-    """Return the subjects to check, and a line of text for each backend that this machine lacks.
+    """Return the implementations to check, and a line of text for each backend that this machine lacks.
 
     Args:
         texts: Codecs that the user named; if empty, :data:`harness.laws.subject.REPRESENTATIVE`.
         backends: Backends that the user named; if empty, all backends.
 
     Raises:
-        Refusal: If this machine lacks a backend that the user named, or if a backend is named but all codecs are user
-            codecs, which have no backends.
+        Refusal: If this machine lacks a backend that the user named.  Also if the user named a backend, but all named
+            codecs are user codecs, which have no backends.
     """
     from harness.laws import subject
     from harness.laws.laws import Subject

@@ -36,7 +36,9 @@ class GatherDuty(enum.Enum):
         "finish() returns finite elements (P,) in the type of gathered weights, on any topology and shapes"
     )
     ADVANCE = "the weights do not depend on how often advance() is called"
-    RESUME = "a new object that loads the state goes on as the old one would have, bit by bit"
+    RESUME = (
+        "a new object that loads the state of an old one returns what the old one would return, bit by bit"
+    )
     REPEAT = "while weights have not changed, passes of the same kind get the same weights"
     APART = "the weights of a unit do not depend on other units"
     UNSTARTED = "finish() without start() raises an error"
@@ -58,7 +60,8 @@ class GatherLaw(enum.Enum):
     SETTLES = "after settles_after() gathers of weights that do not change, the result is these weights, up to rounding"
 
 
-Calls = Sequence[tuple[int, GatherInfo]]  # the step whose weights are gathered, and what the method is told
+# For each gather: the step whose weights are gathered, and the information that the method gets in start().
+Calls = Sequence[tuple[int, GatherInfo]]
 
 
 def training(steps: int) -> Calls:
@@ -74,9 +77,10 @@ def training(steps: int) -> Calls:
 
 
 def _repeated(times: int) -> Calls:
-    """Return (0, :class:`GatherInfo`) for each of ``times`` gathers, all for forward and of the weights of step 0.
+    """Return (0, :class:`GatherInfo`) for each of ``times`` forward gathers, all of the weights of step 0.
 
-    Each GatherInfo says that the weights have changed: ``loaded`` for the first gather, ``stepped`` for all others.
+    Although the weights are the same, each GatherInfo says that they have changed: by loading before the first gather
+    (``loaded``), and by an optimizer step before each of the others (``stepped``).
     """
     return [(0, GatherInfo("forward", "stepped" if number else "loaded", number)) for number in range(times)]
 
@@ -116,7 +120,7 @@ def _wholes(own: OwnMethod, case: Case, calls: Calls, *, resumed: int | None = N
 
 
 def _whole(own: OwnMethod, case: Case) -> None:
-    _wholes(own, case, training(2))  # the driver checks types, shapes and values
+    _wholes(own, case, training(2))  # OwnGather checks types, shapes and values
 
 
 def _advance(own: OwnMethod, case: Case) -> None:
@@ -169,7 +173,7 @@ def _apart(own: OwnMethod, case: Case) -> None:
         return wholes
 
     alone = _wholes(own, replace(case, advances=1), training(2))
-    check_same(on_ranks(case, body), alone, "beside another unit", "the weights of gather")
+    check_same(on_ranks(case, body), alone, "while another unit is gathered too", "the weights of gather")
 
 
 def _unstarted(own: OwnMethod, case: Case) -> None:
@@ -252,11 +256,14 @@ def _settles(own: OwnMethod, case: Case) -> None:
 
 
 def _near(own: OwnMethod, case: Case, calls: Calls, bounds: Sequence[float]) -> None:
-    """Check that the weights that each of ``calls`` gathers are near the exact weights.
+    """Make the gathers ``calls`` on all ranks, and check that the gathered weights are near the exact weights.
 
-    ``bounds`` has a number b for each call.  If b is 0, the gathered weights must equal the exact weights, cast to the
-    compute type.  Otherwise, an element's error may be at most ``(b + eps) * largest``.  ``eps`` is the relative
-    precision of the compute type, and ``largest`` the largest magnitude in the shard that has the element.
+    ``bounds`` has a number b for each gather:
+
+    - If b is 0, the gathered weights must equal the exact weights, cast to the compute type.
+    - If b is infinite, the gathered weights are not checked.
+    - Otherwise, the error of an element may be at most ``(b + eps) * largest``.  ``eps`` is the relative precision of
+      the compute type, and ``largest`` the largest magnitude in the shard that has the element.
     """
     geometry, dtype = case.geometry(), DTYPES[case.compute]
     for rank, wholes in enumerate(_wholes(own, case, calls)):

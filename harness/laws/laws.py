@@ -1,8 +1,8 @@
-"""The laws of codecs as functions: each checks one property of one implementation on one row.
+"""Checks the laws of codecs: each function checks one property of one implementation on one row (a 1-D tensor).
 
 A function raises a :class:`Violation` if the property does not hold.  The tests and ``zeropp check codecs`` run the
 same functions.  A codec must keep the laws (:class:`impl.codecs.codec.Law`) that it declares.  Every codec must keep
-the duties (:class:`Duty`).  A *claim* is a law or a duty.
+the duties (:class:`Duty`).  A *claim* is a law or a duty.  A *frame* is the bytes into which a row is encoded.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def blocks_of(x: Tensor, block: Block) -> Tensor:
 
 
 def _by_element(by_block: Tensor, block: Block, numel: int) -> Tensor:
-    """Return (S,) elements, each with the value of its block in ``by_block`` (blocks,); S is ``numel``."""
+    """Repeat each block's value in ``by_block`` (blocks,) for all elements of the block; returns (``numel``,)."""
     return by_block.repeat_interleave(numel if block == "shard" else min(block, numel))[:numel]
 
 
@@ -149,17 +149,18 @@ class _Trip:
     decoded: Tensor
 
     def refuse(self, broken: Tensor, message: Callable[[int], str]) -> None:
-        """Raise a Violation with the text ``message(i)`` for the first element i for which ``broken`` (S,) is true.
+        """Raise a Violation if any of ``broken`` (S,) is true.
 
-        Do nothing if there is no such element.
+        The text of the Violation is ``message(i)``, where i is the index of the first element that is true.
         """
         if bool(broken.any()):
             raise Violation(message(int(broken.int().argmax())), self.x, self.frame)
 
     def check_equal(self, got: Tensor, wanted: Tensor, template: str) -> None:
-        """Raise a Violation for the first number, or byte, in which two tensors differ.
+        """Raise a Violation if two tensors (n,) differ; two NaN count as equal.
 
-        The message is ``template`` with the number's place ``{i}``, and the two values ``{got}`` and ``{wanted}``.
+        The text of the Violation is ``template``, in which ``{i}`` is replaced with the index of the first difference,
+        and ``{got}`` and ``{wanted}`` with the two values.
         """
         differs = ~_same(got, wanted)
         self.refuse(differs, lambda i: template.format(i=i, got=_text(got[i]), wanted=_text(wanted[i])))
@@ -272,7 +273,7 @@ def _power_of_two(subject: Subject, case: Case) -> None:
 def _nonfinite(subject: Subject, case: Case) -> None:
     """Check that a NaN or an infinity decodes to itself, and that no finite element decodes to NaN.
 
-    There is one exception: all elements of a block may decode to NaN if the block has a NaN or an infinity.
+    There is one exception: if a block has a NaN or an infinity, all elements of this block may decode to NaN together.
     """
     trip = _round_trip(subject, case.x, case.noise, case.out)
     x, decoded = case.x.float(), trip.decoded.float()
@@ -286,10 +287,12 @@ def _nonfinite(subject: Subject, case: Case) -> None:
 
 
 def _unbiased(subject: Subject, case: Case) -> None:
-    """Check that the mean of N = ``DRAWS`` decoded elements, each with its own random bits, is the row's element.
+    """Check that stochastic rounding is unbiased: on average, an element decodes to itself.
 
-    The first S elements of the row are checked, at most ``DRAWN``.  With b the declared error bound and V the sample
-    variance of the decoded elements, the mean may differ by the sum of three terms:
+    The row is encoded N = ``DRAWS`` times, each time with other random bits, and each element's decoded values are
+    averaged.  Only the first S elements of the row are checked, at most ``DRAWN``.  With b the declared error bound and
+    V the sample variance of an element's decoded values, the mean may differ from the element by the sum of three
+    terms:
 
     - ``sqrt(2 V L / N) + 14 b L / (3 (N - 1))`` with ``L = ln(4 S / FALSE_ALARM)``, the empirical Bernstein bound
       (Maurer and Pontil 2009, theorem 4, two-sided);
@@ -408,9 +411,9 @@ def _local(subject: Subject, case: Case) -> None:
 
 
 def _sources(subject: Subject, case: Case) -> Tensor:
-    """Return the frames (5, F) of five variants of the row.
+    """Encode five variants of the case's row, and return their frames (5, F), for checks of sums of frames.
 
-    These are the row itself, the reversed row, -0.5 times the row, the row shifted by one element, and 0.125 times the
+    These are the row itself, the reversed row, -0.5 times the row, the row rotated by one element, and 0.125 times the
     row.
     """
     x = case.x
@@ -487,9 +490,9 @@ _TRIALS: Final[dict[Claim, Callable[[Subject, Case], None]]] = {
 
 
 def _representable(subject: Subject, case: Case) -> Tensor:
-    """Return the case's row, clamped to magnitudes that all types in a round trip can represent.
+    """Return the case's row, clamped to magnitudes that all element types of a round trip can represent.
 
-    These types are the row's type, the type to decode to and, for a cast, the type of the frame.
+    These types are the row's type, the type to decode to and, if the codec is a cast, the type that it casts to.
     """
     types = {case.out, NAMES[case.x.dtype]}
     types |= {subject.codec.dtype} if isinstance(subject.codec, Raw) else set()

@@ -1,4 +1,7 @@
-"""Ranks, units and values on which the laws of users' own methods are tried, on ranks that are threads."""
+"""Draws the cases (ranks, units and values) on which laws of users' own methods are tried, and runs ranks as threads.
+
+A unit is a set of parameters that are gathered or reduced together.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from impl.policy.shard_layout import ParameterSpec, UnitGeometry, lay_out
 from impl.policy.topology import Topology
 from impl.simulate import simulate
 
-SECONDS: Final = 30.0  # that a rank may compute without waiting for a message
+SECONDS: Final = 30.0  # longest time that a rank may compute without waiting for a message
 
 Gradients = Literal["normal", "equal", "sparse", "one_rank", "small", "large", "zero"]
 Shared = Literal["all", "node", "none"]
@@ -131,8 +134,8 @@ def check_same(
     Args:
         found: For each rank, the tensors of all steps or gathers.
         expected: For each rank, the tensors that ``found`` must equal.
-        what: Words for the message that say how ``found`` was computed, such as ``after later reductions``.
-        noun: Words for the message that name a tensor and that its number follows, such as ``the mean of step``.
+        what: Says in the message how ``found`` was computed, such as ``after later reductions``.
+        noun: Names a tensor in the message, such as ``the mean of step``; the number of the step or gather follows.
     """
     for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         for step, (result, other) in enumerate(zip(mine, theirs, strict=True)):
@@ -148,12 +151,12 @@ Row = tuple[Mapping[LedgerKey, Sent], Mapping[LedgerKey, Sent]]
 
 
 def check_booked(ranks: Sequence[Row], purpose: str, what: str) -> None:
-    """Raise a Violation if a rank's ledger differs from what the method's ``bytes()`` declares.
+    """Raise a Violation if a rank has sent other bytes or messages than the method's ``bytes()`` declares.
 
     Args:
-        ranks: For each rank, (bytes and messages in the rank's ledger, bytes and messages that were declared).
-        purpose: Only messages of this purpose are compared.
-        what: Words for the error that name the calls in which the messages were sent.
+        ranks: For each rank, (bytes and messages that the rank's ledger counted, bytes and messages as declared).
+        purpose: Kind of the messages that are compared: ``weights`` or ``gradients``.
+        what: Names in the message the calls that sent the messages, such as ``2 reductions``.
     """
     for rank, (sent, declared) in enumerate(ranks):
         for key in sent.keys() | declared.keys():

@@ -1,4 +1,4 @@
-"""The laws of a user's own reduction, tried on ranks that are threads, with topologies and gradients drawn at random.
+"""Tries the laws of a user's own reduction on ranks that are threads, with random topologies and gradients.
 
 Every method that reduces has the duties of :class:`MethodDuty`, and may promise laws of
 :class:`~impl.policy.own_method.MethodLaw` as well.  A *claim* is a duty or a promised law.  Each claim is tried by real
@@ -45,7 +45,9 @@ class MethodDuty(enum.Enum):
 
     MEAN = "finish() returns finite elements (S,) fp32, whatever the topology, the shapes and the gradients"
     ADVANCE = "the mean does not depend on how often advance() is called"
-    RESUME = "a new object that loads the state goes on as the old one would have, bit by bit"
+    RESUME = (
+        "a new object that loads the state of an old one returns what the old one would return, bit by bit"
+    )
     APART = "the mean of a unit does not depend on other units"
     KEEP = "later reductions do not change a mean that finish() has returned"
     UNSTARTED = "finish() without start() raises an error"
@@ -80,14 +82,14 @@ def claims_of(own: OwnMethod) -> list[Claim]:
 def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcome:
     """Try a claim on drawn cases, and look for the smallest case on which it does not hold.
 
+    If a rank does not return from the method within :data:`harness.laws.method_cases.SECONDS`, the search ends, since
+    each further case would take as long.
+
     Args:
         own: The method.
         claim: The property to try.
         examples: Number of drawn cases.  ``UNBIASED`` is tried on a tenth as many cases.
         seed: Decides which cases are drawn.
-
-    If a rank does not return from the method within :data:`harness.laws.method_cases.SECONDS`, the search ends, since
-    each further case would take as long.
     """
     tried, broken, hung = 0, list[tuple[Case, str]](), list[Case]()
 
@@ -183,7 +185,7 @@ def _means(
 
 
 def _mean(own: OwnMethod, case: Case) -> None:
-    _means(own, case, 3)  # the adapter checks types, shapes and values
+    _means(own, case, 3)  # OwnReduction checks types, shapes and values
 
 
 def _advance(own: OwnMethod, case: Case) -> None:
@@ -226,7 +228,7 @@ def _apart(own: OwnMethod, case: Case) -> None:
         second.drain()
         return means
 
-    check_same(on_ranks(case, body), _means(own, case, 3, advances=2), "beside another unit")
+    check_same(on_ranks(case, body), _means(own, case, 3, advances=2), "while another unit is reduced too")
 
 
 def _keep(own: OwnMethod, case: Case) -> None:
@@ -282,8 +284,9 @@ def _bytes(own: OwnMethod, case: Case) -> None:
 def _same_on_all_ranks(own: OwnMethod, case: Case) -> None:
     """Check that all ranks find the same mean, bit by bit.
 
-    The gradients are reduced twice.  In one reduction, each rank keeps the whole mean.  In the other reduction, each
-    rank keeps the shard that it has in ``case``.  Both means must be equal on all ranks.
+    Usually a rank keeps only its shard of the mean, so that ranks have nothing to compare.  The gradients are therefore
+    reduced once more with the whole mean kept on each rank.  The shard of each rank must equal the same elements of its
+    own whole mean, and of the whole mean of rank 0.
     """
     geometry, every = case.geometry(), _means(own, replace(case, shared="none"), 2)
     for rank, means in enumerate(_means(own, case, 2)):
@@ -328,13 +331,14 @@ def _bound(own: OwnMethod, case: Case) -> None:
 
 
 def _within(own: OwnMethod, case: Case, bound_of: Callable[[MethodUnit], float], *, per_piece: bool) -> None:
-    """Check that the elements of a new object's first mean are near the elements of the exact mean.
+    """Check that the first mean that a new object of the method returns is near the exact mean of the gradients.
 
-    An element's error may be at most ``bound_of(unit) * m``, apart from rounding in fp32.  ``m`` is the mean over ranks
-    of the largest magnitude in the rank's gradient.  If the gradients of two ranks reach 1 and 3, ``m`` is 2.
+    An element's error may be at most ``bound_of(unit) * m``, apart from rounding in fp32.  For ``m``, the largest
+    magnitude in each rank's gradient is taken, and averaged over ranks.  If the gradients of two ranks reach 1 and 3,
+    ``m`` is 2.
 
-    With ``per_piece``, the gradients (P,) are first cut into as many equal pieces as there are ranks, since each rank
-    reduces one piece.  ``m`` is then computed from the pieces that have the element, not from whole gradients.
+    With ``per_piece``, ``m`` is computed for each piece of the gradients instead.  The gradients (P,) are cut into as
+    many equal pieces as there are ranks, since each rank reduces one piece.
     """
     geometry = case.geometry()
     exact, world = case.mean(geometry, 0), case.topology.world

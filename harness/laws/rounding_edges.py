@@ -1,7 +1,9 @@
-"""Makes rows at a codec's rounding edges: the tie between each two adjacent levels, and the floats next to the tie.
+"""Makes rows of elements at which a codec's rounding is likely to go wrong, to check kernels against the reference.
 
-Such rows find kernels that multiply by a reciprocal where the specification divides.  If the scale is a power of
-two, multiplying and dividing give the same codes.  Most rows therefore have other scales, at which some codes differ.
+Rounding goes wrong at the tie between two adjacent levels (quotients of element and scale that have a code), and at the
+floats next to the tie.  Such rows find kernels that multiply by a reciprocal where the specification divides.  If the
+scale is a power of two, multiplying and dividing give the same codes.  Most rows therefore have other scales, at which
+some codes differ.
 """
 
 from __future__ import annotations
@@ -46,12 +48,14 @@ def levels(codec: Blocked) -> Tensor:
 
 
 def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
-    """Yield rows (S,) of type ``kind`` that lie at the codec's rounding edges, one row for each span; S is below 2400.
+    """Yield rows (S,) of type ``kind`` whose elements lie at the codec's rounding edges; S is below 2400.
 
-    A row has three edges for each two adjacent levels: the tie between them, the next float towards zero, and the next
-    float away from zero.  Before each edge, the row has the extreme elements that determine the block's scale.  For a
-    stochastic codec, the value at which ``noise`` changes the rounding takes the place of the tie.  For a codec with a
-    rotation, rows are rotated beforehand, so that the codec's rotation restores the edges.
+    There is one row for each of :func:`spans`, the extremes that determine a block's scale.  A row has three edges for
+    each two adjacent levels: the tie between them, the next float towards zero, and the next float away from zero.
+    Before each edge, the row repeats the extremes, so that every block has this scale.
+
+    For a stochastic codec, the value at which the random bits ``noise`` change the rounding takes the place of the tie.
+    For a codec with a rotation, rows are rotated beforehand, so that the codec's rotation restores the edges.
     """
     for span in spans(replace(codec, block=32, hadamard=0, stochastic=False), kind):
         row = _row(codec, span, kind, noise)
@@ -85,7 +89,7 @@ def spans(codec: Blocked, kind: Dtype) -> list[Span]:
 def _row(codec: Blocked, span: Span, kind: Dtype, noise: Noise) -> Tensor:
     """Return the row of :func:`edge_rows` for one span, before any rotation.
 
-    Edges outside the span are clamped to the span, since they would change the scale.
+    Edges beyond the span's extremes are clamped to them, since larger elements would change the scale.
     """
     anchors = [span.low, span.high] if codec.asymmetric else [span.high]
     period, quotients = len(anchors) + 1, levels(codec).repeat_interleave(3)

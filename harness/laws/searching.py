@@ -5,9 +5,8 @@ from typing import Final
 import hypothesis
 from hypothesis import Phase, Verbosity
 
-FEWER: Final = (
-    10  # a costly claim, such as UNBIASED, is tried on examples / FEWER cases: each takes many runs
-)
+# A costly claim, such as UNBIASED, is tried on examples / FEWER cases, since each case takes many runs.
+FEWER: Final = 10
 
 
 def search_settings(examples: int, *, costly: bool) -> hypothesis.settings:

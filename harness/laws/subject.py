@@ -1,4 +1,4 @@
-"""Makes the subjects that laws are checked on: our codecs on a backend, and users' own codecs.
+"""Makes the subjects of checks, which are implementations of codecs: our codecs on a backend, and users' own codecs.
 
 ``docs/reference/codecs.md`` describes how users write codecs.
 """
@@ -49,7 +49,7 @@ def why_missing(backend: str) -> str | None:
 
 
 def subject_of(codec: Codec, backend: str) -> Subject:
-    """Return the subject for one of our codecs, or for a published format, on a backend.
+    """Return a :class:`Subject`, an implementation to check, for one of our codecs or a published format on a backend.
 
     Raises:
         ValueError: if this machine lacks the backend.
@@ -91,7 +91,9 @@ def read(text: str) -> Codec | Subject:
 
 
 def user_subject(codec: OwnCodec) -> Subject:
-    """Return the subject of a user's own codec.  Its frames are exactly the bytes that the user's code writes.
+    """Return a :class:`Subject`, an implementation to check, for a user's own codec.
+
+    A frame of the subject is exactly the bytes that the user's code writes.
 
     Raises:
         Refusal: if this machine lacks the device that the codec is written for.

@@ -69,7 +69,9 @@ def configuration(trial: Trial) -> dict[str, Any]:
 def initialise(
     model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: torch.device
 ) -> Any:
-    """Return DeepSpeed's engine for ``model``; the model is changed in place.  All ranks must call this.
+    """Make DeepSpeed's engine for ``model`` with ``deepspeed.initialize()``, and return it.  All ranks must call this.
+
+    The model is changed in place.  With bf16, its floating-point inputs are cast to bf16.
 
     Raises:
         Refusal: if DeepSpeed raises an error; the message contains DeepSpeed's error.

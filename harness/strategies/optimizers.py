@@ -67,10 +67,10 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 
 def group_of(optimizer: Optimizer, model: nn.Module) -> GroupOf | None:
-    """Return a function that gives the number of a parameter's optimizer group, as ``shard()`` expects it.
+    """Return a function that takes a parameter's name and the parameter, and returns the number of its optimizer group.
 
-    The function takes a parameter's name and the parameter.  Returns None if all parameters are in one group, as with
-    every optimizer except Muon.
+    ``impl.zero.shard()`` takes such a function.  With Muon, the matrices that Muon steps are one group, and all other
+    parameters are another.  Returns None for other optimizers, with which all parameters are in one group.
     """
     if not optimizer.orthogonalises:
         return None
@@ -125,7 +125,7 @@ def of_model(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
     """Build the trial's optimizer for a model that our engine has not sharded; FSDP2 may have sharded it.
 
     Raises:
-        Refusal: as :func:`build`.
+        Refusal: if there is no such optimizer, or its arguments do not fit.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model = model.module
@@ -136,11 +136,10 @@ def of_model(optimizer: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def owned_shapes(trial: Trial, model: nn.Module) -> list[tuple[int, ...]]:
-    """Return the shapes of the matrices that Muon orthogonalises on one rank.
+    """Return the shapes of the matrices that Muon orthogonalises on one rank; empty if the trial does not use Muon.
 
-    With our engine, each rank orthogonalises the matrices that it owns.  The list is then for the rank whose matrices
-    need the most operations.  With DDP and in a single process, every rank orthogonalises all matrices.  The list is
-    empty if the trial does not use Muon.
+    With our engine, the matrices are divided among the ranks.  The returned shapes are those of the rank whose matrices
+    need the most operations.  With DDP and in a single process, every rank orthogonalises all matrices.
     """
     if (groups := group_of(trial.optimizer, model)) is None:
         return []
@@ -167,7 +166,7 @@ def of_share(
         parameters: The rank's other parameters, 1-D.  If the optimizer is Muon, AdamW steps them.
 
     Raises:
-        Refusal: as :func:`build`.
+        Refusal: if there is no such optimizer, or its arguments do not fit.
     """
     if not optimizer.orthogonalises:
         return build(optimizer, parameters)
@@ -183,7 +182,7 @@ def of_engine(optimizer: Optimizer, zero: Zero) -> torch.optim.Optimizer:
     """Build the trial's optimizer for a model that our engine has sharded.
 
     Raises:
-        Refusal: as :func:`build`.
+        Refusal: if there is no such optimizer, or its arguments do not fit.
     """
     if not optimizer.orthogonalises:
         return build(optimizer, zero.param_groups())
@@ -238,7 +237,7 @@ def build(
 
 
 def set_rates(optimizer: torch.optim.Optimizer, schedule: Schedule | None, step: int) -> None:
-    """Set the learning rate of every parameter group to the value that a schedule has at a step.
+    """Set the learning rate of every parameter group for one step of a schedule.
 
     Args:
         optimizer: The optimizer.

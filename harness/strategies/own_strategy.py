@@ -96,14 +96,14 @@ class OwnStrategy(Sharded):
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """Purposes of the messages whose bytes are measured and not predicted.
+        """Kinds of messages (``weights``, ``gradients``, ``state``) whose bytes are measured, but not predicted.
 
-        ``state``, the purpose of :attr:`messages`, is always among them.  ``weights`` or ``gradients`` is among them if
-        a class of the user's own sends these messages without declaring their bytes.
+        ``state``, the kind of the messages sent through :attr:`messages`, is always in the result.  ``weights`` or
+        ``gradients`` is in it if a class of the user's own sends these messages without declaring their bytes.
         """
         return ("state", *super().unpredicted)
 
     def close(self) -> None:
-        """Wait for the messages that this rank still expects, drop their contents, and free shared memory."""
+        """Wait for the messages of :attr:`messages` that are under way, drop what arrives, and free shared memory."""
         self.messages.drain()
         super().close()

@@ -80,7 +80,7 @@ class Strategy:
         """Build the trial's optimizer.
 
         Raises:
-            Refusal: as :func:`harness.strategies.optimizers.build`.
+            Refusal: if there is no such optimizer, or its arguments do not fit.
         """
         return optimizers.of_model(setting, self.model)
 
@@ -108,8 +108,8 @@ class Strategy:
     def reduces_each_micro_batch(self) -> bool:
         """Whether gradients are reduced in every micro-batch.  If False, only in the last micro-batch of a step.
 
-        With our own engine, the policy decides.  With other engines the value is always True, also for DDP, which
-        reduces in the last micro-batch only.  No prediction for another engine depends on the value.
+        With our own engine, the policy decides.  With all other engines the value is True.  For DDP this is wrong,
+        since DDP reduces only in the last micro-batch, but nothing that is computed for DDP depends on the value.
         """
         return self.zero is None or self.zero.policy.reduces_each_micro_batch
 
@@ -212,7 +212,7 @@ class Strategy:
         return self.ledger(), {} if self.zero is None else self.zero.copied()
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict what :meth:`books` returns after the passes and steps in ``events``.
+        """Predict this rank's messages and copies after the passes and steps ``events``, in the form of :meth:`books`.
 
         Returns (None, {}) if a library such as DDP sends the messages itself, without our collectives.
         """
@@ -234,10 +234,9 @@ class Strategy:
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """Purposes of the messages whose bytes are measured and not predicted.
+        """Kinds of messages (``weights``, ``gradients``) whose bytes are measured, but not predicted.
 
-        ``weights`` or ``gradients`` is among them if a class of the user's own sends these messages without declaring
-        their bytes.
+        A kind is in the result if a class of the user's own sends these messages without declaring their bytes.
         """
         return ()
 
@@ -250,10 +249,11 @@ class Strategy:
         return None if self.wire is None else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """Mark this moment, and return a function that returns the :meth:`exposed_seconds` until this moment.
+        """Note the present moment, and return a function that returns the :meth:`exposed_seconds` up to this moment.
 
-        On a GPU, call the returned function only after the device has done all work that was queued before this moment.
-        Returns None if a library such as DDP sends the messages itself.
+        The function allows a caller to read the time later without waiting for a GPU now.  On a GPU, call it only after
+        the device has done all work that was queued before :meth:`mark_exposed` was called.  Returns None instead of a
+        function if a library such as DDP sends the messages itself.
         """
         return None if self.wire is None else self.wire.mark_exposed()
 
@@ -292,7 +292,10 @@ class Hosted(Strategy):
         return None if self.wire.streams else self.wire.exposed_seconds
 
     def mark_exposed(self) -> Callable[[], float] | None:
-        """Mark this moment, as :meth:`Strategy.mark_exposed` does; None if :meth:`exposed_seconds` returns None."""
+        """Note the present moment, and return a function that returns the :meth:`exposed_seconds` up to this moment.
+
+        Returns None instead of a function if :meth:`exposed_seconds` returns None.
+        """
         assert self.wire is not None  # noqa: S101  # the adapter sends over it
         return None if self.wire.streams else self.wire.mark_exposed()
 
@@ -304,10 +307,9 @@ class Hosted(Strategy):
         return float(self.joined.clip_grad_norm_(largest))
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict what :meth:`books` returns after the passes and steps in ``events``.
+        """Predict the messages of this rank after the passes and steps in ``events``, in the form of :meth:`books`.
 
-        ``impl.adapters.traffic`` predicts the messages.  The second dict is empty, since nothing is copied between host
-        and device.
+        The second dict is empty, since FSDP2 and DDP copy nothing between host and device here.
         """
         return self.joined.predict(events), {}
 
@@ -342,9 +344,14 @@ class ByDeepSpeed(Strategy):
             self.model.step()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """Step DeepSpeed's engine; arguments and result are those of :meth:`Strategy.step`.
+        """Step DeepSpeed's engine, which clips the gradients itself (``gradient_clipping`` of its configuration).
 
-        DeepSpeed clips by itself, by ``gradient_clipping`` of its configuration, and reports the norm before clipping.
+        Args:
+            optimizer: Not used; DeepSpeed steps the optimizer that it was given.
+            clip: The same limit as ``gradient_clipping``.  Only whether it is None matters here.
+
+        Returns:
+            The global norm of the gradient before clipping (None if ``clip`` is None), and ``done=True``.
         """
         if self._secondary is None:
             copies = [getattr(weight, "ds_secondary_tensor", None) for weight in self.model.parameters()]
@@ -384,7 +391,7 @@ class Sharded(Strategy):
         """Build the trial's optimizer, which steps this rank's shards of the master weights.
 
         Raises:
-            Refusal: as :func:`harness.strategies.optimizers.build`.
+            Refusal: if there is no such optimizer, or its arguments do not fit.
         """
         return optimizers.of_engine(setting, self.zero)
 
@@ -402,9 +409,16 @@ class Sharded(Strategy):
         self.zero.scaler.scaled(loss).backward()  # type: ignore[no-untyped-call]
 
     def mean_gradient(self, layout: Layout) -> tuple[int, Tensor]:
-        """Return the rows of one unit's mean gradient that this rank holds, as :meth:`Strategy.mean_gradient` does.
+        """Return this rank's shard of the mean gradient of one unit, as rows of a matrix.
 
         If the policy reduces gradients only in the last micro-batch of a step, call this method after that micro-batch.
+
+        Args:
+            layout: The unit, and how its elements form a matrix with ``layout.row`` columns.
+
+        Returns:
+            The number of the first row of this matrix that the rank holds, and the rank's rows: (n, ``layout.row``)
+            fp32.
         """
         (unit,) = (unit for unit in self.zero.units if unit.geometry == layout.geometry)
         mean = unit.master_shard.mean_gradient()
@@ -414,8 +428,9 @@ class Sharded(Strategy):
     def forget_gradients(self) -> None:
         """Drop all gradients and all gathered weights, so that passes outside training do not affect the next step.
 
-        This method also drops the carried errors of error feedback and resets the state of users' classes that reduce
-        gradients or gather weights.  The rounding noise begins again, as in the first micro-batch of a step.
+        This method also drops the carried errors of error feedback, and resets the state of users' classes that reduce
+        gradients or gather weights.  The random bits of stochastic rounding begin again with those of a step's first
+        micro-batch.
         """
         self.zero.model.zero_grad()
         for unit in self.zero.units:
@@ -426,9 +441,15 @@ class Sharded(Strategy):
         self.weights_changed()
 
     def step(self, optimizer: torch.optim.Optimizer, clip: float | None) -> Stepped:
-        """Clip gradients and step the optimizer; the step is skipped if fp16 gradients overflowed.
+        """Clip gradients and step the optimizer; the step is skipped on all ranks if fp16 gradients overflowed.
 
-        Arguments and result are those of :meth:`Strategy.step`.
+        Args:
+            optimizer: The optimizer of :meth:`make_optimizer`.
+            clip: Largest global 2-norm of the gradient; None does not clip.
+
+        Returns:
+            The global norm of the gradient before clipping (None if it was not computed), and whether the optimizer
+            stepped.
         """
         return self.zero.step(optimizer, max_norm=clip)
 
@@ -438,14 +459,17 @@ class Sharded(Strategy):
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Context whose passes have no effect on later training; see :meth:`Strategy.rehearsing`."""
+        """Context whose forward and backward passes have no effect on later training.
+
+        On leaving, gradients and gathered weights are dropped, and buffers and the codecs' carried errors are restored.
+        """
         with self.zero.rehearsing():
             yield
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict this rank's messages, and its copies between host and device, after all ``events``.
+        """Predict this rank's messages, and its copies between host and device, after the passes and steps ``events``.
 
-        ``impl.plan.traffic`` predicts both.
+        Returns the same two dicts as :meth:`books`.
         """
         book = self._book(events)
         return book.sent, book.copied
@@ -453,7 +477,13 @@ class Sharded(Strategy):
     def predicted_steps(self, before: Sequence[Event], events: Sequence[Event]) -> list[tuple[int, int]]:
         """Predict, for the end of each step, how many bytes this rank has sent in training so far.
 
-        Arguments and result are those of the method of this name in the class :class:`Strategy`.
+        Args:
+            before: The passes before the first step.
+            events: The passes and steps that follow.
+
+        Returns:
+            Pairs (bytes to other nodes, bytes inside the node), counted from the start of training.  The first pair
+            belongs to the end of ``before``; each further pair belongs to the end of one step.
         """
         totals = [self._book(before).trained, *self._book([*before, *events]).steps]
         return [(sent.get("inter", 0), sent.get("intra", 0)) for sent in totals]
@@ -468,23 +498,22 @@ class Sharded(Strategy):
 
     @property
     def owners(self) -> Owners | None:
-        """Which rank orthogonalises each matrix that Muon steps (its owner).  None unless Muon steps the model."""
+        """For each matrix that Muon steps, its owner: the rank that orthogonalises it.  None for other optimizers."""
         return owners_of(self.zero.policy, self.zero.wire.mesh.topology, self.units)
 
     def _declared(self) -> Declared:
-        """Return, by the name of each unit, the messages of one reduction, as the user's own method declares them.
+        """Return the messages that a user's class declares for one reduction, by the name of the unit that it reduces.
 
-        Units that our own collectives reduce are left out.  A unit has None if its method declares no messages.
+        Units that our own collectives reduce are left out.  The value is None if the class declares no messages.
         """
         topology = self.zero.wire.mesh.topology
         owns = {unit.geometry.name: unit.reduction.own for unit in self.zero.units}
         return {name: own.messages(topology) for name, own in owns.items() if own is not None}
 
     def _declared_gathers(self) -> DeclaredGathers:
-        """Return, by the name of each unit, a function for the messages of one gather.
+        """Return functions that return the messages that a user's class declares for one gather.
 
-        The function returns the messages as the user's own method declares them.  Units that our own collectives gather
-        are left out.
+        There is one function for each unit, by the unit's name.  Units that our own collectives gather are left out.
         """
         topology = self.zero.wire.mesh.topology
         gathers = {unit.geometry.name: unit.weight_gather for unit in self.zero.units}
@@ -496,13 +525,16 @@ class Sharded(Strategy):
 
     @property
     def unpredicted(self) -> Sequence[Purpose]:
-        """Purposes of the messages whose bytes are measured and not predicted; see :attr:`Strategy.unpredicted`."""
+        """Kinds of messages (``weights``, ``gradients``) whose bytes are measured, but not predicted.
+
+        A kind is in the result if a class of the user's own sends these messages without declaring their bytes.
+        """
         policy = self.zero.policy
         owns: dict[Purpose, OwnMethod | None] = {"weights": policy.own_gather, "gradients": policy.own_reduce}
         return [purpose for purpose, own in owns.items() if own is not None and not declares(own)]
 
     def close(self) -> None:
-        """Wait for the messages of users' own methods that have not arrived, and free shared memory."""
+        """Wait for the messages of users' classes that are under way, drop what arrives, and free shared memory."""
         for unit in self.zero.units:
             if unit.reduction.own is not None:
                 unit.reduction.own.drain()

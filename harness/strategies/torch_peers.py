@@ -57,8 +57,9 @@ def algorithms(peer: Peer, settings: PeerSettings) -> dict[str, Any]:
     """Describe the collectives of DDP, FSDP2 or a single process, for the trial's record.
 
     Returns:
-        Texts under the keys ``gather`` (of weights) and ``reduce`` (of gradients), such as ``"all_gather of gloo,
-        bf16"``.  A text is ``"none"`` if there is no such collective.
+        A dict with a text for the collective that gathers weights (``gather``) and a text for the collective that
+        reduces gradients (``reduce``), such as ``"all_gather of gloo, bf16"``.  A text is ``"none"`` if there is no
+        such collective.
     """
     backend, wire = dist.get_backend(), peer.wire(settings.compute, settings.reduce_dtype)
     if peer.family == "single":
@@ -74,8 +75,8 @@ def algorithms(peer: Peer, settings: PeerSettings) -> dict[str, Any]:
 def _compress(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Reduce a bucket of DDP in bf16, by calling torch's ``bf16_compress_hook``.
 
-    DDP refuses ``bf16_compress_hook`` itself without NCCL, although gloo can sum bf16.  DDP recognises that hook by its
-    name, so DDP accepts this function, which has another name.
+    Without NCCL, DDP refuses ``bf16_compress_hook``, although gloo can sum bf16.  DDP recognises the hook by its name,
+    so this function, which only calls the hook, is accepted.
     """
     return default_hooks.bf16_compress_hook(group, bucket)  # type: ignore[arg-type]
 

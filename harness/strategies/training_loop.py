@@ -31,7 +31,7 @@ class Passes:
 
     losses: list[Tensor] = field(default_factory=list)  # one scalar for each of this rank's batches
     batches: list[tuple[Tensor, Any]] = field(default_factory=list)  # inputs and targets that the model read
-    # The passes, for which ``impl.plan.traffic`` predicts the messages.
+    # The passes by name, such as ``forward``, in order; ``impl.plan.traffic`` predicts their messages.
     events: list[Event] = field(default_factory=list)
 
     @property

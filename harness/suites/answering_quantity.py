@@ -1,7 +1,9 @@
-"""Chooses the quantity that answers a suite's question: step time, loss, bytes, memory and the like.
+"""Chooses the quantity that answers a suite's question, such as step time, loss, bytes or memory.
 
 A suite may name the quantity with its key ``answer``.  Otherwise :func:`quantity` infers it from the workload and
-from the fields in which the trials differ; a report then leads with a sentence about that quantity.  No torch.
+from the fields in which the trials differ; a report then begins with a sentence about this quantity.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def quantity(trials: Sequence[Trial], answer: ChosenQuantity = "") -> Quantity:
         answer: The suite's key ``answer``.  If it is not empty, it is returned.  If it is empty, the first rule that
             applies decides:
 
-            - ``tokens`` if all trials decode;
+            - ``tokens`` if all trials have workload ``generate``, which decodes text;
             - ``size`` if a trial has a memory limit;
             - ``loss`` if a trial is validated repeatedly, or once after :data:`LEAST_STEPS` steps or more;
             - ``memory`` if trials differ in offload;

@@ -32,7 +32,7 @@ _WITHOUT: Final = {  # for each workload, the fields that it does not use
 _OPTIMIZER_TWICE: Final = (
     "deepspeed_config has {0!r}, but the suite's `optimizer` is used; remove {0!r} from deepspeed_config"
 )
-# The end of two refusals.
+# Two error messages end with this text.
 PACED_NCCL: Final = (
     "with cluster.transport = 'nccl' the host would sleep for each message while it enqueues work for the GPU, so "
     "that nothing overlaps; set cluster.transport = 'staged', cluster.rate = 'unshaped', or "
@@ -201,7 +201,10 @@ def _workload(trial: Trial) -> Iterator[str]:
         yield f"{workload}: model {trial.model.name!r} is no preset GPT; choose one of {able}"
     if length > trial.sequence or (trial.workload == "rlhf" and length < trial.sequence):
         needed = f"sequence {'>=' if trial.workload == 'generate' else '='} {length}"
-        yield f"{lengths}: {workload} needs {needed}, their sum; here sequence = {trial.sequence}"
+        yield (
+            f"{lengths}: {workload} needs {needed}, the sum of both, but sequence = {trial.sequence}; change one of "
+            "the three"
+        )
     if trial.workload == "generate":
         return
     if (policy := trial.resolved_policy()) is None or trial.host is not None:
@@ -215,9 +218,9 @@ def _workload(trial: Trial) -> Iterator[str]:
 
 
 def _muon(trial: Trial) -> Iterator[str]:
-    """Yield why Muon cannot step the trial's model.
+    """Yield an error for each reason why Muon cannot train the trial's model.
 
-    For a trial with another optimizer, yield an error if ``optimizer.matrices`` is set, which only Muon reads.
+    If the trial has another optimizer, yield an error only if ``optimizer.matrices`` is set, which only Muon reads.
     """
     optimizer, strategy = trial.optimizer, f"strategy {trial.strategy!r}"
     if not optimizer.orthogonalises:
@@ -242,10 +245,10 @@ def _muon(trial: Trial) -> Iterator[str]:
 
 
 def _own_gather(trial: Trial) -> Iterator[str]:
-    """Yield an error if a trial of workload rlhf gathers weights with a class of the user's own.
+    """Yield an error if workload ``rlhf`` is combined with a user's class that gathers weights.
 
-    If a user's class gathers weights, the first training loss is compared with the loss of a single process.  With rlhf
-    the training batch is generated, and the single process does not generate it, so that there is nothing to compare.
+    A user's class that gathers weights is checked by comparing the first training loss with the loss that a single
+    process computes for the same batch.  With ``rlhf`` the ranks generate this batch, and the single process cannot.
     """
     if trial.own_gather is not None and trial.workload == "rlhf":
         gather = f"policy.gather = {trial.policy.gather!r}"
@@ -257,10 +260,10 @@ def _own_gather(trial: Trial) -> Iterator[str]:
 
 
 def _local_steps(trial: Trial) -> Iterator[str]:
-    """Yield an error for each field that prevents local steps, such as the workload or the optimizer.
+    """Yield an error for each field, such as the workload or the optimizer, that conflicts with ``policy.local_steps``.
 
-    In local steps (``policy.local_steps``), groups of ranks train apart from one another.  Yield nothing if the trial
-    takes no local steps.
+    In local steps, groups of ranks train for several steps without exchanging anything.  Yield nothing if
+    ``policy.local_steps`` is not set.
     """
     policy, total = trial.resolved_policy(), trial.warmup + trial.steps
     if policy is None or (every := policy.local_steps) is None:
@@ -286,10 +289,11 @@ def _local_steps(trial: Trial) -> Iterator[str]:
 
 
 def _control(trial: Trial) -> Iterator[str]:
-    """Yield why the trial's ``control`` cannot spoil the training of this trial.
+    """Yield an error if the fault that ``control`` names could have no effect in this trial.
 
-    A control is a fault that is put into the engine on purpose (:mod:`harness.strategies.controls`).  For example,
-    ``stale_secondary`` needs a secondary shard.
+    A control is a fault that is put into the engine on purpose, to see whether a comparison of losses notices it
+    (:mod:`harness.strategies.controls`).  For example, ``stale_secondary`` keeps hpZ's secondary shards from being
+    renewed, so it needs a policy with hpZ.
     """
     policy, topology = trial.resolved_policy(), trial.topology()
     engine_policy = None if trial.host is not None else policy
@@ -316,9 +320,9 @@ def _control(trial: Trial) -> Iterator[str]:
 
 
 def _configured(trial: Trial) -> Iterator[str]:
-    """Yield an error for each field that contradicts the trial's DeepSpeed configuration.
+    """Yield an error for each field that contradicts the trial's DeepSpeed configuration (``deepspeed_config``).
 
-    A trial whose strategy reads no DeepSpeed configuration must not have one; yield an error if it has.
+    If the strategy does not read a DeepSpeed configuration, yield an error if ``deepspeed_config`` is set.
     """
     sequences = trial.tokens_per_rank // trial.sequence
     if family_of(trial.strategy) == DEEPSPEED:

@@ -1,4 +1,4 @@
-"""Expands the tables of a suite file into trials.  No torch.
+"""Expands the tables of a suite file into trials.  Does not import torch.
 
 :func:`expand` works in this order (docs/guide/suites.md describes it for users):
 
@@ -61,8 +61,8 @@ from harness.suites.suite import Suite, SuiteError, SuiteKeys, SuiteTables
 from harness.suites.trial import PeerSettings, PolicyChanges, Trial, configuration_text, following_model
 from impl.codecs.codec import CodecError
 
-MOST_TRIALS: Final = 2000  # of one suite; more are taken for a mistake in its axes
-MOST_AXES: Final = 100  # fields of [matrix] and [[zip]] together
+MOST_TRIALS: Final = 2000  # largest number of trials of a suite; more are taken for a mistake in its axes
+MOST_AXES: Final = 100  # largest number of fields of [matrix] and [[zip]] together
 _CONFIGURATION: Final = "deepspeed_config"
 
 
@@ -144,10 +144,10 @@ def _configurations(file: SuiteTables) -> dict[str, str]:
 
 
 def _axes(file: SuiteTables) -> list[list[Point]]:
-    """Return the axes of ``[matrix]`` and ``[[zip]]``, each as a list of points.
+    """Return the axes of ``[matrix]`` and ``[[zip]]``.  An axis is a list of points: dicts from a field to its value.
 
-    A field of ``[matrix]`` is an axis; each of its points sets this field.  A ``[[zip]]`` is one axis; each of its
-    points sets all fields of the ``[[zip]]``.
+    Each field of ``[matrix]`` is an axis, with a point for each of its values.  Each ``[[zip]]`` is one axis; a point
+    of it sets all fields of the ``[[zip]]``.
     """
     tables = [({path: values}, "[matrix]") for path, values in flatten(file.matrix)]
     tables += [(dict(flatten(table)), f"[[zip]] #{number}") for number, table in enumerate(file.zip, 1)]
@@ -176,7 +176,7 @@ def _axes(file: SuiteTables) -> list[list[Point]]:
 
 
 def _settings(table: dict[str, Any], name: str) -> Point:
-    """Return the point with the values of one table of the suite file; ``name`` is the table's name."""
+    """Return the values of one table of the suite file by dotted path, each with ``name``, the name of the table."""
     settings = {path: Setting(value, name) for path, value in flatten(table)}
     if "repeat" in settings:
         raise SuiteError(f"{name} repeat: cannot be set; use the key `repeats` at the top of the file")
@@ -184,7 +184,7 @@ def _settings(table: dict[str, Any], name: str) -> Point:
 
 
 def _trial(point: Point) -> Trial:
-    """Make a trial of one point.
+    """Make a trial from a point, which has the values of the trial's fields by dotted path.
 
     Raises:
         SuiteError: If a field does not exist, or if a value is invalid.  Values are not converted to the type of their
@@ -232,7 +232,7 @@ def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _path_of(error: ErrorDetails, point: Point) -> str:
-    """Return the path of ``point`` whose value has caused an error of pydantic.
+    """Return the dotted path of the value in ``point`` that caused an error of pydantic.
 
     The error's own location may be longer: an error at ``policy.weights.0`` belongs to the path ``policy.weights``.  It
     may also be shorter: an error at ``cluster`` belongs to the first path that begins with ``cluster``.  If no path
@@ -247,10 +247,11 @@ def _path_of(error: ErrorDetails, point: Point) -> str:
 
 
 def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
-    """Return for each point whether its trial has all the values that the table ``match`` names.
+    """Return, for each point, whether the trial of this point has all the values in the table ``match``.
 
-    If ``match`` has a list for a field, the trial needs one value of the list.  Values are parsed before they are
-    compared, so that ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``.  ``name`` is the table's name, for error messages.
+    A point has the values of one trial by dotted path.  If ``match`` has a list for a field, the trial needs one value
+    of the list.  Values are parsed before they are compared, so that ``"1 Gbit/s"`` matches ``"1000 Mbit/s"``.
+    ``name`` is the table's name, for error messages.
 
     Raises:
         SuiteError: If the table matches no trial, or if it names a value that no trial has.
@@ -272,11 +273,13 @@ def _hits(match: dict[str, Any], name: str, points: list[Point]) -> list[bool]:
 
 
 def _fitting(points: list[Point], file: SuiteTables) -> tuple[list[Point], list[str]]:
-    """Leave out of each point the policy fields that would turn its strategy into another strategy.
+    """Drop the policy fields of each point that would turn its strategy into another strategy.
+
+    A point has the values of one trial by dotted path.
 
     Returns:
-        The points without these fields, and the lines for the user: for each field that was left out, a line names the
-        strategies and the reason.
+        The points without these fields, and a list of lines for the user.  Each line names one field that was dropped,
+        the strategies of the trials that lost it, and the reason.
     """
     named = {f"[[zip]] #{n}" for n, table in enumerate(file.zip, 1) if "strategy" in table}
     named |= {f"[[override]] #{n} set" for n, rule in enumerate(file.override, 1) if "strategy" in rule.match}
@@ -310,14 +313,16 @@ def _readable(trial: Trial) -> bool:
 
 
 def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
-    """Return the trials with one common alignment, and with defaults in the fields that a trial does not use.
+    """Return copies of the trials with one common alignment, and with defaults in the fields that a trial does not use.
 
-    The alignment is ``align`` or, if that is None, the least common multiple of the block sizes of all policies.  A
-    policy whose block sizes this command cannot read (:attr:`impl.policy.policy.Policy.readable`) does not count.
+    The alignment is ``align`` or, if ``align`` is None, the least common multiple of the block sizes of all policies.
+    Policies whose block sizes this command cannot read (:attr:`impl.policy.policy.Policy.readable`) are left out.
 
-    A field that has its default does not change the trial's id.  A peer uses no policy, and only the ``peer`` fields
-    that its library reads; other trials use no ``peer`` fields.  ``method`` and ``gather_method`` are used only with a
-    class of the user's own.
+    Fields that a trial does not use get their defaults, so that they do not change the trial's id:
+
+    - for a peer: ``policy``, and the ``peer`` fields that the peer's library does not read;
+    - for other trials: all ``peer`` fields;
+    - ``method`` and ``gather_method``, if the trial names no class of the user's own.
     """
     try:
         policies = [trial.resolved_policy() for trial in trials if _readable(trial)]
@@ -345,10 +350,10 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
 
 
 def _runs(trials: Sequence[Trial]) -> list[Trial]:
-    """Return for each trial the trial that runs in its place, which may be the trial itself.
+    """Return, for each trial, the trial that is run for it.
 
-    If several trials resolve to the same run, the trial that changes the fewest fields of its preset runs for all of
-    them.
+    Most trials are run themselves.  If several trials would run exactly the same, only one of them is run for all: the
+    trial that changes the fewest fields of its preset.
     """
     kept: dict[str, Trial] = {}
     keys = [_run_key(trial) for trial in trials]
@@ -404,8 +409,8 @@ def _check_baselines(
             present = ", ".join(dict.fromkeys(trial.strategy for trial in setting))
             why = f"needs ratios over {named}, but {named} has no trial in the setting of {present}"
             raise SuiteError(
-                f'repeats = "until ..." {why}: a trial with equal cluster, model, batch and so on; add this trial, '
-                "or set repeats to a number"
+                f'repeats = "until ..." {why}, that is, with the same cluster, model, batch and so on; add such a '
+                "trial, or set repeats to a number"
             )
 
 
@@ -471,10 +476,11 @@ def _roles(
 def _check_nearest(
     key: str, file: SuiteTables, bases: Sequence[Trial], others: Sequence[Trial], also: Sequence[str]
 ) -> None:
-    """Refuse several baselines for the same trials, unless each trial of the contrast is nearest to one of them.
+    """Refuse several baselines of one setting if it is not clear with which of them a trial is compared.
 
-    The nearest baseline is the one that differs from the trial in the fewest fields.  With ``repeats = "until ..."``,
-    several baselines for the same trials are always refused.
+    A trial is compared with the nearest baseline: the baseline that differs from the trial in the fewest fields.  If
+    two baselines are equally near to a trial, they are refused.  With ``repeats = "until ..."``, several baselines of
+    one setting are always refused.
 
     Args:
         key: The suite's key ``baseline`` with its value, for the message.
@@ -512,7 +518,7 @@ def _without_baseline(alone: Sequence[Trial], bases: Sequence[Trial], total: int
     count = f"{len(alone)} of {total} other trials have no baseline in their setting, the first with {where}"
     fields = ", ".join((*CONFIGURATION, *TRAINING))
     allowed = f"a baseline may differ from other trials only in {fields}"
-    return f"{count}; {allowed}: match no other field, or name a contrast"
+    return f"{count}; {allowed}: let baseline match only these fields, or name a contrast"
 
 
 def _difference(trial: Trial, others: Sequence[Trial]) -> str:

@@ -1,7 +1,7 @@
-"""Stores the folder to which the paths and modules that a suite names are relative.  No torch.
+"""Stores the folder in which this process looks for the files and modules that a suite names.  Does not import torch.
 
-A process has one such folder.  After a suite file is read, it is the folder of this file.  Before, and in commands
-without a suite, it is the working folder.
+After a suite file is read, this is the folder of the suite file.  Before, and in commands without a suite, it is the
+working folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Refuses parts of a suite that have no effect, such as settings that no trial uses.  No torch.
+"""Refuses parts of a suite that have no effect, such as settings that no trial uses.  Does not import torch.
 
 A line without effect is nearly always a mistake.  If the suite ran in spite of the line, it would answer another
 question than its author believes.  :mod:`harness.suites.contradictions` refuses contradictions inside one trial.
@@ -202,8 +202,8 @@ def check_members(
     """Refuse a table such as ``[[exclude]]`` if it names a value that no trial has.
 
     Args:
-        written: Values of the table by path, as the file writes them.
-        wanted: The same values, parsed in the way in which the values of trials are parsed.
+        written: Values of the table by dotted path, as the suite file writes them, such as ``"1 Gbit/s"``.
+        wanted: The same values in the form that they have in ``trials``, such as 1000.0.
         name: Name of the table, for the message.
         trials: All trials, as JSON-ready data.
     """

@@ -1,6 +1,7 @@
-"""Finds the fields in which trials differ, and formats values of these fields for tables and messages.  No torch.
+"""Finds the fields in which trials differ, and formats values of these fields for tables and messages.
 
-A *canonical* trial is the JSON-ready data of a trial (:meth:`harness.suites.trial.Trial.canonical`).
+A *canonical* trial is the JSON-ready data of a trial (:meth:`harness.suites.trial.Trial.canonical`).  This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -74,16 +75,17 @@ def _defaults() -> dict[str, Any]:
 def varying_paths(trials: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the dotted paths in which canonical trials differ, in field order.
 
-    ``repeat`` is left out.  ``policy.align`` and ``policy.max_padding`` are left out too, since no suite asks about
-    them.
+    ``repeat`` is left out.  ``policy.align`` and ``policy.max_padding`` are left out too, since their values follow
+    from the suite as a whole.
     """
     return [path for path in differing(trials) if path not in _FOLLOWS]
 
 
 def pad_mark(share: float) -> str:
-    """Return the mark ``¶``, after a space, for a model with more padding than the share ``MUCH_PADDING``.
+    """Return `` ¶``, a space and a mark, if a model has much padding.  Returns the empty text otherwise.
 
-    Returns the empty text for a model with less padding.  ``share`` is the model's share of padding.
+    ``share`` is the number of the model's padding elements divided by its number of other elements.  The mark is
+    returned if ``share`` is above ``MUCH_PADDING``.
     """
     return f" {PADDED}" if share > MUCH_PADDING else ""
 

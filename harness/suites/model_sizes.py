@@ -1,4 +1,4 @@
-"""Lists the sizes of the preset models, and counts the FLOPs of their training steps.  No torch."""
+"""Lists the sizes of the preset models, and counts the FLOPs of their training steps.  Does not import torch."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def step_flops(shape: Shape, *, sequences: int, length: int, recompute: bool) ->
 
     With B sequences of s tokens, the forward pass of one block takes ``24 B s h^2 (1 + s / 6h)`` operations, and its
     backward pass takes twice as many.  The logits of a GPT or BERT take ``6 B s h V`` operations in both passes
-    together.  Instead of logits, a ViT has a patch embedding with ``4 B 1024 h`` operations and C classes with
+    together.  In a ViT, the patch embedding takes ``4 B 1024 h`` operations, and the logits of its C = 256 classes take
     ``6 B h C`` operations.
 
     Args:

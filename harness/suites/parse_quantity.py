@@ -1,4 +1,4 @@
-"""Parses quantities with units, as suites write them: rates, latencies and sizes.  No torch."""
+"""Parses quantities with units, as suites write them: rates, latencies and sizes.  Does not import torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Describes the peers as data: DDP, FSDP2 and DeepSpeed, as shipped or tuned, and a single process.  No torch.
+"""Describes the peers as data: DDP, FSDP2 and DeepSpeed, as shipped or tuned, and a single process.
 
 A peer trains with its library's own engine and messages.  :mod:`harness.strategies` builds it from this description.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ QUANTISERS: Final = (
 
 
 def family_of(strategy: str) -> Family | None:
-    """Return the library of a peer, such as ``ddp``.  Returns None if the strategy is no peer."""
+    """Return the library with which a strategy trains, such as ``ddp``.  Returns None if the strategy is no peer."""
     return PEERS[strategy].family if strategy in PEERS else None
 
 

@@ -1,4 +1,4 @@
-"""Decides which ``policy.*`` keys of a suite apply to a strategy.  No torch.
+"""Decides which ``policy.*`` keys of a suite apply to a strategy.  Does not import torch.
 
 A suite may set ``policy.weights = "int8:256"`` for all its strategies.  The key applies to ``qwz``, which quantises
 its weights anyway.  ``zero3`` with quantised weights would no longer be ``zero3``, so ``zero3`` runs without the key.
@@ -22,9 +22,9 @@ def unfitting_changes(trial: Trial) -> dict[str, str]:
     DDP, and this engine cannot carry the field out.
 
     Returns:
-        A dict from the dotted path of each such field, such as ``policy.weights``, to the reason.  A reason is the
-        beginning of a sentence, such as "it would make another strategy of", to which the caller appends the strategy:
-        "zero3".  The dict is empty for peers and for a strategy of the user's own.
+        A dict from the dotted path of each such field, such as ``policy.weights``, to the reason.  A reason is a
+        sentence without its last word, such as "it would make another strategy of"; the caller appends the name of the
+        strategy.  The dict is empty for peers and for a strategy of the user's own.
     """
     try:
         base = trial.base_policy()

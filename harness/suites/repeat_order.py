@@ -1,11 +1,11 @@
-"""Defines how often a suite's trials are repeated, in which order, and which trials are compared.  No torch.
+"""Defines how often a suite's trials are repeated, in which order, and which trials are compared.
 
 Trials of one *setting* differ only in their *configuration* (strategy, policy and the like).  They are compared with
 the baseline of this setting.  In each repeat they run one directly after the other.  Their order changes from repeat to
 repeat, so that slow drift of the machine affects all configurations alike.
 
 A sweep runs all repeats once.  The second sweep numbers its repeats from where the first sweep ends, so that a further
-sweep does not change the ids of earlier trials.
+sweep does not change the ids of earlier trials.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def compared_also(bases: Sequence[Trial], others: Sequence[Trial]) -> tuple[str,
 def is_baseline(trial: Trial, roles: Mapping[str, str]) -> bool:
     """Return whether a trial is a baseline, which ratios divide by.
 
-    ``roles`` maps the id that a trial has as repeat 0 to ``baseline`` or ``contrast``.  If ``roles`` is empty, every
-    trial with strategy :data:`BASELINE` is a baseline.
+    ``roles`` maps trials to ``baseline`` or ``contrast``; a key is the id of the trial with ``repeat`` set to 0.  If
+    ``roles`` is empty, every trial with strategy :data:`BASELINE` is a baseline.
     """
     if roles:
         return roles.get(trial.model_copy(update={"repeat": 0}).id) == "baseline"

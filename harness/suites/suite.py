@@ -54,8 +54,9 @@ class SuiteKeys(BaseModel, extra="forbid", frozen=True):
     # Non-inferiority margin of losses, in training steps: the margin is how far the baseline's loss falls in so many
     # steps, at its mean rate over the last quarter of training.  With 0 the margin is 1 % of the baseline's loss.
     margin: int = Field(0, ge=0)
-    # Name of another suite, whose records have the seconds of a step for net speed-ups.  If it is empty, this suite's
-    # records have these seconds.
+    # Name of another suite, in whose records the seconds of a step were measured.  Net speed-ups (how much faster a
+    # configuration reaches its baseline's final loss) are computed with these seconds.  If the name is empty, the
+    # seconds of this suite's own records are used.
     seconds: str = Field("", pattern=f"^({NAME})?$", max_length=LONGEST_NAME)
 
 
@@ -105,14 +106,14 @@ class Suite(SuiteKeys):
 
     @property
     def trials(self) -> tuple[Trial, ...]:
-        """The trials of the first sweep; see :meth:`sweep`."""
+        """The trials of the first sweep, in the order in which they run (:meth:`sweep`)."""
         return self.sweep(0)
 
     def sweep(self, number: int) -> tuple[Trial, ...]:
         """Return the trials of sweep ``number``, counted from 0, in the order in which they run.
 
-        With ``repeats = "until ..."`` these are only the repeats that each sweep is sure to run.  Whether the sweep
-        runs more repeats depends on its results (:mod:`harness.runs.further_repeats`).
+        With ``repeats = "until ..."`` the number of repeats depends on results: the sweep may add repeats
+        (:mod:`harness.runs.further_repeats`).  The returned trials are only those that the sweep runs in any case.
         """
         first = number * self.repeats.most
         repeats = range(first, first + self.repeats.least)

@@ -1,4 +1,7 @@
-"""Reads a suite file in TOML, and has :mod:`harness.suites.expand_suite` expand it into trials.  No torch."""
+"""Reads a suite file in TOML, and expands it into trials with :mod:`harness.suites.expand_suite`.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

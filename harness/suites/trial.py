@@ -1,4 +1,4 @@
-"""Defines a trial as data: its fields, which values they may have, and what they resolve to.  No torch.
+"""Defines a trial as data: its fields, which values they may have, and what they resolve to.  Does not import torch.
 
 A :class:`Trial` is one run, and is defined by its fields alone.  Its id is a hash of its canonical JSON
 (:meth:`Trial.canonical`), so that the same trial has the same id in every suite and on every machine.  Fields that were
@@ -181,7 +181,7 @@ class LearningRates(_Frozen):
     floor: float = Field(0.0, ge=0, le=1)
 
 
-MUON: Final = "Muon"  # name of the optimizer with which each matrix has an owner
+MUON: Final = "Muon"  # the optimizer that needs whole matrices: one rank, the owner, steps each
 
 
 class Optimizer(_Frozen):
@@ -269,7 +269,7 @@ _Varying: Any = create_model(
 
 
 def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a policy by name, parsed from ``policy.*`` keys and values of a suite.
+    """Parse the ``policy.*`` keys and values of a suite, and return the fields of the policy by name.
 
     ``weights`` may be a pair of codecs.  ``("int4:256", "int8:256")`` gives int4:256 to the field ``inside``, the codec
     for messages inside hpZ's groups, and int8:256 to the field ``weights``.  If both texts are equal, ``inside`` is
@@ -292,8 +292,8 @@ class SpanChanges(_Varying):
     every: int = Field(1, ge=1)
 
     # Unknown fields are allowed here, and refused by _may_change(), whose message says more than pydantic's.  A
-    # validator of mode "before" could refuse them without this line.  But pydantic would then turn JSON into Python
-    # objects before it validates them, and in strict mode it refuses such a list where a tuple is expected.
+    # validator of mode "before" is no alternative: pydantic would then turn the JSON into Python objects first, and in
+    # strict mode it refuses a Python list where a tuple is expected.
     model_config = ConfigDict(extra="allow")
 
     @field_validator("until")
@@ -436,8 +436,8 @@ class Reinforcement(_Frozen):
 def configuration_text(value: Any) -> Any:
     """Return a DeepSpeed configuration as JSON text.
 
-    ``value`` may be a table, the path of a file, or the text of a configuration in HJSON: all three become JSON text.
-    A configuration in JSON, and a value of any other type, are returned unchanged.
+    ``value`` may be a table, the path of a file, or the text of a configuration in JSON or HJSON.  Text in JSON is
+    returned as it is.  A value of any other type is also returned as it is, for pydantic to refuse.
     """
     if isinstance(value, str) and not value.startswith("{"):
         value = load_configuration(folder.path_of(value))
@@ -643,8 +643,8 @@ class Trial(_Frozen):
     def own_method(self) -> OwnMethod | None:
         """The user's class that reduces gradients, with its arguments.  None if no such class is named.
 
-        If the strategy is a class of the user's too, the strategy gets the arguments ``method.*``, and the class that
-        reduces gets none.
+        The arguments are the suite's ``method.*``.  There is one exception: if the strategy is a class of the user's
+        too, the strategy gets these arguments, and the class that reduces gets none.
         """
         named = self.policy.reduce if self.strategy not in PEERS else None
         arguments = {} if self.own_strategy else self.method

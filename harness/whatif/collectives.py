@@ -7,7 +7,7 @@
 - **NCCL**: each collective is a kernel.  The kernel's arguments have ``Collective name``, sizes, ``dtype`` and
   ``Process Group Ranks``.
 
-No torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from harness.whatif.kineto import Event, Step, Trace
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
 Phase = Literal["forward", "backward", "optimizer"]
-# Kinds of collectives by a part of the operation's name without underscores.  The first part that the name contains
-# decides.
+# Kinds of collectives by a part of the operation's name.  The name is compared in lower case and without underscores.
+# If it contains several of the parts, the first of them decides.
 _KINDS: Final[Mapping[str, Kind]] = {
     "reducescatter": "reduce_scatter",
     "allgather": "all_gather",
@@ -44,10 +44,10 @@ _DTYPES: Final = {  # names of types in NCCL's traces, by their names in gloo's 
     "signed char": "Char", "int": "Int", "long int": "Long", "bool": "Bool", "c10::float8_e4m3fn": "Float8_e4m3fn",
     "c10::float8_e5m2": "Float8_e5m2",
 }  # fmt: skip
-_MOST: Final = 1 << 50  # number of elements that no collective has
+_MOST: Final = 1 << 50  # a collective with this many elements or more is refused as impossible
 _GLOO_THREADS: Final = 2  # threads on which a gloo process group runs collectives
-# The beginning of an NCCL kernel's name.  In traces that a prediction is written into, a kernel that computes is named
-# after what it does and the user's module, whose name may be anything.
+# The beginning of an NCCL kernel's name.  Only the beginning is matched: in traces that `zeropp whatif --export` wrote,
+# kernels that compute are named after the user's modules, and such a name may contain "nccl" elsewhere.
 _NCCL: Final = re.compile(r"(void )?[\w:]*nccl", re.IGNORECASE)
 _UNIT: Final = re.compile(r"FSDP::\S.* \((.*)\)$")
 _WINDOW: Final = re.compile(r"FSDP::(pre_forward|post_forward|pre_backward) \((.*)\)$")
@@ -108,7 +108,7 @@ class Marks:
 
     @classmethod
     def of(cls, step: Step) -> Marks:
-        """Find in the events of a step the moments that they name, such as the beginning of the backward pass."""
+        """Find the moments of a step, such as the beginning of the backward pass, from the names of its events."""
         passes = [event for event in step.host if event.name.startswith(_BACKWARD)]
         units = [
             event for event in step.host if event.category == "user_annotation" and _UNIT.match(event.name)
@@ -144,8 +144,8 @@ class Marks:
     def unit(self, moment: float) -> str:
         """Return the name of the module that FSDP works on at a moment, such as a module whose weights it gathers.
 
-        The name is taken from the annotation of FSDP that is in progress at the moment; of several, from the innermost.
-        Returns an empty text if no annotation is in progress.
+        The name is taken from FSDP's annotation that is in progress at the moment.  If several nested annotations are
+        in progress, the innermost is used.  Returns an empty text if no annotation is in progress.
         """
         around = [event for event in self.units if event.begin <= moment <= event.end]
         match = _UNIT.match(max(around, key=lambda event: event.begin).name) if around else None
@@ -222,7 +222,7 @@ def _nccl(trace: Trace, step: Step, marks: Marks) -> list[Collective]:
                 unit=marks.unit(launch.begin),
                 issued=(launch.begin, launch.end),
                 ran=(kernel.begin, kernel.end),
-                # So a prediction is written for a program over gloo (:mod:`harness.whatif.export`).
+                # harness.whatif.export writes gloo's reduce-scatters as kernels with the name of an all-reduce.
                 as_all_reduce=kind == "reduce_scatter"
                 and "allreduce" in kernel.name.lower().partition("(")[0],
                 kernel=kernel,

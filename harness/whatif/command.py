@@ -23,8 +23,8 @@ from harness.whatif.predict import about, check_replay, predict, row, target_top
 from impl.plan.step_time import Machine
 from impl.policy.topology import Topology
 
-MOST_RANKS: Final = 1024  # traces that are read
-MOST_PREDICTED: Final = 1 << 16  # ranks of a predicted run
+MOST_RANKS: Final = 1024  # largest number of traces that are read
+MOST_PREDICTED: Final = 1 << 16  # largest number of ranks of a predicted run
 
 
 def _speed_up_mark(row: Mapping[str, Any]) -> str:
@@ -87,7 +87,7 @@ def whatif(
     machine: Annotated[
         Path | None,
         typer.Option(
-            help="Gives the codecs' seconds: a file written by zeropp calibrate, or one of suites/machines.",
+            help="File with the seconds that codecs take: written by zeropp calibrate, or one of suites/machines.",
             metavar="MACHINE.toml",
         ),
     ] = None,

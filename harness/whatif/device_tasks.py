@@ -2,7 +2,7 @@
 
 When torch issues a collective, it makes the collective's stream wait for the current stream.  Any other wait between
 streams is found by its effect: a stream was idle although its next kernel had been launched, and the kernel began when
-a kernel on another stream ended.  No torch.
+a kernel on another stream ended.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ class _Streams:
         self._ends = [self._kernels[place].end for place in self._by_end]
 
     def find_waits(self) -> float:
-        """Find for each kernel the kernel of another stream that it waited for, if there is one.
+        """Find, for each kernel, the kernel of another stream that it waited for, if there is one.
 
-        If a stream was idle before its next kernel K began, K is taken to have waited for the kernel of another stream
-        that ended right before K began.  A collective waits as :meth:`_wait_as_issued` says, even if its stream was not
-        idle.
+        If a stream was idle for more than 20 us although its next kernel K had been launched, K is taken to have waited
+        for the kernel of another stream that ended right before K began.  If K is a collective,
+        :meth:`_wait_as_issued` finds the other kernel instead, whether or not K's stream was idle.
 
         Returns:
-            The seconds for which a stream was idle before kernels for which no such other kernel was found.  They are
-            summed for each stream, and the largest sum is returned.
+            The unexplained idle time in seconds: time in which a stream was idle before a kernel, and no kernel was
+            found for which it waited.  It is summed for each stream, and the largest of the sums is returned.
         """
         before, unexplained = dict[object, float](), defaultdict[object, float](float)
         for place, event in enumerate(self._kernels):
@@ -109,7 +109,7 @@ class _Streams:
     def _wait_as_issued(self, place: int) -> None:
         """Note the kernel of another stream that the collective at ``place`` waits for, if there is one.
 
-        Candidates are the kernels of other streams that were launched before the collective was launched, and that
+        Candidates are those of the last 256 kernels that run on other streams, were launched before the collective, and
         ended before the collective began.  The collective waits for the candidate that ended last.
         """
         earlier = [
@@ -126,8 +126,8 @@ class _Streams:
     def _ended_before(self, place: int, after: float) -> int | None:
         """Return the place of the kernel on another stream that ended right before the kernel at ``place`` began.
 
-        Right before means at most 20 us earlier.  Returns None if there is no such kernel, or if it ended at the time
-        ``after`` or earlier.
+        Right before means at most 20 us earlier.  The place of a kernel is its index in the order in which kernels
+        begin.  Returns None if there is no such kernel, or if it did not end after the time ``after``.
         """
         begin = self._kernels[place].begin
         for last in range(bisect.bisect_right(self._ends, begin + _CLOSE) - 1, -1, -1):
@@ -143,9 +143,10 @@ class _Streams:
         The first of these rules that applies finds the kernel, and ``rules`` of the :class:`RankStep` counts the
         collectives by rule:
 
-        1. ``copy-out``: of an all-gather, the first kernel that the host launched after FSDP had begun to copy the
+        1. ``copy-out``: for an all-gather, the first kernel that the host launched after FSDP had begun to copy the
            gathered weights to their places;
-        2. ``gap``: a kernel that began right after the collective (:meth:`find_waits`);
+        2. ``gap``: the kernel that began when the collective ended, after its stream had been idle
+           (:meth:`find_waits`);
         3. ``optimizer``: the first kernel that the host launched after the optimizer's step had begun.
         """
         waited = {other for others in self._waits.values() for other in others}
@@ -172,11 +173,12 @@ class _Streams:
         return self._collective[other] is None and self._stream[other] != self._stream[place] and begins_later
 
     def note_computing(self) -> None:
-        """Add the computing seconds of each kernel to the :class:`RankStep`, with the moment of the kernel's launch.
+        """Add the seconds of each kernel that computes to the :class:`RankStep`, with the moment of its launch.
 
-        Kernels of collectives are left out.  The seconds of a kernel are counted from the time at which all earlier
-        kernels, except collectives, had ended.  They therefore include idle time before the kernel, such as the time in
-        which the host had not launched it yet.  If the kernel waited for a collective, this idle time is not counted.
+        Kernels of collectives are left out.  The seconds of a kernel begin when all earlier kernels, except
+        collectives, have ended.  They therefore include idle time before the kernel, for example because the host had
+        not launched it yet.  There is one exception: if the kernel waited for a collective, its seconds begin when the
+        kernel begins.
         """
         reached = self._result.begin
         for place, event in enumerate(self._kernels):
@@ -201,10 +203,10 @@ class _Streams:
                     break
 
     def _segments(self, ends: set[int]) -> list[list[int]]:
-        """Divide the kernels into tasks, and return for each task the places of its kernels.
+        """Divide the kernels into tasks, and return the places of each task's kernels.
 
-        A task consists of kernels of one stream, one after the other, without a wait between them.  A collective is a
-        task with a single kernel.
+        The place of a kernel is its index in the order in which kernels begin.  A task consists of kernels that one
+        stream runs one after the other, without a wait between them.  A collective is a task with a single kernel.
 
         Args:
             ends: Places of the kernels that another stream or the host waits for.  Such a kernel is the last of its

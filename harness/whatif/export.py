@@ -5,11 +5,12 @@ written as a GPU, even if it was traced on a processor: computation, codecs and 
 of the host launches everything.  A collective is a kernel with the arguments that torch.profiler gives to NCCL's
 kernels.
 
-Only the times of kernels say when something happens.  If a step was traced on a processor, all its launches are at the
-beginning of the step, in order.  A reader of the file could otherwise mistake the host's waits for work.
+To see when something happens, read the times of kernels, not of launches.  If a step was traced on a processor, all its
+launches are written at the beginning of the step.  If they were spread over the step, a reader of the file could take
+the time between two launches for work of the host.
 
 Sources: the files that torch 2.13 writes; torch/csrc/distributed/c10d/ParamCommsUtils.hpp and
-torch/csrc/profiler/util.h (arguments of collectives).  No torch.
+torch/csrc/profiler/util.h (arguments of collectives).  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def write(files: Mapping[int, Path], traced: Traced, prediction: Prediction) -> 
 
 
 def in_words(files: Mapping[int, Path], target: Target) -> str:
-    """Return a text that names the files that were written, and the command that predicts from them."""
+    """Return a line of text with the names of the written files, and the options of ``zeropp whatif`` to read them."""
     first, *_, last = [*files.values()] * 2
     names = str(first) if len(files) == 1 else f"{first} to {last} ({len(files)} ranks)"
     return (
@@ -129,9 +130,9 @@ def _groups_and_lengths(
     """Return the names of the process groups, and the seconds of each step.
 
     Returns:
-        A dict with the name of each process group by the group's ranks.  The group of all ranks is called ``0``, as in
-        torch.  Then a list with the seconds of each step, from the moment at which the earliest rank begins the step to
-        the moment at which the latest rank ends it.
+        Two parts.  The first is a dict from the ranks of each process group to the group's name.  The group of all
+        ranks is called ``0``, as in torch.  The second is a list with the seconds of each step, from when the first
+        rank begins the step to when the last rank ends it.
     """
     found, lengths = set[tuple[int, ...]](), [0.0] * len(steps)
     for rank in ranks:
@@ -239,8 +240,9 @@ class _Events:
     def _launch(place: int, start: float, activity: Activity, begin: float) -> float:
         """Return the time in seconds at which the host launches an activity.
 
-        If ``activity.launched`` is None, the host launches all activities at the beginning of the step, 1 us apart, but
-        none later than the activity begins.  Otherwise the time is ``activity.launched``, but not before ``start``.
+        If ``activity.launched`` is set, this is the time, but at least ``start``.  If it is None, the host launches all
+        activities one after the other at the beginning of the step, 1 us apart; an activity that begins earlier than
+        that is launched when it begins.
 
         Args:
             place: Number of the activity in its step.

@@ -5,7 +5,7 @@ collective lasts from the last rank's beginning to the first rank's end.  A part
 rate, is time on the link; the rest is overhead.  In a replay, the link between nodes carries one collective after the
 other, in the order in which all ranks are ready for them.  Collectives inside nodes take as long as in the trace.
 
-No torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _APART: Final = 0.1
 class Joined:
     """One collective, as the traces of all its ranks together show it; times are in seconds."""
 
-    # The collective as its rank with the lowest number saw it.  Only ``ran`` differs: it lasts from when the last rank
-    # entered the collective to when the first rank left it.
+    # The collective as its rank with the lowest number saw it, except for ``ran``, which is common to all ranks: from
+    # when the last rank entered the collective to when the first rank left it.
     seen: Collective
     between: bool  # whether the collective has ranks on several nodes
     link: float  # seconds on the link at the traced rate
     # By rank, seconds from the end of the time on the link to the end of the collective on this rank.
     overhead: Mapping[int, float]
-    # Whether the overhead may include time of another collective: the next collective began before this collective
-    # ended, or only one rank's trace was given.
+    # For a collective between nodes: whether the next collective began before this collective ended, so that the
+    # overhead may include time of the next collective.  Inside a node: whether only one rank's trace was given.
     shared: bool
 
 
@@ -212,12 +212,13 @@ def _check_alike(traces: Sequence[Trace], ranks: Mapping[int, RankStep]) -> None
 
 
 def match_collectives(ranks: Mapping[int, RankStep]) -> list[dict[int, int]]:
-    """Find the number that each collective of a step has on each of its ranks.
+    """Match the collectives of a step across ranks.
 
-    The n-th collective of a process group on one rank is the n-th collective of this group on all other ranks.
+    The n-th collective of a process group on one rank is the n-th collective of this group on all its other ranks.
 
     Returns:
-        For each collective, a dict from rank to the collective's number among the collectives of this rank.
+        A dict for each collective.  It maps each rank that takes part to the collective's index, from 0, in the list
+        ``collectives`` of this rank.
     """
     matched, by_key = list[dict[int, int]](), dict[tuple[tuple[int, ...], int], dict[int, int]]()
     for rank in sorted(ranks):
@@ -238,9 +239,12 @@ def _offsets(
     """Return by how many seconds the clock of each rank is ahead of the clock of the first rank.
 
     A collective ends on all hosts at about the same time.  The difference between the clocks of two hosts is therefore
-    the median difference between the times at which collectives ended on them.  Ranks of one host have the same clock.
-    If all traces name the same host, but the clocks of two ranks differ by 0.1 s or more, the name is taken to stand
-    for several hosts, and each rank is aligned as if it had a host of its own.
+    the median difference between the times at which collectives ended on them.
+
+    If the traces name several hosts, ranks of one host have the same clock.  If all traces name the same host, or a
+    trace names none, each rank is first aligned as if it had a host of its own.  If a clock then differs from the first
+    rank's by 0.1 s or more, the ranks are on several hosts, and these differences are returned.  Otherwise the ranks
+    are on one host, and all differences are 0.
 
     Args:
         traces: The traces of all ranks.
@@ -260,8 +264,8 @@ def _aligned(
 ) -> dict[int, float]:
     """Return by how many seconds the clock of each rank is ahead of the clock of the first rank.
 
-    The seconds follow from the times at which collectives ended.  A host that has no collective in common with the
-    first host is aligned through other hosts.
+    The seconds follow from the times at which collectives ended.  If a host has no collective in common with the first
+    host, its clock is compared with a third host's clock, whose difference from the first host's is known.
 
     Args:
         hosts: Name of each rank's host; ranks of one host have the same clock.
@@ -454,8 +458,8 @@ class _Replay:
     def _start(self, key: tuple[int, int]) -> None:
         """Start the task ``key`` (rank, number of the task), after all tasks that it waits for are done.
 
-        A computation, or a collective that is left out, is finished at once.  Any other collective becomes pending when
-        the last of its ranks has started it.
+        If the task computes, or is a collective that the policy leaves out, its end is known and noted at once.  Any
+        other collective is put into the queue for the link when the last of its ranks has started it.
         """
         rank, place = key
         tasks_of_rank, skew = self._step.ranks[rank].tasks, self._step.skew[rank]

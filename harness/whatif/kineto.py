@@ -4,7 +4,8 @@
 keys before and after the array.  Only the events that a prediction needs are kept: steps, operations of the host,
 launches, and kernels.  Times are in seconds of the host's clock.
 
-Sources: the files that torch 2.13 writes, and the traces in HolisticTraceAnalysis's ``tests/data``.  No torch.
+Sources: the files that torch 2.13 writes, and the traces in HolisticTraceAnalysis's ``tests/data``.  This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def read(path: Path) -> Trace:
     """Read one rank's trace.  A file whose name ends in ``.gz`` is decompressed.
 
     Raises:
-        Refusal: if the path is a folder, or the file is truncated, is no trace of torch.profiler, does not say which
-            rank of how many wrote it, or has fewer than two complete steps.
+        Refusal: if the path is a folder; if the file is truncated or no trace of torch.profiler; if it does not name
+            its rank and the number of ranks; or if it has fewer than two complete steps.
         OSError: if the file cannot be read.
     """
     if path.is_dir():

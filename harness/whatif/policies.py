@@ -151,7 +151,7 @@ def _stretch(target: Target) -> float:
 
 
 def _again(collectives: Sequence[Joined]) -> set[int]:
-    """Return the numbers of the all-gathers in backward whose weights the step has gathered before."""
+    """Return the indices of the all-gathers in backward that gather weights for the second time in the step."""
     seen, again = set[tuple[str, int]](), set[int]()
     for number, joined in enumerate(collectives):
         key = joined.seen.unit, joined.seen.elements
@@ -237,7 +237,9 @@ def _seconds(step: JointStep, names: set[str]) -> tuple[float, float]:
 
 
 def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) -> list[Unit]:
-    """Return a unit for each bucket of DDP, in the order in which the forward pass uses them.
+    """Return a unit for each bucket of DDP, in the order in which the forward pass uses their parameters.
+
+    A bucket is the gradients that DDP reduces with one all-reduce.
 
     The forward seconds of the slowest rank are divided among the units in proportion to their elements.  The backward
     seconds of a unit are the seconds of computation from the issue of the previous bucket to the issue of the unit's
@@ -264,10 +266,10 @@ def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) 
 
 
 def _issued(step: JointStep, rank: int, issued: Sequence[float]) -> list[float]:
-    """Return the moments at which a rank issued DDP's buckets.
+    """Return the moments, in seconds, at which ``rank`` issued the all-reduces of DDP's buckets.
 
-    ``issued`` are the moments at which the first rank issued the buckets.  They show which collectives of the first
-    rank are buckets.  The collectives of ``rank`` with the same numbers are its buckets.
+    ``issued`` are the moments at which the first rank issued them.  The first rank's collectives with these moments are
+    the buckets, and ``rank`` has the same buckets at the same indices among its own collectives.
     """
     first = step.ranks[min(step.ranks)].collectives
     places = [place for place, seen in enumerate(first) if seen.issued[0] in set(issued)]
@@ -348,10 +350,10 @@ def _geometry(unit: Unit, policy: Policy, topology: Topology) -> UnitGeometry:
 
 
 def _optimizer_share(step: JointStep, policy: Policy, traced: Traced, topology: Topology) -> float:
-    """Return how many times as many elements a rank's optimizer steps under ``policy`` as it did in the traced run.
+    """Return a ratio: the elements that a rank's optimizer updates under ``policy``, over those in the traced run.
 
-    If the trace has reduce-scatters, a traced rank is taken to have stepped a shard, the elements divided by the number
-    of ranks.  Otherwise it is taken to have stepped all elements.
+    If the trace has reduce-scatters, a traced rank is taken to have updated a shard, that is, the model's elements
+    divided by the number of ranks.  Otherwise it is taken to have updated all elements.
     """
     sharded = any(joined.seen.kind == "reduce_scatter" for joined in step.collectives)
     ours = policy.group_ranks(topology) if policy.stage else 1

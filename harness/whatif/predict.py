@@ -14,8 +14,8 @@ from harness.whatif.joint import JointStep, Traced
 from harness.whatif.policies import REWRITES, SAME, Overheads, Predicted, Target
 from impl.policy.topology import Topology
 
-# Smallest and largest ratio of a rate to the traced rate that is predicted without a note.  docs/whatif_errors.md has
-# measured the errors of predictions between these ratios.
+# Smallest and largest ratio of a rate to the traced rate that is predicted without a note.  docs/whatif_errors.md lists
+# the measured errors of predictions between these ratios.
 VALIDATED: Final = (0.5, 4.0)
 CLOSE: Final = 0.02  # largest relative error with which the replay of a trace may miss the traced step
 _FEW: Final = 5  # smallest number of traced steps without a note that the steps are few
@@ -26,18 +26,24 @@ _HALVINGS: Final = 12  # how often the interval with the break-even is then halv
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A predicted step; seconds are medians over the traced steps."""
+    """A predicted step; seconds are medians over the traced steps.
+
+    The intervals ``low`` to ``high`` and ``low_speed_up`` to ``high_speed_up`` cover the predictions under both
+    hypotheses on the overheads of collectives (:data:`~harness.whatif.policies.Overheads`), and with each of the
+    machine file's fits: sets of costs that explain the measurements of this machine equally well.
+    """
 
     target: Target
     seconds: float  # duration of the step, if overheads scale with bytes over the rate
-    low: float  # the shortest duration under both hypotheses on overheads and all fits of the machine
-    high: float  # the longest duration under both hypotheses on overheads and all fits of the machine
+    low: float  # the shortest of the predicted durations
+    high: float  # the longest of the predicted durations
     exposed: float  # seconds of waiting for messages, on the rank that waits longest
     link: float  # seconds in which the link between nodes is busy
     speed_up: float  # over the policy "same", the program as traced, at the same rate and topology
-    low_speed_up: float  # the smallest speed-up under both hypotheses on overheads and all fits
-    high_speed_up: float  # the largest speed-up under both hypotheses on overheads and all fits
-    break_even: float | None  # bytes a second above which the policy does not pay; as :func:`break_even`
+    low_speed_up: float  # the smallest of the predicted speed-ups
+    high_speed_up: float  # the largest of the predicted speed-ups
+    # Rate in bytes a second above which the policy is not faster than the program as traced; None if there is none.
+    break_even: float | None
     notes: Sequence[str]
 
     @property
@@ -52,10 +58,12 @@ def check_replay(traced: Traced) -> list[float]:
     An error is relative: 0.01 if the replay takes 1 % longer than the traced step.
 
     Raises:
-        Refusal: If the median of the errors' absolute values is above :data:`CLOSE`, if a traced step lasts 0 s or
-            less, or if a step has collectives, but one rank ended it before another rank began it.  A traced rate that
-            the user gave is also refused if it is too low: a step's messages would take longer at this rate than the
-            whole step.
+        Refusal: In these cases:
+
+            - the median of the errors' absolute values is above :data:`CLOSE`;
+            - a traced step lasts 0 s or less;
+            - a step has collectives, but one rank ended the step before another rank began it;
+            - the user gave a traced rate, and at this rate a step's messages would take longer than the whole step.
     """
     for step in traced.steps:
         if step.seconds <= 0:
@@ -125,7 +133,7 @@ def predict(traced: Traced, target: Target) -> Prediction:
             "--nodes 1: one node has no link whose rate a step could depend on: choose two or more nodes"
         )
     policies.check(target.policy, traced)
-    # A rewritten step has nothing of a machine but the seconds of its codecs, in which its fits agree.
+    # Under a policy of REWRITES, only the codecs' seconds come from the machine, and all its fits have the same.
     fits = (target.machine,) if target.machine is None or target.policy in REWRITES else target.machine.fits
     found = {
         overheads: [_median(traced.steps, traced, replace(target, machine=fit), overheads) for fit in fits]
@@ -172,10 +180,10 @@ def break_even(traced: Traced, target: Target) -> float | None:
 
 
 def _crossing(gain: Callable[[float], float], rates: Sequence[float]) -> float | None:
-    """Return the largest rate at which ``gain`` changes from a positive number to 0 or a negative number.
+    """Return the largest rate at which ``gain`` changes from positive to zero or negative.  None if there is none.
 
-    ``gain`` is computed at all ``rates``, which ascend.  If the change lies between two neighbouring rates, the
-    interval between them is then halved several times.  Returns None if there is no such change.
+    ``gain`` is computed at all ``rates``, which ascend.  The change lies between two neighbouring rates; this interval
+    is then halved several times.
     """
     gains = [gain(rate) for rate in rates]
     place = next((i for i in reversed(range(len(rates) - 1)) if gains[i] > 0 >= gains[i + 1]), None)

@@ -1,8 +1,8 @@
 """Lists what each rank does in a predicted step, and when: computation, codecs, messages, and waits of the host.
 
-The times are the times of the prediction.  For a policy of :data:`harness.whatif.policies.REWRITES` they come from the
-replay of all ranks; for a preset of our engine they come from the simulation.  :mod:`harness.whatif.export` writes them
-as traces.  No torch.
+All times are predicted.  For a policy of :data:`harness.whatif.policies.REWRITES` they come from the replay of all
+ranks; for a preset of our engine they come from the simulation.  :mod:`harness.whatif.export` writes these lists as
+traces.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ class RankSchedule:
 def ranks_of(traced: Traced, target: Target) -> list[int]:
     """Return the ranks for which a prediction has a schedule.
 
-    They are all ranks of the target.  If the trace of only one rank was given, they are one rank: the traced rank, or
-    its number modulo the number of the target's ranks.
+    These are all ranks of the target.  There is one exception: if the trace of only one rank was given, the list has
+    one number, the traced rank's number modulo the target's number of ranks.
     """
     world = target.topology.world
     return [min(traced.steps[0].ranks) % world] if traced.alone else [*range(world)]
 
 
 def schedules(traced: Traced, target: Target) -> Iterator[Callable[[int], RankSchedule]]:
-    """Yield for each predicted step a function that returns the schedule of a rank; its argument is the rank's number.
+    """Yield one function for each predicted step.  The function takes a rank's number and returns its schedule.
 
     The overhead of a collective is assumed to grow in proportion to its time on the link: ``scale`` of
     :data:`harness.whatif.policies.Overheads`.
@@ -189,7 +189,7 @@ def _sent(task: Task, span: tuple[float, float], launched: float | None, run: Ru
 
 
 def _simulated(step: Simulated, topology: Topology) -> Callable[[int], RankSchedule]:
-    """Return a function that returns the schedule of a rank in a simulated step; its argument is the rank's number.
+    """Return a function that takes a rank's number and returns the schedule of this rank in a simulated step.
 
     The schedules of two ranks differ only in the groups of their collectives.
     """
@@ -228,10 +228,10 @@ def _simulated(step: Simulated, topology: Topology) -> Callable[[int], RankSched
 
 
 def _posted(posted: PostedMessage, rank: int) -> Message | None:
-    """Return the messages that ``rank`` sends and receives in one hop, in the form of a collective.
+    """Return one hop of our engine, in which ``rank`` takes part, as a collective that a trace can have.
 
     In a hop of kind ``shift`` each rank sends only to the next rank.  No collective in a trace does this, so the hop
-    becomes an all-to-all with the same number of bytes.  Returns None if the messages belong to no hop.
+    becomes an all-to-all with the same number of bytes.  Returns None if ``posted`` belongs to no hop.
     """
     hop, nbytes = posted.hop.hop, posted.hop.nbytes
     if hop is None:
@@ -251,8 +251,9 @@ def _posted(posted: PostedMessage, rank: int) -> Message | None:
 
 
 def _in_turn(activities: Iterable[Activity]) -> Iterator[Activity]:
-    """Yield the activities, changed so that activities on a track of codecs or links do not overlap.
+    """Yield the activities, moved so that those on a track of codecs or links do not overlap.
 
+    A track is a row of the trace, such as the link between nodes.
     If an activity begins while its track is in use, its beginning is moved to the time when the track is free.  If it
     would also end before this time, it moves to another track, such as ``codecs, 2``.
     """

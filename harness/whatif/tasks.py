@@ -10,7 +10,7 @@ waits for it.  The first of these rules that applies finds the task:
 4. ``gap``: the main thread, or the stream, was idle until the collective ended;
 5. ``optimizer``: the optimizer waits for all gradients.
 
-No torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from harness.whatif.kineto import Step, Trace
 
 Rule = Literal["blocking", "copy-out", "backward", "gap", "optimizer"]
 _GAP: Final = 150e-6  # seconds without a recorded operation after which a thread counts as waiting
-# Most seconds by which a waiting thread goes on before the recorded end of the collective.
+# A waiting thread may continue up to this many seconds before the recorded end of the collective.
 _EARLY: Final = 5e-3
 
 
@@ -58,8 +58,8 @@ class RankStep:
     collectives: list[Collective] = field(default_factory=list)
     # By rule, the number of collectives whose waiting task was found by this rule.
     rules: Counter[Rule] = field(default_factory=Counter)
-    # Stretches of computation before the optimizer's step: (moment, seconds).  At this moment the host computed or
-    # launched the stretch, so that the moment tells which unit computed.
+    # Stretches of computation before the optimizer's step: (moment, seconds).  The moment is when the host began to
+    # compute the stretch or, on a GPU, launched it; it shows to which unit of the model the stretch belongs.
     computed: list[tuple[float, float]] = field(default_factory=list)
     optimizer: float = 0.0  # seconds of the optimizer's step
 
@@ -77,7 +77,8 @@ def on_host(trace: Trace, step: Step, marks: Marks, collectives: Sequence[Collec
     """
     result = RankStep(step.begin, step.end, marks, collectives=list(collectives))
     gaps = _gaps(step)
-    # (when the thread gets there, 0 for an issue and 1 for a wait, collective, until when it waits)
+    # Each point is (moment at which the thread issues a collective or begins to wait for it, 0 for an issue or 1 for a
+    # wait, index of the collective, end of the wait).
     points = [(collective.issued[0], 0, index, 0.0) for index, collective in enumerate(collectives)]
     last_issue = max((one.issued[0] for one in collectives if one.phase == "backward"), default=-math.inf)
     for index, collective in enumerate(collectives):
@@ -113,9 +114,9 @@ def _computing(marks: Marks, begin: float, end: float, after: list[int]) -> Task
 
 
 def _note_host(result: RankStep, begin: float, end: float) -> None:
-    """Note that the host computed from ``begin`` to ``end``.
+    """Add the time from ``begin`` to ``end``, in which the host computed, to ``result``.
 
-    The time is divided at moments at which another FSDP module, or another phase, begins to compute.
+    The time is divided where another FSDP module or another phase (forward, backward, optimizer) begins.
     """
     if end <= begin:  # a wait that began during the wait before it
         return
@@ -154,7 +155,8 @@ def _wait(
     if collective.blocking:
         return issue, max(issue, done), "blocking"
     if collective.kind == "all_gather" and (copied := copies_out(marks, collective.unit, issue)) is not None:
-        # The thread waits inside the annotation or, where it slept right before it, since the beginning of that sleep.
+        # The thread waits in FSDP's copy-out.  If it was idle right before the copy-out, the wait began with this idle
+        # time.
         place = bisect.bisect_left(gaps.ends, copied) - 1
         slept = gaps.begins[place] if place >= 0 and copied - gaps.ends[place] < _GAP else copied
         begin = max(issue, slept)

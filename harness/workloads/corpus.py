@@ -1,4 +1,4 @@
-"""Reads corpora: the tokens that language models train on.  No torch.
+"""Reads corpora: the tokens that language models train on.  Does not import torch.
 
 A suite names its corpus in one of these ways:
 
@@ -52,8 +52,8 @@ class Corpus:
 class Text(Dataset):
     """A data set of sequences of T tokens from a corpus: (B, T) int64 inputs, and (B, T) int64 targets.
 
-    The target of a token is the next token.  With ``masks``, inputs and targets are as BERT's masking makes them
-    (:func:`harness.workloads.masked_text.mask`).
+    The target of a token is the next token.  With ``masks``, some input tokens are masked as in BERT's training, and
+    their original values are the targets (:func:`harness.workloads.masked_text.mask`).
     """
 
     def __init__(
@@ -182,7 +182,8 @@ def holds_arrays(source: str) -> bool:
 def _of_arrays(source: str, _: Path) -> Corpus | OwnPairs:
     """Read a corpus of arrays from a folder with token files, or from a user's function.
 
-    The second argument is the suite's folder.  It is not read, and only distinguishes entries of the cache.
+    The second argument is the suite's folder.  It is part of the cache's key, because a relative path ``source`` names
+    another corpus in another folder.
     """
     place = folder.path_of(source)
     if place.is_dir():

@@ -1,7 +1,8 @@
-"""Defines the base class of data sets, which chooses the samples that each rank reads at each step.  No torch.
+"""Defines the base class of data sets, which chooses the samples that each rank reads at each step.
 
-The number of a sample is a hash of seed, step, micro-batch, rank and the sample's index in the batch.  A batch
-therefore depends on nothing else: not on the strategy, on earlier batches, or on the version of a library.
+Which sample is read follows from a hash of seed, step, micro-batch, rank and the sample's index in the batch.  A batch
+therefore does not depend on the strategy, on earlier batches, or on the version of a library.  This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Dataset(ABC):
     def validation_batches(self, *, batches: int, rank: int, world: int, sequences: int) -> list[Pair]:
         """Return the validation batches of a rank, each as inputs and targets.
 
-        The samples of all ranks and batches are spread evenly over the validation part, from its first sample to its
-        last.  In this order they belong to the first batch of rank 0, the first batch of rank 1 and so on, and then to
-        the second batch of rank 0, the second batch of rank 1 and so on.
+        All ranks' batches together have ``batches * world * sequences`` samples, which are spread evenly over the
+        validation part.  In the order of the part, they go to the first batch of rank 0, the first batch of rank 1 and
+        so on, and then to the second batches in the same order of ranks.
 
         Args:
             batches: Number of batches of the rank.

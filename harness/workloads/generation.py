@@ -24,14 +24,14 @@ def decode(
     layers: int,
     choose: Callable[[Tensor], Tensor] | None = None,
 ) -> Iterator[Tensor]:
-    """Continue B prompts by one token after another, and yield each time the B new tokens: (B,) int64.
+    """Decode tokens for B prompts at once, and yield the B new tokens of each position: (B,) int64.
 
     Args:
         model: A model in evaluation mode.  It is called as ``model(tokens, None, past)`` and returns (B, vocab) logits.
         prompt: The prompts, (B, T) int64.
         tokens: Number of tokens to decode for each prompt.
         layers: Number of layers of the model; each layer gets a key-value cache.
-        choose: Picks (B,) tokens from (B, vocab) logits.  By default, each is the token with the largest logit.
+        choose: Picks (B,) tokens from (B, vocab) logits.  None picks the token with the largest logit.
     """
     past = [KeysAndValues() for _ in range(layers)]
     for _ in range(tokens):
@@ -44,14 +44,19 @@ def decode(
 
 # Seconds waited for messages so far, bytes sent between nodes, and bytes sent inside nodes.
 Counts = tuple[float | None, int | None, int | None]
-# For each of these counts, the field of Token that holds by how much the count grew during the token.
+# The fields of Token for these counts, in the same order.  A field says how much the count grew during one token.
 _SPENT: Final = ("exposed", "inter_bytes", "intra_bytes")
 
 
 class Generator:
     """Continues one batch of prompts in each :meth:`run`, and stores the seconds, waits and bytes of each token.
 
-    ``count`` returns the :data:`Counts` of this rank so far.  Their growth during a token is stored with the token.
+    Args:
+        prompt: The prompts, (B, T) int64.
+        tokens: Number of tokens to decode for each prompt.
+        layers: Number of layers of the model.
+        count: Returns the seconds and bytes of this rank so far (:data:`Counts`).  It is called after each token.
+        device: The device of the model.
     """
 
     def __init__(

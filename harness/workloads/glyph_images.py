@@ -1,8 +1,9 @@
-"""Makes a data set of labelled images for vision models: characters in twelve fonts of matplotlib.  No torch.
+"""Makes a data set of labelled images for vision models: characters in twelve fonts of matplotlib.
 
 The data set needs no download, since matplotlib brings the DejaVu fonts.  A class is a character.  The classes are the
 256 characters with the lowest code points that all fonts have and that look different from one another in the first
-font.  An item is a character in one font.  About one item in twenty, chosen by a hash, is for validation.
+font.  An item is a character in one font.  About one item in twenty, chosen by a hash, is for validation.  This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def load() -> Glyphs:
         for label, character in enumerate(characters):
             held_out = draw(f"{font}/{character:x}", VALIDATION_EVERY) == 0
             splits[held_out].append(Item(font, character, label))
-    # The digest includes the version of FreeType, since another version may render other pixels.
+    # The digest includes the version of FreeType, since another version may draw a character with other pixels.
     drawing = (characters, IMAGE_SIDE, _PIXELS, str(ft2font.__freetype_version__))
     whole = b"".join([*(_path(font).read_bytes() for font in _FONTS), repr(drawing).encode()])
     return Glyphs(hashlib.sha256(whole).hexdigest(), *splits)

@@ -1,6 +1,7 @@
-"""Computes digests of a trial's inputs: its corpus, and the sources of a user's own objects.  No torch.
+"""Computes digests of a trial's inputs: its corpus, and the sources of a user's own objects.
 
-Records keep these digests, so that one can see whether an input has changed since the trial ran.
+Records keep these digests, so that one can see whether an input has changed since the trial ran.  This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ def digests(trial: Trial) -> dict[str, str]:
 
 
 def _digests_of_parts(modules: Iterable[str], trial: Trial) -> dict[str, str | None]:
-    """Return the digests of the modules that ``modules`` import, and of the files that all these modules' sources name.
+    """Return the digests of the modules that ``modules`` import, and of the files that trial and modules name.
 
-    Files that the trial's ``model.arguments`` name count, too.
-    The keys are ``module helper`` and ``file words.txt of mine``, as :func:`digests` explains.  A digest is None if the
-    file cannot be read.
+    These are files that the source of one of the modules names, such as data files, and files that the trial's
+    ``model.arguments`` name.  The keys of the result have the forms ``module helper`` and ``file words.txt of mine``,
+    as :func:`digests` explains.  A digest is None if the file cannot be read.
     """
     if not (names := sorted(set(modules))):
         return {}

@@ -1,7 +1,7 @@
-"""Masks tokens as BERT does (arXiv 1810.04805, section 3.1).  No torch.
+"""Masks tokens as BERT does (arXiv 1810.04805, section 3.1).  Does not import torch.
 
-15 % of each sequence's tokens become targets.  Of these, 80 % are replaced with the mask, 10 % with a random
-token, and 10 % stay as they are.
+15 % of each sequence's tokens are to be predicted.  Of these tokens, 80 % are replaced with the mask, 10 % with a
+random token, and 10 % stay as they are.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Tokens = NDArray[np.int64]
 
 SHARE: Final = 0.15  # share of the tokens of each sequence that are predicted
 NO_TARGET: Final = -100  # target of tokens that are not predicted; torch's cross-entropy ignores it
-# A random byte decides what a predicted token is replaced with.
-_SHOWN_AS_MASK: Final = 205  # a byte below this value (probability 0.8) chooses the mask
-# A byte from 205 to 230 (0.1) chooses a random token; a larger byte (0.1), no change.
+# A random byte decides what a predicted token is replaced with: below 205 (probability 0.8) with the mask, from 205 to
+# 230 (probability 0.1) with a random token.  If the byte is 231 or more (probability 0.1), the token stays as it is.
+_SHOWN_AS_MASK: Final = 205
 _SHOWN_AT_RANDOM: Final = 231
 
 

@@ -88,7 +88,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor, past: KeysAndValues | None = None) -> Tensor:
-        """Map (B, T, width) to (B, T, width); see :meth:`Attention.forward` for ``past``."""
+        """Map (B, T, width) to (B, T, width); ``past`` is the attention's cache (:meth:`Attention.forward`)."""
         x = x + self.attention(self.attention_norm(x), past)
         return x + self.down(F.gelu(self.up(self.mlp_norm(x))))  # type: ignore[no-any-return]
 
@@ -281,7 +281,7 @@ def check_blocks(model: nn.Module) -> None:
 
 @cache
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a block's class that checkpoints the block's forward pass.  Both have the same name."""
+    """Return a subclass of a block's class, with the same name, whose forward pass is checkpointed."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = partial(kind.forward, self)

@@ -1,4 +1,4 @@
-"""Makes a data set of the inputs and targets that a user's function returns as pairs of arrays.  No torch."""
+"""Makes a data set of the inputs and targets that a user's function returns.  Does not import torch."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def _pair(origin: str, part: str, pair: Any) -> _Arrays:
 
 
 def _is_pair(part: Any) -> bool:
-    """Return whether a part is a list or tuple of arrays.
+    """Return whether ``part`` is a list or tuple of arrays.
 
-    An array of tokens is no such part, and neither is a list of numbers.
+    The result is False for a single array, such as an array of tokens, and for a list of numbers.
     """
     return isinstance(part, tuple | list) and bool(part) and all(hasattr(side, "__len__") for side in part)
 

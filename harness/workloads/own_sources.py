@@ -5,7 +5,7 @@ files, kernels and their headers.  Imports and names are followed from file to f
 sources; no user code runs.  Libraries and this project's packages are left out, since records keep their versions.
 
 The files that a source names are guessed from the string constants in the source.  A file that is found without need is
-harmless.  A file whose name is computed at run time cannot be found.  No torch.
+harmless.  A file whose name is computed at run time cannot be found.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LONGEST_PATH: Final = 255  # characters; longer texts are no paths
 class _Source:
     """A module, or a file that a source names."""
 
-    name: str  # dotted name of a module; of a file, ``<text> of <module>``
+    name: str  # dotted name of the module; for a file, ``<text> of <module>``: the text that names it, and where
     file: Path | None = None  # None for a namespace package
     package: str = ""  # the package that relative imports start from
     folders: tuple[str, ...] = ()  # folders with the submodules of a package
@@ -123,7 +123,7 @@ def _followed(
         file: The source's file.
         added_folders: Folders that sources may add to ``sys.path``.  If this source changes ``sys.path``, the folders
             that it may have added are appended to this list.
-        folders: As in :func:`files_of`.
+        folders: Folders in which a file that the source names is sought if the source's own folder does not have it.
     """
     holder = source.name.partition(" of ")[2] or source.name
     if file.suffix in _KERNELS:
@@ -164,7 +164,7 @@ def _followed(
 
 
 def _named(text: str, path: Path, holder: str) -> _Source:
-    """Return the object for the file ``path``, which the source of the module ``holder`` names as ``text``."""
+    """Return a :class:`_Source` for the file ``path``, which the module ``holder`` names by the constant ``text``."""
     return _Source(f"{path.name if Path(text).is_absolute() else text} of {holder}", path, named=True)
 
 
@@ -221,9 +221,10 @@ def _resolve(name: str, package: str, added_folders: Sequence[Path]) -> list[_So
 
 
 def _top_level(name: str, added_folders: Sequence[Path]) -> ModuleSpec | None:
-    """Find the spec of a top-level module as an import would, even if another module of this name is imported already.
+    """Find the spec of a top-level module by searching the folders of ``sys.path`` and then ``added_folders``.
 
-    ``added_folders`` are searched after the folders of ``sys.path``.  Returns None if there is no such module.
+    The search ignores modules that are imported already, since another module may have this name.  Returns None if
+    there is no such module.
     """
     for finder in sys.meta_path:
         if (spec := _spec(finder, name, None)) is not None:
@@ -399,9 +400,10 @@ def _targets(node: ast.AST) -> set[str]:
 
 
 def _joins(node: ast.AST) -> bool:
-    """Return whether the value of an assignment may be a path, by the function that it calls.
+    """Return whether the value of an assignment may be a path.
 
-    For example, ``Path("a") / "b"`` may be a path, and ``read("a")`` is none.
+    A value is taken for a path if it is no call, or if it calls a function that returns a path.  For example,
+    ``Path("a") / "b"`` and ``join("a", "b")`` may be paths, and ``read("a")`` is none.
     """
     return _called(getattr(node, "value", None)) in _JOINING
 

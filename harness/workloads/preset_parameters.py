@@ -1,6 +1,7 @@
-"""Lists a preset model's sizes, and its parameters by name and shape, without building the model.  No torch.
+"""Lists a preset model's sizes, and its parameters by name and shape, without building the model.
 
-A plan of a suite needs only these.  Importing torch takes longer than such a plan.
+Commands that only plan a suite need no more than this, so they need not import torch, which would take longer than the
+planning.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def parameters_of(model: Model, sequence: int) -> tuple[list[Placed], list[str]]
         The parameters in the module's order, each with the name of its block, and the names of the blocks.
 
     Raises:
-        Refusal: as :func:`shape_of` and :func:`patch_of` do.
+        Refusal: if there is no such preset, if a size is unknown or impossible, or if an image cannot be cut into
+            ``sequence`` patches.
     """
     shape = shape_of(model)
     width, places, outputs, inputs = shape.width, sequence, IMAGE_CLASSES, (0, shape.width)
@@ -103,12 +105,14 @@ def parameters_of(model: Model, sequence: int) -> tuple[list[Placed], list[str]]
 
 
 def parameters_of_trial(trial: Trial) -> tuple[list[Placed], list[str]]:
-    """List the parameters and blocks of a trial's model, as :func:`parameters_of` does.
+    """List the parameters and blocks of a trial's model, which must be a preset.
 
-    Each parameter has the number of the group in which the trial's optimizer steps it.
+    Returns:
+        The parameters in the module's order, and the names of the blocks.  Each parameter has the name of its block,
+        and the number of the group in which the trial's optimizer steps it.
 
     Raises:
-        Refusal: as :func:`parameters_of` does.
+        Refusal: if there is no such preset, or if a size of the model is unknown or impossible.
     """
     placed, blocks = parameters_of(trial.model, trial.sequence)
     group = trial.optimizer.group

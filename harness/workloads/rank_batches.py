@@ -41,7 +41,7 @@ class ExperienceBatch:
     drawn: list[Batch]  # the batches that the prompts were taken from
 
     def step(self, index: int) -> Iterator[list[tuple[Tensor, Any]]]:
-        """Yield a list with the one batch of this step, as :meth:`Batches.step` describes."""
+        """Yield one list, which has the one batch of the step.  ``index`` is not used."""
         yield [self.batch]
 
 
@@ -92,7 +92,10 @@ class RankBatches:
             ]
 
     def step(self, index: int) -> Iterator[list[Batch]]:
-        """Yield a list of batches for each micro-batch of step ``index``, as :meth:`Batches.step` describes."""
+        """Yield a list of batches (inputs, targets) for each micro-batch of step ``index``: one batch for each rank.
+
+        With strategy ``single`` these are the batches of all ranks.  Otherwise it is this rank's batch.
+        """
         for micro_batch in range(self._trial.accumulation):
             yield [self._batch(index, micro_batch, part) for part in self.ranks]
 

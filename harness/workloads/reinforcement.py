@@ -23,7 +23,7 @@ _LEAST_SPREAD = 1e-4  # added to the standard deviation of a group's rewards, wh
 
 
 class Experience:
-    """What the actor needs for its loss in addition to the tokens: targets, advantages and log probabilities.
+    """Holds what the actor's loss needs in addition to the tokens: targets, advantages and log probabilities.
 
     This is not a dataclass, because engines cast the tensors in dataclasses to 16 bits.
 
@@ -82,7 +82,7 @@ def actor_of(trial: Trial) -> Actor:
     """Build the actor, which is the model that is trained.
 
     Raises:
-        Refusal: as :func:`harness.workloads.models.build`.
+        Refusal: if there is no preset of the trial's ``model.name``, or if its arguments are invalid.
     """
     actor = Actor(shape_of(trial.model), trial.sequence)  # type: ignore[arg-type]  # suites are checked
     if trial.activation_checkpointing:
@@ -130,10 +130,10 @@ def grpo_loss(logs: Tensor, experience: Experience) -> Tensor:
 
 
 def targets_of(sequences: Tensor, prompt: int) -> Tensor:
-    """Return the target of each token but the last in (B, T + 1) sequences: (B, T) int64.
+    """Return the targets (B, T) int64 of all but the last token in (B, T + 1) sequences: the next token of each.
 
-    The target is the next token.  It is ``NO_TARGET`` if the next token belongs to the prompt, which has the first
-    ``prompt`` tokens.
+    The first ``prompt`` tokens of a sequence are the prompt.  Where the next token belongs to the prompt, the target is
+    ``NO_TARGET``, so that the loss covers only generated tokens.
     """
     targets = sequences[:, 1:].clone()
     targets[:, : prompt - 1] = NO_TARGET

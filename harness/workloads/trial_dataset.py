@@ -1,4 +1,4 @@
-"""Loads and checks the data set of a trial, in the form that the trial's model reads.  No torch."""
+"""Loads and checks the data set of a trial, in the form that the trial's model reads.  Does not import torch."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def check(trial: Trial) -> None:
 
 
 def micro_batch_bytes(trial: Trial) -> int:
-    """Return the most bytes of memory that one rank needs for a micro-batch: the data as drawn, and a copy.
+    """Return the most bytes that the data of one micro-batch take on a rank.
 
-    The copy is on the model's device.
-    If the corpus cannot be read, the result is computed as for a text.
+    The data are counted twice: as they are drawn, and as the copy on the model's device.  If the corpus cannot be read,
+    the result is computed as for a text.
     """
     examples = trial.tokens_per_rank // trial.sequence
     if trial.corpus == GLYPHS:
