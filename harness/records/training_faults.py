@@ -33,8 +33,8 @@ _SLEPT_LONGER: Final = (0.1, 0.01)
 _AWAKE: Final = 0.5  # see _SLEPT
 # CPU seconds that a step may take on a rank.  They are the sum of a multiple of the model's computation alone, of
 # seconds for each byte that the rank sends, and of seconds for each micro-batch.  The numbers under False are for
-# policies that encode nothing, those under True for all others.  The 9,760 ranks of the reference results, some of them
-# on busy machines, took at most 0.69 (False) and 0.59 (True) of these limits.
+# policies that encode nothing, those under True for all others.  docs/reference/metrics.md states which shares of these
+# limits the ranks of the reference results took, some of them on busy machines; a test holds it to the records.
 # The seconds for each micro-batch cover costs of messages that do not depend on their size: steps of a tiny model, with
 # 4 ranks on 2 processors, needed 0.01 to 0.04 s each, where the model alone needed 0.003 s.
 _COMPUTED: Final = {False: (1.5, 12e-9, 0.05), True: (2.0, 20e-9, 0.07)}
