@@ -1,8 +1,9 @@
 """All-gathers encoded shards hop by hop, as qwZ and hpZ do (paper sections 3.1 and 3.2).
 
-Each rank encodes its shard once; :mod:`impl.unit.master_shard` encodes weights.  A later hop forwards the frames that
-the previous hop received, without decoding them, so all ranks decode the same bytes.  The exception is a hop in which
-ranks send hpZ's copy of the weights: its frames come from the copy (:mod:`impl.unit.secondary_shard`).
+A hop is one exchange along one axis of ranks, such as the ranks of a node.  Each rank encodes its shard once
+(:mod:`impl.unit.master_shard`).  A later hop forwards the frames, the encoded shards, that the previous hop received,
+without decoding them, so all ranks decode the same bytes.  The exception is a hop in which ranks send hpZ's copy of the
+weights: its frames come from the copy (:mod:`impl.unit.secondary_shard`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from impl.policy.topology import Axis
 
 
 def forward(_: Hop, message: Tensor, received: Tensor) -> None:
-    """Copy the frames ``received`` on the previous hop into the ``message`` (bytes,) uint8 of the next hop."""
+    """Copy the frames that the previous hop has ``received`` into the ``message`` (bytes,) uint8 of the next hop."""
     message.view(received.shape).copy_(received)
 
 
@@ -31,17 +32,18 @@ class FrameGather:
 
     :meth:`start` posts the first hop, and :meth:`finish` runs the remaining hops.  ``left`` is the number of hops that
     are not posted yet.  With ``post=False``, :meth:`start` and :meth:`post_next_hop` only write the hop's message.
-    :func:`post_together` then posts this hop of several gathers.
+    The function :func:`post_together` then posts the written messages of several gathers at once.
 
     Args:
         wire: sends the messages.
         hops: the hops, in the order in which they are posted.
-        write: writes the message of each hop after the first.  It is called with the hop, the message (bytes,) uint8,
-            and what the previous hop has received, (ranks along the previous hop's axis, bytes) uint8.  It is not
-            called for the second hop if the first hop's frames are received directly into the second hop's message.
-        keep: stores what a hop has received, for example as hpZ's copy.  It is called with the hop and the received
-            bytes, for each hop whose ``keeps`` is not ``nothing``, before the next hop is posted.  It is not called for
-            the last hop.
+        write: a function that writes the message of each hop after the first.  It is called with the hop, the message
+            (bytes,) uint8, and what the previous hop has received, (ranks along the previous hop's axis, bytes) uint8.
+            It is not called for the second hop if the first hop's frames are received directly into the second hop's
+            message.
+        keep: a function that stores what a hop has received, for example as hpZ's copy.  It is called before the next
+            hop is posted, with the hop and the received bytes, for each hop whose ``keeps`` is not ``nothing``.  It is
+            not called for the last hop.
     """
 
     def __init__(
@@ -68,14 +70,14 @@ class FrameGather:
         *,
         post: bool = True,
     ) -> None:
-        """Post the first hop, whose message ``first(hop, message)`` writes.
+        """Write the first hop's message by calling ``first(hop, message)``, and post the first hop.
 
         Args:
             tag: the purpose under which the ledger books the messages of all hops.
             first: writes the message (bytes,) uint8.
             into: (ranks * bytes,) uint8.  If the gather has a single hop, all messages may arrive in this memory.  With
                 several hops it is not used.
-            post: whether the hop is posted here, and not by :func:`post_together`.
+            post: False if the hop is not posted here, but later by :func:`post_together`.
         """
         self._tag, self.left, hop = tag, len(self.hops) - 1, self.hops[0]
         to = None if self.left else into
@@ -90,7 +92,7 @@ class FrameGather:
             exchange.post()
 
     def post_next_hop(self, *, post: bool = True) -> None:
-        """Wait for the hop under way, and post the next hop, or with ``post=False`` only write its message."""
+        """Wait for the hop under way, and write the next hop's message; with ``post=True``, also post the message."""
         before, last, hop = self._exchange, self.hops[-self.left - 1], self.hops[-self.left]
         received = before.wait()
         if self._keep is not None and last.keeps != "nothing":
@@ -109,7 +111,7 @@ class FrameGather:
         return self._wire.all_gather(hop.axis, hop.nbytes, self._tag, ring=hop.ring, in_line=True)
 
     def finish(self) -> Tensor:
-        """Finish all hops, and return what the last hop has received.
+        """Run all hops that are left, and return what the last hop has received.
 
         The result, (ranks along the last hop's axis, bytes) uint8, has one row for each of these ranks.  A row contains
         the frames of all ranks along the earlier axes; the rank along the first axis varies fastest.  The result is
@@ -120,18 +122,18 @@ class FrameGather:
         return self._exchange.wait()
 
     def close(self) -> None:
-        """Give the last hop's buffers back."""
+        """Give back the memory of the last hop's messages; the result of :meth:`finish` is then no longer valid."""
         self._exchange.close()
         del self._exchange
 
 
 def post_together(gathers: Sequence[FrameGather]) -> None:
-    """Post the hop whose message each of ``gathers`` has written; NCCL posts hops along one axis in one call."""
+    """Post the messages that several ``gathers`` have written; NCCL posts messages along one axis in one call."""
     exchanges.post_together([gather._exchange for gather in gathers])  # noqa: SLF001  # of this module's class
 
 
 def by_axes(flat: Tensor, axes: Sequence[Axis], shard: int, strides: Sequence[int] | None = None) -> Tensor:
-    """Return a view of ``flat`` that has one dimension for each of ``axes``, and one for the elements of a shard.
+    """Return a view of ``flat`` in which a shard is addressed by its rank's index along each of ``axes``.
 
     ``flat`` has the shards of all ranks one after the other, each of ``shard`` elements.  The view has the shape
     (size of each of ``axes``..., ``shard``).  ``strides`` has, for each axis, the distance between the shards of two
@@ -165,7 +167,7 @@ def gather_whole(wire: Wire, axes: Sequence[Axis], part: Tensor, tag: Tag) -> Te
 
 
 def scatter(wire: Wire, source: int, parts: Sequence[Tensor] | None, numel: int, tag: Tag) -> Tensor:
-    """Send a different tensor from rank ``source`` to each rank; returns the tensor for this rank, (numel,) fp32.
+    """Send a different tensor from rank ``source`` to each rank, and return the tensor for this rank, (numel,) fp32.
 
     On ``source``, ``parts`` has one tensor of at most ``numel`` elements for each rank; shorter tensors are padded with
     zeros.  On the other ranks ``parts`` is None.  The messages are an all-to-all, and the other ranks send zeros.

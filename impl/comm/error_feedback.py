@@ -1,7 +1,7 @@
 """Keeps the errors that error feedback carries from one encoding of a unit's gradient to the next.
 
-A rank keeps one error for each element that it encodes.  For the first hop a rank encodes the whole gradient.  For
-the hop between nodes it encodes only the sums that belong to its local index: with 4 ranks on a node, a quarter of the
+A rank keeps one error for each element that it encodes.  For the first hop a rank encodes the whole gradient.  For the
+hop between nodes it encodes only the sums that belong to its local index: with 4 ranks on a node, a quarter of the
 unit's elements.  Errors are cleared every ``reset`` optimizer steps.  They are also cleared after a step with an
 overflow, because the gradients of this step are not used.
 """
@@ -21,7 +21,7 @@ from impl.policy.policy import Feedback
 class Errors:
     """The errors that error feedback carries from one encoding of a unit's gradient to the next, on one rank.
 
-    ``nbytes`` is the number of bytes that all errors take.
+    The attribute ``nbytes`` is the number of bytes that all errors take.
 
     Args:
         feedback: the settings of error feedback.
@@ -44,9 +44,10 @@ class Errors:
         self._since = 0  # the optimizer step of the last reset
 
     def carried(self, hop: int, start: int, end: int) -> Carried | None:
-        """Return the errors that hop number ``hop`` carries for elements [start, end) of each piece of the gradient.
+        """Return the errors that hop number ``hop``, counted from 0, carries over from its previous encoding.
 
-        A piece is the part of the gradient that one rank sums.  Returns None if the hop keeps no errors.
+        A piece is the part of the gradient that one rank sums.  The result is for the elements [start, end) of each
+        piece.  It is a view: encoding replaces the errors in it.  Returns None if the hop keeps no errors.
         """
         error = self._errors.get(hop)
         return None if error is None else Carried(error[..., start:end], self.feedback.decay)
@@ -57,17 +58,17 @@ class Errors:
             error.zero_()
 
     def begin(self, step: int) -> None:
-        """Clear the errors if at least ``feedback.reset`` steps have passed since the last reset.
+        """Prepare for the reductions of optimizer step number ``step``: clear the errors if a reset is due.
 
-        With ``feedback.reset = 0`` this never happens.  Call this method before the reductions of optimizer step number
-        ``step``.
+        A reset is due when ``feedback.reset`` steps have passed since the last reset; with ``feedback.reset = 0``,
+        never.
         """
         if self.feedback.reset and step - self._since >= self.feedback.reset:
             self.clear()
             self._since = step
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a resumed run needs, by name.
+        """Return the errors and the step of the last reset, which a resumed run passes to :meth:`load`.
 
         ``hop0``, ``hop1`` and so on are copies of the errors of each hop.  ``since`` is the optimizer step of the last
         reset.
@@ -76,9 +77,9 @@ class Errors:
         return {**state, "since": torch.tensor(self._since)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Set the errors and the last reset to ``state``, which :meth:`state` returned on this rank in an earlier run.
+        """Replace the errors and the step of the last reset by ``state``.
 
-        Both runs must have the same topology and policy.
+        ``state`` is what :meth:`state` returned on this rank in a run with the same topology and policy.
         """
         for hop, error in self._errors.items():
             error.copy_(state[f"hop{hop}"])

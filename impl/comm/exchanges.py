@@ -1,4 +1,6 @@
-"""Sends and receives the messages of one collective, in four ways that share the protocol :class:`Exchange`.
+"""Sends and receives the messages of one collective, called an exchange, in four ways with one interface.
+
+The interface is the protocol :class:`Exchange`.  These classes have it:
 
 * :class:`Alone`: a group of one rank, which sends nothing.
 * :class:`InMemory`: ranks read each other's messages in place: processes of one node in shared memory, and thread ranks
@@ -6,7 +8,7 @@
 * :class:`Distributed`: torch.distributed carries the messages.
 * :class:`Staged`: messages of a GPU are carried through host memory.
 
-:mod:`impl.comm.wire` chooses the way, and books the bytes.
+:mod:`impl.comm.wire` chooses the class, and books the bytes.
 """
 # ruff: noqa: D102, SLF001  # Exchange documents the methods; one call may post several exchanges
 
@@ -47,27 +49,28 @@ _ALL_GATHER_SEVERAL: Final = _RENAMED if hasattr(dist.ProcessGroup, _RENAMED) el
 
 
 class Exchange(Protocol):
-    """One collective under way: the caller writes to ``send``, then calls ``post()``, ``wait()`` and ``close()``."""
+    """One collective of this rank: the caller writes to ``send``, then calls ``post()``, ``wait()`` and ``close()``."""
 
     # This rank's message, (bytes,) uint8, to be written before post().  In an all-to-all these are the messages to all
     # ranks of the group, one after the other.
     send: Tensor
 
     def post(self) -> None:
-        """Send the message; the caller must not write to ``send`` any more."""
+        """Send the message; the caller must not write to ``send`` after this call."""
 
     def wait(self) -> Tensor:
         """Wait for all messages, and return them as (ranks, bytes) uint8, with a row for each rank of the group.
 
-        The row of this rank is its own message, or its own part of the message.  In a shift there is a single row, the
-        message of the previous rank.  The result is valid until :meth:`close`.
+        The row of this rank has what this rank sends to itself: its message or, in an all-to-all, its own part of the
+        message.  In a step of a ring there is a single row, the message of the previous rank.  The result is valid
+        until :meth:`close`.
         """
 
     def parts(self) -> Sequence[Tensor]:
         """Wait for all messages, and return them as a sequence of tensors (bytes,) uint8, one for each rank.
 
-        Call this in place of :meth:`wait` if the messages differ in length, as in an uneven all-to-all.  The tensor of
-        a rank that sends nothing is empty.  The result is valid until :meth:`close`.
+        Call this in place of :meth:`wait` if the messages may differ in length.  The tensor of a rank that sends
+        nothing is empty.  The result is valid until :meth:`close`.
         """
 
     def close(self) -> None:
@@ -88,40 +91,41 @@ class Arena(Protocol):
         """Begin the next exchange, and return its number."""
 
     def row(self, number: int, nbytes: int) -> Tensor:
-        """Return the memory (nbytes,) uint8 for this rank's message in exchange ``number``, called the rank's row."""
+        """Return this rank's row of exchange ``number``: memory (nbytes,) uint8 to which it writes its message."""
 
     def post(self, number: int, mark: int) -> None:
         """Announce that this rank has written its row of exchange ``number``.
 
-        ``mark`` is a 64-bit number that says which exchange this rank takes part in; :meth:`agree` compares the marks.
+        ``mark`` is a 64-bit number that identifies the exchange in which this rank takes part.  :meth:`agree` compares
+        the ranks' marks.
         """
 
     def wait(self, number: int) -> Tensor:
-        """Wait until all ranks have posted exchange ``number``; returns their rows (ranks, bytes) uint8.
+        """Wait until all ranks have posted exchange ``number``, and return their rows (ranks, bytes) uint8.
 
-        A row may be longer than the message.  The result is valid until ``done()``.
+        A row may be longer than the message.  The result is valid until :meth:`done`.
         """
 
     def agree(self, number: int, mark: int) -> bool:
-        """Return whether all ranks have posted ``mark`` in exchange ``number``; to be called after :meth:`wait`."""
+        """Return whether every rank's mark in exchange ``number`` equals ``mark``; call it after :meth:`wait`."""
 
     def done(self, number: int) -> None:
         """Announce that this rank has read the rows of exchange ``number``."""
 
 
 class Pacer(Protocol):
-    """Models a link between nodes: computes when bytes have left a node."""
+    """Models a link between nodes that is slower than the machine's: computes when bytes would have left a node."""
 
     def book(self, nbytes: int) -> float:
-        """Put ``nbytes`` bytes on the link, and return the ``time.monotonic()`` at which the last byte has left."""
+        """Put ``nbytes`` bytes on the link, and return at which ``time.monotonic()`` the last byte will have left."""
 
 
 class Splits(NamedTuple):
-    """The messages of one rank in an uneven all-to-all; each list has an entry for each rank of the group."""
+    """The lengths of one rank's messages in an uneven all-to-all; each list has an entry for each rank of the group."""
 
     come: list[int]  # bytes that this rank receives from each rank
     go: list[int]  # bytes that this rank sends to each rank
-    starts: list[int]  # the byte at which the message for this rank begins in the other rank's ``send``
+    starts: list[int]  # for each rank, the byte of its ``send`` at which its message for this rank begins
 
 
 def point_to_point(
@@ -129,8 +133,8 @@ def point_to_point(
 ) -> list[dist.Work]:
     """Post an exchange over gloo: one send to each other rank of the group, and one receive from each.
 
-    A shift has one send to the next rank and one receive from the previous rank.  Messages of 0 bytes in ``splits`` are
-    left out.  Returns the ``Work`` of each receive and each send.
+    In a shift, one step of a ring, there is one send to the next rank and one receive from the previous rank.  Messages
+    that have 0 bytes by ``splits`` are left out.  Returns torch's ``Work`` of each receive and each send.
 
     gloo's own all-to-all announces a receive only when the receive's turn comes.  On a slow link the announcement then
     queues after the data that the rank sends, and the link idles: a link of 50 Mbit/s carries 24 to 30 Mbit/s.  Here
@@ -169,11 +173,11 @@ def collective(
     in_line: bool = False,
     splits: Splits | None = None,
 ) -> list[dist.Work]:
-    """Post an exchange as one collective of the backend, and return the ``Work`` to wait for.
+    """Post an exchange as one collective of the backend, and return the list of torch's ``Work`` to wait for.
 
     If ``in_line`` is True, NCCL runs the collective on the current stream, and the returned list is empty.  Otherwise
-    NCCL runs the collective on the group's own stream.  Two events order the two streams: one before the collective,
-    and one after it.
+    NCCL runs the collective on the group's own stream, and torch orders the two streams by two events: one before the
+    collective, and one after it.
     """
     handle, apart = group.process_group, not in_line
     if splits is not None:
@@ -192,7 +196,7 @@ def collective(
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How exchanges of one kind, size and purpose along an axis are sent and booked; computed once."""
+    """How all exchanges of one kind, size and purpose along an axis are sent and booked; computed once for all."""
 
     operation: Fields  # the entry in the log of collectives
     group: Group  # the ranks along the axis
@@ -209,7 +213,7 @@ class Route:
     direct: bool
     in_place: bool  # whether this rank writes its message into its own row of the received messages
     limit: tuple[timedelta, ...]  # the arguments of ``Work.wait()``: a timeout, or nothing
-    # for each key of the ledger, the bytes and the messages that one exchange adds
+    # For each key of the ledger: (key, bytes, messages) that one exchange adds to its entry.
     booked: tuple[tuple[LedgerKey, int, int], ...]
     inter_bytes: int  # bytes of one exchange that go to other nodes
     payload: int  # bytes of one exchange that this rank sends to other ranks
@@ -222,11 +226,11 @@ class Route:
 
 
 class Buffers:
-    """Reuses the memory of messages, because a fresh buffer costs a page fault every 4 KiB.
+    """Keeps the memory of messages for later messages, because a fresh buffer costs a page fault every 4 KiB.
 
     If ``streams`` is True, several streams of a GPU use the buffers.  A stream that takes a buffer then waits until the
     buffer's last use has ended, and messages of similar sizes share buffers (:mod:`impl.plan.messages`).  If ``keep``
-    is False, no buffer is used twice.
+    is False, every message gets a fresh buffer.
     """
 
     def __init__(self, device: torch.device, *, streams: bool = False, keep: bool = True) -> None:
@@ -234,8 +238,8 @@ class Buffers:
         # For each size in bytes, the free buffers, each with the end of its last use.
         self._free: dict[int, deque[tuple[Tensor, Arrival]]] = defaultdict(deque)
         self.held = 0  # bytes of all buffers, in use and free
-        # While work is being enqueued on a side stream, the end of this work.  Buffers that are given back meanwhile
-        # are in use until this end.
+        # Inside a context that enqueues work on a side stream: the end of this work.  A buffer that is given back
+        # inside the context counts as in use until this end.
         self.arrival: Arrival | None = None
 
     def take(self, nbytes: int) -> Tensor:
@@ -248,7 +252,7 @@ class Buffers:
         if len(free) > spare:
             # With streams, take the buffer used longest ago; otherwise the last one, which caches may still hold.
             buffer, last = free.popleft() if self._streams else free.pop()
-            # Otherwise the stream of the computation will use the buffer, and waits for the buffer's last use already.
+            # If the last use is joined, the stream of the computation, which will use the buffer, waits for it already.
             if self.arrival is not None or not last.joined:
                 last.join()
         else:
@@ -275,7 +279,7 @@ class Buffers:
 
 
 class Alone:
-    """The exchange of a group of one rank, which receives what it sends."""
+    """The exchange of a group of one rank: the rank receives what it sends, and no bytes leave it."""
 
     def __init__(self, buffers: Buffers, nbytes: int) -> None:
         self._buffers, self._buffer = buffers, buffers.take(nbytes)
@@ -295,7 +299,7 @@ class Alone:
 
 
 class InMemory:
-    """An exchange in memory that the ranks share: each rank reads the other ranks' rows of an arena in place."""
+    """An exchange in an arena, memory that ranks share: each rank writes its own row, and reads all rows in place."""
 
     def __init__(self, watchdog: Watchdog, step: Step, route: Route, arena: Arena) -> None:
         self._watchdog, self._step, self._route, self._arena = watchdog, step, route, arena
@@ -303,7 +307,7 @@ class InMemory:
         start = index * route.nbytes if route.kind == "all_to_all" else 0
         # The part of each rank's message that is for this rank.
         self._part = slice(start, start + route.nbytes)
-        # the ranks from which this rank receives; in a step of a ring, the one before it
+        # The ranks from which this rank receives.  In a step of a ring, this is the previous rank only.
         before = (index - 1) % route.group.size
         self._sources = slice(before, before + 1) if route.kind == "shift" else slice(None)
         self._rows: Tensor | None = None  # the messages of all ranks, once all have been posted
@@ -328,8 +332,8 @@ class InMemory:
     def messages(self) -> Tensor:
         """Wait for all messages, and return them as (ranks, bytes) uint8, with all bytes that each rank has sent.
 
-        In an all-to-all, a row thus has the parts for all ranks, while :meth:`wait` returns only the part for this
-        rank.
+        In an all-to-all, a row thus also has the parts for other ranks, while :meth:`wait` returns only the parts for
+        this rank.
         """
         if self._rows is None:
             rows = self._watchdog.wait(self._step, partial(self._arena.wait, self._number))
@@ -344,12 +348,13 @@ class InMemory:
 
 
 class Distributed:
-    """An exchange that torch.distributed carries; a ``pacer`` delays its messages as a modelled link would.
+    """An exchange whose messages torch.distributed carries; a ``pacer`` delays them as a modelled link would.
 
     The memory of messages comes from ``buffers``.  An all-gather may receive its messages in ``into`` instead.
 
-    ``in_line`` matters only if the exchange is posted inside :meth:`Wire.beside` or :meth:`Wire.on_current_stream`.  If
-    it is True, NCCL then runs the exchange on the stream of that context, and otherwise on the group's own stream.
+    ``in_line`` has an effect only if the exchange is posted inside :meth:`Wire.beside` or
+    :meth:`Wire.on_current_stream`.  If it is True, NCCL then runs the exchange on the stream of that context, and
+    otherwise on the group's own stream.
     """
 
     def __init__(
@@ -391,12 +396,12 @@ class Distributed:
         if self._pacer is not None and route.inter_bytes:
             self._arrival = self._pacer.book(route.inter_bytes)
         start = point_to_point if route.direct else collective
-        # The end of the work that is being enqueued on a side stream, if this exchange is part of it.
+        # The end of the work that the surrounding context enqueues on a side stream, if this exchange is part of it.
         arrival = self._buffers.arrival if self._in_line else None
         if arrival is not None:
             start = partial(collective, in_line=True)
-        # The tag is part of the fingerprint of all exchanges so far.  Thus gloo does not match messages of ranks
-        # that have opened different exchanges.
+        # The tag is derived from the fingerprint of all exchanges so far.  Thus gloo does not match messages of ranks
+        # that have started different exchanges.
         mark = self._step[2] % _TAGS
         try:
             message = route.group, route.kind, self._received, self.send, mark
@@ -409,9 +414,9 @@ class Distributed:
 
     @property
     def joins(self) -> tuple[Group, Arrival | None] | None:
-        """What two exchanges must have in common for one call to post both; None if no call can.
+        """What decides whether one call can post two exchanges: it can if both have the same, and it is not None.
 
-        It is the group, and the end of the work on a side stream that the exchange is part of.
+        It is a pair: the group of ranks, and the end of the work on a side stream that the exchange is part of.
         """
         route = self._route
         if route.kind != "all_gather" or route.direct or self._monitor is None or self._pacer is not None:
@@ -423,7 +428,7 @@ class Distributed:
 
     @staticmethod
     def post_joined(exchanges: Sequence[Distributed]) -> None:
-        """Post ``exchanges``, whose :attr:`joins` are equal, in one call of NCCL."""
+        """Post several all-gathers in one call of NCCL; their :attr:`joins` must be equal, and not None."""
         first = exchanges[0]
         arrival = first._buffers.arrival if first._in_line else None
         options = AllgatherOptions()
@@ -470,7 +475,7 @@ class Distributed:
 class Staged:
     """An exchange of a GPU's tensors, which are copied to the CPU, sent by the exchange ``host``, and copied back.
 
-    With it several ranks can share a GPU, which NCCL refuses.  Copies to and from the host block the thread.
+    It lets several ranks share a GPU, which NCCL refuses.  Copies to and from the host block the thread.
     """
 
     def __init__(self, host: Distributed, route: Route, buffers: Buffers) -> None:
@@ -493,7 +498,7 @@ class Staged:
 
 
 def post_together(exchanges: Sequence[Exchange]) -> None:
-    """Post ``exchanges`` in order; NCCL posts neighbours along one axis in one call."""
+    """Post ``exchanges`` in order; NCCL posts consecutive all-gathers along one axis in one call."""
     for joins, those in itertools.groupby(exchanges, lambda each: getattr(each, "joins", None)):
         alike = list(those)
         joined = [each for each in alike if isinstance(each, Distributed)]
@@ -505,7 +510,7 @@ def post_together(exchanges: Sequence[Exchange]) -> None:
 
 
 def _arrived(watchdog: Watchdog, route: Route, begin: float) -> None:
-    """Add an exchange, which was posted at ``begin`` and ends now, to the watchdog's timeline.
+    """Add the messages of an exchange, which were posted at ``begin`` and arrive now, to the watchdog's timeline.
 
     Does nothing if the watchdog has no timeline.
     """

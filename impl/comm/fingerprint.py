@@ -1,9 +1,10 @@
 """Logs a rank's exchanges with a fingerprint, and finds the first exchange in which ranks differ.
 
-All ranks run the same program, so all must open the same exchanges in the same order.  If a rank does not, the
-others wait for its messages for ever.  To detect this, ranks compare the count of their exchanges and a 64-bit
-fingerprint of their order (:data:`impl.plan.traffic.ORDER_BYTES`).  If these differ, or if a wait fails, the logs are
-compared exchange by exchange.
+An exchange is one collective: an all-gather, an all-to-all, or one step of a ring.  All ranks run the same program, so
+all must start the same exchanges in the same order.  If a rank does not, the others wait for its messages for ever.  To
+detect this, ranks compare the count of their exchanges and a 64-bit fingerprint of their order
+(:data:`impl.plan.traffic.ORDER_BYTES`).  If these differ, or if a wait fails, the logs are compared exchange by
+exchange.
 """
 
 from __future__ import annotations
@@ -19,20 +20,19 @@ from impl.policy.topology import ranks_in_words
 # Multiplying by an odd number loses no bits modulo 2**64, so a fingerprint depends on every earlier exchange.
 _FACTOR: Final = 0x9E3779B97F4A7C15
 
-# An exchange as all ranks see it: its kind (``all_gather``, ``all_to_all``, ``shift``); the name, group size and
-# stride of its axis; the bytes of one message; phase, purpose and unit of its tag; and whether it is part of a
-# ring.
+# An exchange as all ranks see it: its kind (``all_gather``, ``all_to_all``, ``shift``); the name, group size and stride
+# of its axis; the bytes of one message; the phase, purpose and unit of its tag; and whether it is part of a ring.
 Fields = tuple[str, str, int, int, int, str, str, str, bool]
-# One exchange of a rank: its number, from 1; its fields; the fingerprint of all exchanges up to this one; and the
-# public call that opened it, such as ``save()``, or "" inside passes.  Making a named tuple would take 0.4 us, as
-# long as everything else that is done for an entry.
+# One exchange of a rank: its number, from 1; its fields; the fingerprint of all exchanges up to this one; and the call
+# of the public interface that started it, such as ``save()``, or "" inside passes.  Making a named tuple would take
+# 0.4 us, as long as everything else that is done for an entry.
 Step = tuple[int, Fields, int, str]
 
 
 def describe(fields: Fields, call: str = "") -> str:
     """Return an exchange in words, such as ``all_gather of 64 B along world (4 ranks) for forward weights h.0``.
 
-    ``call`` is the public call that opened the exchange, such as ``save()``; empty inside passes.
+    ``call`` is the call of the public interface that started the exchange, such as ``save()``; empty inside passes.
     """
     kind, axis, ranks, stride, nbytes, *tag, ring = fields
     # The stride is given because axes of one name may differ in it, if two policies share a wire.
@@ -43,13 +43,13 @@ def describe(fields: Fields, call: str = "") -> str:
 
 
 def label(step: Step) -> str:
-    """Return an exchange in words, with its number: ``exchange 3, all_gather of ...``."""
+    """Return an exchange in words, preceded by its number, such as ``exchange 3, all_gather of ...``."""
     return f"exchange {step[0]}, {describe(step[1], step[3])}"
 
 
 @lru_cache(1 << 14)
 def _code(fields: Fields, call: str) -> int:
-    """Return a 64-bit hash of an exchange and its call, which is equal in every process, unlike ``hash()``."""
+    """Return a 64-bit hash of an exchange and its call; unlike ``hash()``, it is equal in every process."""
     text = f"{fields!r} {call}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
@@ -59,12 +59,13 @@ class CollectiveLog:
 
     def __init__(self) -> None:
         self.count = self.fingerprint = 0
-        self.call = ""  # the public call that is running, which all ranks must make; "" inside passes
-        self.before_call = 0  # number of exchanges that were opened before this call
+        # The call of the public interface that is running, which all ranks must make; "" inside passes.
+        self.call = ""
+        self.before_call = 0  # number of exchanges that were started before this call
         self.steps: deque[Step] = deque(maxlen=1024)  # takes 0.2 MB
 
     def open(self, fields: Fields) -> Step:
-        """Add the next exchange to the log, and return its entry."""
+        """Add an exchange that this rank starts to the log, and return its entry."""
         self.count += 1
         self.fingerprint = ((self.fingerprint ^ _code(fields, self.call)) * _FACTOR + 1) % 2**64
         step = (self.count, fields, self.fingerprint, self.call)
@@ -73,20 +74,18 @@ class CollectiveLog:
 
 
 def parting(histories: Mapping[int, Iterable[Step]]) -> str | None:
-    """Return a text on the first number at which ranks opened different exchanges: which ranks opened what.
+    """Return a text that says at which exchange the ranks first differ, and what each rank started there.
 
-    ``histories`` has the last exchanges of each rank.  Each rank numbers its exchanges in the order in which it opens
-    them, and exchanges with the same number are compared.
-
-    Returns None if none of them differ.
+    ``histories`` has the last exchanges of each rank.  Each rank numbers its exchanges in the order in which it starts
+    them, and exchanges with the same number are compared.  Returns None if no exchanges with the same number differ.
     """
-    # number of the exchange -> its description -> the ranks that opened it
+    # number of the exchange -> its description -> the ranks that started it
     opened: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, steps in sorted(histories.items()):
         for number, fields, _, call in steps:
             opened[number][describe(fields, call)].append(rank)
     for number, sides in sorted(opened.items()):
         if len(sides) > 1:
-            texts = (f"{ranks_in_words(ranks)} opened {text}" for text, ranks in sides.items())
-            return f"the ranks part at exchange {number}: {'; '.join(texts)}"
+            texts = (f"{ranks_in_words(ranks)} started {text}" for text, ranks in sides.items())
+            return f"the ranks' exchanges first differ at exchange {number}: {'; '.join(texts)}"
     return None

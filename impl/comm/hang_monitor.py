@@ -4,8 +4,9 @@ With NCCL a stream of the GPU waits for messages.  If a rank does not take part 
 nothing until it waits for the GPU, and that wait has no time limit.  NCCL's own watchdog counts from the moment at
 which an exchange was enqueued, and ends the process without saying which exchange it was.
 
-The :class:`HangMonitor` of a rank has a thread that looks at the exchanges that were posted.  If no exchange has
-completed for as long as the wire's timeout, the thread calls ``on_hang`` with an error that names the oldest exchange.
+The :class:`HangMonitor` of a rank has a thread that watches the exchanges (collectives) that the rank has posted.  If
+no exchange has completed for as long as the wire's timeout, the thread calls ``on_hang`` with an error that names the
+oldest exchange.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ OnHang = Callable[[WireError], object]
 
 
 class Work(Protocol):
-    """A part of an exchange that completes when the part's messages have arrived, such as torch's ``dist.Work``."""
+    """Something that completes when messages of an exchange have arrived, such as torch's ``dist.Work``."""
 
     def is_completed(self) -> bool:
         """Return whether the messages have arrived."""
@@ -36,7 +37,7 @@ class Work(Protocol):
 def end_process(error: WireError) -> NoReturn:
     """Print ``error`` and end the process with status 1.
 
-    The thread that computes waits for the GPU, so that no exception can reach it.
+    Raising the error would not help: the thread that computes is blocked in a wait for the GPU.
     """
     print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     os._exit(1)
@@ -47,8 +48,8 @@ class HangMonitor:
 
     Args:
         watchdog: builds the error from the reports of all ranks.
-        timeout: a time in seconds.  Ranks count as hanging if exchanges are under way, and none of them has completed
-            for this time.
+        timeout: seconds.  Ranks count as hanging if exchanges are under way and none of them has completed for this
+            time.
         on_hang: is called with the error, once, in the monitor's thread.
     """
 
@@ -62,7 +63,7 @@ class HangMonitor:
         self._started = False
 
     def posted(self, step: Step, works: Sequence[Work]) -> None:
-        """Watch an exchange that has been posted, and forget the exchanges that have completed."""
+        """Watch the exchange ``step``, which completes when all ``works`` have, and forget completed exchanges."""
         with self._lock:
             self._drop_completed()
             if not self._under_way:
@@ -80,7 +81,7 @@ class HangMonitor:
             self._under_way.clear()
 
     def look(self) -> bool:
-        """Call ``on_hang`` if ranks hang; returns whether ranks hang."""
+        """Call ``on_hang`` if ranks hang, and return whether ranks hang."""
         with self._lock:
             self._drop_completed()
             waited = time.monotonic() - self._progress

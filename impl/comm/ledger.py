@@ -1,10 +1,11 @@
 """Counts the bytes and messages that a rank has sent, by purpose, and records when messages were under way.
 
-The wire books every message in its :class:`Ledger`; ``impl.plan.traffic`` predicts the same rows
-(docs/reference/metrics.md).
+The wire, which sends all messages, books every message in its :class:`Ledger`, under the message's phase, purpose,
+unit, axis and kind of link.  ``impl.plan.traffic`` predicts the same numbers (docs/reference/metrics.md).
 
-To draw one step, a :class:`Timeline` can be attached to a wire (:meth:`impl.comm.wire.Wire.traced`).  In it, a
-message is under way from its post to the end of the wait for it, because transports do not tell when it arrived.
+A :class:`Timeline` records when messages were under way and when the rank waited, so that a step can be drawn.  It can
+be attached to a wire (:meth:`impl.comm.wire.Wire.traced`).  A message counts as under way from the moment at which it
+was posted to the end of the wait for it, because transports do not tell when it arrived.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Ledger:
     booked: dict[LedgerKey, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
 
     def rows(self) -> dict[LedgerKey, Sent]:
-        """Return the bytes and messages booked so far, by ledger key, as a copy."""
+        """Return a copy of the bytes and messages booked so far, by phase, purpose, unit, axis and kind of link."""
         return {key: Sent(*row) for key, row in self.booked.items()}
 
     def total(self, link: Link) -> int:
@@ -73,9 +74,10 @@ class Ledger:
 class Span:
     """The time during which a message was under way, or during which this rank waited for messages."""
 
-    # BETWEEN for a message from which bytes leave this rank's node, INSIDE for any other message, WAITING for a wait
+    # The line of the drawing that shows the span: BETWEEN for a message from which bytes leave this rank's node, INSIDE
+    # for any other message, WAITING for a wait.
     lane: str
-    name: str  # of a message: its purpose and unit; of a wait: ACROSS or WITHIN
+    name: str  # for a message: its purpose and unit; for a wait: ACROSS or WITHIN
     # in seconds of ``time.perf_counter()``, a clock that the ranks of one machine share
     begin: float
     end: float
@@ -84,10 +86,13 @@ class Span:
 
 @dataclass(slots=True)
 class Timeline:
-    """The spans of one rank's messages and waits, in the order in which they ended."""
+    """The times of one rank's messages and waits, in the order in which they ended."""
 
     spans: list[Span] = field(default_factory=list)
 
     def add(self, lane: str, name: str, begin: float, nbytes: int = 0) -> None:
-        """Add a span that begins at ``begin``, in seconds of ``time.perf_counter()``, and ends now."""
+        """Add a span that begins at ``begin``, in seconds of ``time.perf_counter()``, and ends now.
+
+        The other arguments are the fields of :class:`Span`.
+        """
         self.spans.append(Span(lane, name, begin, time.perf_counter(), nbytes))

@@ -1,14 +1,14 @@
 """Makes the process groups: the default group, and a group along each axis of a mesh.
 
-No other file makes process groups.  A mesh is over all ranks, or over the ranks of one process group.  Torch
-numbers all ranks of the job (*global* ranks); a mesh counts its own ranks from 0.  Meshes over different ranks
-share nothing: each has its own process groups, shared memory and keys in the store of the rendezvous, and only
-its own ranks take part in its calls.
+No other file makes process groups.  A mesh is over all ranks, or over the ranks of one process group.  Torch numbers
+all ranks of the job (*global* ranks); a mesh counts its own ranks from 0.  Meshes over different ranks share nothing:
+each has its own process groups, shared memory and keys in the rendezvous' key-value store, and only the mesh's own
+ranks take part in its calls.
 
-A process must end its groups before the interpreter ends.  Gloo's threads may drop the tensors of a collective
-after its ``wait()`` has returned; a thread that does so while the interpreter ends aborts the process (status
--6, "terminate called without an active exception").  ``destroy_process_group()`` waits for these threads, but
-only if nobody else holds the group.  Therefore a :class:`Mesh` has only weak references to its groups.
+A process must end its groups before the interpreter ends.  Gloo's threads may drop the tensors of a collective after
+the collective's ``wait()`` has returned; a thread that does so while the interpreter ends aborts the process (status
+-6, "terminate called without an active exception").  ``destroy_process_group()`` waits for these threads, but only if
+nobody else holds a reference to the group.  Therefore a :class:`Mesh` has only weak references to its groups.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from impl.transport.threads import ThreadRank, ThreadStore, current
 
 # The usual names of device mesh dimensions along which ranks hold different parts of the model.
 _NOT_DATA_PARALLEL: Final = frozenset({"tp", "pp", "cp", "sp", "ep", "etp"})
-# The names that the dimensions of a device mesh between nodes, and inside a node, may have.  The later ones are those
-# of HSDP in torch and in torchtitan, which replicate between nodes and shard inside them.
+# The names that the dimension between nodes, and the dimension inside a node, may have in a device mesh.  The last two
+# of each are those of HSDP in torch and in torchtitan, which replicate between nodes and shard inside them.
 _NODE_NAMES: Final = ("node", "inter", "replicate", "dp_replicate")
 _LOCAL_NAMES: Final = ("local", "intra", "shard", "dp_shard")
 
@@ -48,10 +48,10 @@ _LOCAL_NAMES: Final = ("local", "intra", "shard", "dp_shard")
 def default_group(backend: str, **options: Any) -> Iterator[None]:
     """Context that joins the default process group, and ends all process groups when the body has ended.
 
-    ``torch.distributed.init_process_group`` gets the arguments.
+    The arguments are passed to ``torch.distributed.init_process_group``.
 
-    If the body raises, groups are not ended, because ending them would wait for messages that other ranks no
-    longer send.  The process must then report the error and exit with ``os._exit()``.
+    If the body raises, groups are not ended, because ending them would wait for messages that other ranks no longer
+    send.  The process must then report the error and exit with ``os._exit()``.
     """
     dist.init_process_group(backend, **options)
     yield
@@ -90,7 +90,7 @@ class Mesh:
         *,
         group: dist.ProcessGroup | DeviceMesh | None = None,
     ) -> Mesh:
-        """Make a mesh of all ranks, or of the ranks of ``group``; all of these must call it, and no others.
+        """Make a mesh of all ranks, or of the ranks of ``group``; exactly the ranks of the mesh must call this.
 
         Args:
             topology: the nodes and the ranks on each, in rank order.  A device mesh or a process group may be passed
@@ -98,7 +98,7 @@ class Mesh:
                 torchrun, as described below.
             device: the device of tensors.  With a device mesh, the default is the current device of the mesh's type.
                 Without a device mesh, it is the current GPU if the backend is NCCL, and otherwise the CPU.
-            group: what ``dist.new_group([...])`` returned, or a device mesh; all ranks by default.
+            group: the ranks: what ``dist.new_group([...])`` returned, or a device mesh; all ranks by default.
 
         In a device mesh of two dimensions, the dimension called ``node``, ``inter``, ``replicate`` or ``dp_replicate``
         is read as the nodes.  The dimension called ``local``, ``intra``, ``shard`` or ``dp_shard`` is read as the ranks
@@ -153,16 +153,17 @@ class Mesh:
 
     @classmethod
     def of(cls, mesh: AnyMesh | None = None) -> Mesh:
-        """Return ``mesh`` if it is a :class:`Mesh`, otherwise the mesh that :meth:`create` makes of it.
+        """Return the mesh of the ranks that ``mesh`` names, and make it if necessary.
 
-        All calls with the same ranks on the same nodes, the same device and the same backend return the same object, so
-        that they share process groups.
+        A :class:`Mesh` is returned as it is.  Anything else is passed to :meth:`create`.  All calls with the same ranks
+        on the same nodes, the same device and the same backend return the same object, so that they share process
+        groups.
 
         Args:
             mesh: a mesh, torch's ``DeviceMesh``, a process group, or a topology of all ranks; by default all ranks.
 
         Raises:
-            MeshError: if ``mesh`` is none of these, or if :meth:`create` raises it.
+            MeshError: if ``mesh`` has another type, or if :meth:`create` cannot make the mesh.
         """
         if isinstance(mesh, Mesh):
             return mesh
@@ -183,16 +184,16 @@ class Mesh:
 
     @property
     def counting(self) -> str:
-        """The end of an error message that names ranks: it says that ranks are counted in this mesh, and in which mesh.
+        """Text that is appended to error messages with ranks, and says that they are counted in this mesh.
 
-        Empty if the mesh is over all ranks, since its ranks are then global ranks.
+        The text is empty if the mesh is over all ranks, since its ranks are then global ranks.
         """
         if self.members is None:
             return ""
         return f" (ranks as counted in the mesh of global ranks {', '.join(map(str, self.members))})"
 
     def store(self) -> Store | ThreadStore | None:
-        """Return the key-value store of the ranks' rendezvous.
+        """Return the key-value store with which the ranks have found one another (torch's rendezvous).
 
         For a mesh over only some of the ranks, the returned store puts a prefix of this mesh before each key.
 
@@ -205,10 +206,10 @@ class Mesh:
         return found if found is None or self.members is None else PrefixStore(self._prefix, found)
 
     def claim(self, name: str) -> str | None:
-        """Claim ``name`` for this mesh, so that no mesh over other ranks of the job uses it.
+        """Reserve ``name`` for this mesh, so that no mesh over other ranks of the job uses it.
 
-        Returns None if the name was free, or was claimed by a mesh over the same ranks.  If a mesh over other ranks has
-        claimed the name before, returns the ranks of this other mesh as text, such as ``global ranks 0 and 2``.
+        Returns None if the name was free, or if a mesh over the same ranks has reserved it.  If a mesh over other ranks
+        has reserved it, returns these ranks as text, such as ``global ranks 0 and 2``.
         """
         if self.thread is None and not dist.is_initialized():
             return None
@@ -219,7 +220,7 @@ class Mesh:
         return None if found == mine else found
 
     def has_group(self, axis: Axis) -> bool:
-        """Return whether the group along ``axis`` exists already, so that :meth:`group` waits for no other rank."""
+        """Return whether the group along ``axis`` exists already; if it does, :meth:`group` waits for no other rank."""
         return axis in self._groups
 
     def group(self, axis: Axis, timeout: timedelta | None = None) -> Group:
@@ -246,9 +247,9 @@ class Mesh:
     def _enumerated(self, axis: Axis, timeout: timedelta | None) -> dist.ProcessGroup:
         """Make this rank's process group along ``axis`` in a mesh over all ranks.
 
-        Torch requires every rank to take part in making every group.  Therefore each rank makes all groups of
-        the axis, in the same order.  If a rank does not get here, the others wait for half an hour, torch's own
-        timeout.  Therefore :meth:`impl.comm.wire.Wire.group` waits for all ranks first.
+        Torch requires every rank to take part in making every group.  Therefore each rank makes all groups of the axis,
+        in the same order.  If a rank does not call this, the others wait for half an hour, torch's own timeout.  To
+        avoid this, :meth:`impl.comm.wire.Wire.group` first waits for all ranks, with a shorter timeout.
         """
         every = sorted(map(list, {axis.group(rank) for rank in range(self.topology.world)}))
         make = partial(dist.new_subgroups_by_enumeration, backend=self.backend, timeout=timeout)
@@ -258,7 +259,7 @@ class Mesh:
     def _among(
         self, ranks: Sequence[int], members: Sequence[int], timeout: timedelta | None
     ) -> dist.ProcessGroup:
-        """Make the process group of ``ranks`` of the mesh; only these ranks call this.
+        """Make the process group of ``ranks``, numbered as in the mesh; only these ranks call this.
 
         ``dist.new_group(use_local_synchronization=True)`` does the same, but its name for the group contains the number
         of groups that the calling rank is in.  Two ranks that are in different numbers of groups would use different
@@ -301,17 +302,19 @@ def make_mesh(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     device: torch.device | str | None = None,
 ) -> Mesh:
-    """Make the mesh of all ranks, or of the ranks of ``group``; all of these must call it, and no others.
+    """Make the mesh of all ranks, or of the ranks of ``group``; exactly the ranks of the mesh must call this.
 
     Args:
         nodes: the number of nodes; by default the number of ranks divided by ``ranks_per_node``.
         ranks_per_node: the number of ranks on each node; by default the number of ranks divided by ``nodes``.  If
-            neither number is given, :meth:`Mesh.create` reads the nodes from the device mesh or from torchrun.
-        group: what ``dist.new_group([...])`` returned, or torch's ``DeviceMesh``; all ranks by default.
-        device: the device of tensors; by default as in :meth:`Mesh.create`.
+            neither number is given, the nodes are read from the device mesh or from torchrun (:meth:`Mesh.create`).
+        group: the ranks: what ``dist.new_group([...])`` returned, or torch's ``DeviceMesh``; all ranks by default.
+        device: the device of tensors.  With a device mesh, the default is the current device of the mesh's type.
+            Without a device mesh, it is the current GPU if the backend is NCCL, and otherwise the CPU.
 
     Raises:
-        MeshError: if there are not ``nodes`` times ``ranks_per_node`` ranks, or if :meth:`Mesh.create` raises it.
+        MeshError: if there are not ``nodes`` times ``ranks_per_node`` ranks, or if :meth:`Mesh.create` cannot make the
+            mesh.
     """
     chosen = None if device is None else torch.device(device)
     if nodes is None and ranks_per_node is None:
@@ -342,15 +345,17 @@ def _ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     _check_member(group)
     if not isinstance(group, dist.ProcessGroup | None):
         kind = type(group).__name__
-        raise MeshError(f"group is a {kind}: expected what dist.new_group([...]) returns, or a DeviceMesh")
+        raise MeshError(
+            f"group is a {kind}: expected a process group, as dist.new_group([...]) returns it, or a DeviceMesh"
+        )
     return tuple(dist.get_process_group_ranks(group))
 
 
 def _read(device_mesh: DeviceMesh, topology: Topology | None) -> tuple[tuple[int, ...], Topology]:
     """Return (global ranks, topology) of a device mesh; the ranks are listed node by node.
 
-    If ``topology`` is given, it is returned unchanged, and the ranks are listed row by row.  The dimensions may then
-    have any number and names, as long as all are data parallel.
+    If ``topology`` is given, it is returned unchanged, and the ranks are listed in the order of ``device_mesh.mesh``.
+    The dimensions may then have any number and names, as long as all are data parallel.
 
     Raises:
         MeshError: if a dimension is not data parallel, such as ``tp``, or if this rank is not in the device mesh.
@@ -399,10 +404,10 @@ def _one_of(names: Sequence[str]) -> str:
 
 
 def _placed(ranks: Sequence[int]) -> Topology:
-    """Return the topology of the global ``ranks``, which torchrun has placed on nodes.
+    """Return the topology of the global ``ranks`` if torchrun has started them.
 
-    torchrun places ``LOCAL_WORLD_SIZE`` neighbouring global ranks on each node.  Without this variable, all ranks are
-    on one node.
+    torchrun puts neighbouring global ranks on one node, and sets ``LOCAL_WORLD_SIZE`` to their number.  Without this
+    variable, all ranks are taken to be on one node.
 
     Raises:
         MeshError: if some node has more of ``ranks`` than another, if ``ranks`` are not listed node by node, or if

@@ -1,9 +1,9 @@
 """Sends the tensors of a user's own reduction or gather along the axes of the mesh.
 
-A :class:`MethodWire` is what a method (:mod:`impl.unit.own_reduction`, :mod:`impl.unit.own_gather`) gets in place of
-the engine's wire: it takes and returns tensors instead of bytes.  Its messages go through the engine's wire, so that
-the ledger counts every byte, the link is shaped, and a rank that does not take part is reported within the wire's
-time-out.
+A *method* is a user's class that reduces gradients or gathers weights in its own way (:mod:`impl.unit.own_reduction`,
+:mod:`impl.unit.own_gather`).  It gets a :class:`MethodWire`, which takes and returns tensors, while the engine's wire
+takes and returns bytes.  The messages go through the engine's wire.  Therefore the ledger counts every byte, the limits
+of a slow link hold for these messages too, and a rank that does not take part is reported within the wire's time-out.
 
 All ranks must send the same messages in the same order: tensors of equal shapes and types along equal axes.  Each
 message is padded with zeros to a multiple of 16 bytes.
@@ -68,13 +68,14 @@ class Shifted(Sent):
 class MethodWire:
     """Sends and receives tensors for a *method*, a user's class that reduces or gathers one unit in its own way.
 
-    Each unit on each rank has its own object.
+    On each rank, each unit has a MethodWire of its own.
 
     An axis is given by its name: ``world`` has all ranks, ``local`` has the ranks of this rank's node, and ``node`` has
     the ranks with this rank's local index, one on each node.  With 2 nodes of 4 ranks, the axis ``node`` of rank 5 has
     ranks 1 and 5.
 
-    With transport ``shm``, all units together may have at most 16 messages under way along an axis inside a node.
+    With transport ``shm``, the units of a rank may together have at most 16 messages under way along an axis inside a
+    node.
     """
 
     def __init__(self, wire: Wire, tag: Tag, dtype: torch.dtype = torch.float32) -> None:
@@ -89,7 +90,7 @@ class MethodWire:
         wire.make_groups((topology.world_axis, topology.node_axis, topology.local_axis))
 
     def size(self, axis: str = "world") -> int:
-        """Return the number of ranks along the axis that is named ``axis``."""
+        """Return the number of ranks along ``axis``, which is ``world``, ``node`` or ``local``."""
         return axis_of(self.topology, axis).size
 
     def index(self, axis: str = "world") -> int:
@@ -97,12 +98,17 @@ class MethodWire:
         return axis_of(self.topology, axis).digit(self.rank)
 
     def all_gather(self, tensor: Tensor, axis: str = "world") -> Sent:
-        """Send ``tensor``, of any shape and type, to all ranks along ``axis``."""
+        """Send ``tensor``, of any shape and type, to all ranks along ``axis``.
+
+        :meth:`Sent.wait` of the result returns the tensors of all these ranks.
+        """
         size = self.size(axis)
         return self._post("all_gather", axis, tensor.reshape(1, *tensor.shape), (size, *tensor.shape))
 
     def all_to_all(self, tensor: Tensor, axis: str = "world") -> Sent:
         """Send row ``i`` of ``tensor`` (ranks, ...) to rank ``i`` of ``axis``.
+
+        :meth:`Sent.wait` of the result returns the rows that these ranks have sent to this rank.
 
         Raises:
             ValueError: if the tensor does not have one row for each rank of the axis.
@@ -115,22 +121,26 @@ class MethodWire:
         return self._post("all_to_all", axis, tensor, tuple(tensor.shape))
 
     def shift(self, tensor: Tensor, axis: str = "world") -> Sent:
-        """Send ``tensor`` to the next rank along ``axis``; the last rank sends its tensor to the first rank."""
+        """Send ``tensor`` to the next rank along ``axis``; the last rank sends its tensor to the first rank.
+
+        :meth:`Sent.wait` of the result returns the tensor of the previous rank.
+        """
         row = tensor.reshape(1, *tensor.shape)
         return self._post("shift", axis, row, tuple(row.shape), Shifted)
 
     def drain(self) -> None:
-        """Wait for all messages under way, and drop what is received."""
+        """Wait for all messages under way, and discard what is received."""
         for sent in tuple(self.under_way):
             sent.wait()
 
     def _post(
         self, kind: MessageKind, axis: str, rows: Tensor, received: tuple[int, ...], handle: type[Sent] = Sent
     ) -> Sent:
-        """Send ``rows`` (n, ...) in an exchange of this ``kind``, and return the message under way.
+        """Post an exchange of this ``kind`` in which this rank sends ``rows`` (n, ...), and return it.
 
-        In an all-to-all there is a row for each rank of the axis.  In other exchanges the single row goes to every
-        receiver.  ``received`` is the shape of what this rank receives, and ``handle`` the class of the result.
+        In an all-to-all there is a row for each rank of the axis.  In other exchanges there is a single row, which goes
+        to every receiver.  ``received`` is the shape of what this rank receives, and ``handle`` is the class of the
+        result.
         """
         rows = rows.detach()
         if not rows.numel():

@@ -1,9 +1,12 @@
 """Reduce-scatters gradients hop by hop, with any codec, like qgZ's two-hop all-to-all (paper section 3.3).
 
-A gradient is viewed as ``(axis 0, axis 1, ..., shard)``.  It is transposed while it is encoded, and sent along
-axis 0.  Each rank decodes what it receives, sums it in ascending order of the sources, encodes the sum for
-axis 1, and so on.  After the last hop of sums, the sum becomes the mean.  :class:`Ring` is an alternative: one ring
-over all ranks.  If several state groups hold copies of a shard, the last hops all-gather the means of their pieces.
+A hop is one exchange along one axis of ranks.  A gradient is viewed as ``(axis 0, axis 1, ..., shard)``.  It is
+transposed while it is encoded, and sent along axis 0.  Each rank decodes what it receives, sums it in ascending order
+of the sources, encodes the sum for axis 1, and so on.  After the last of these hops, the sum becomes the mean.
+:class:`Ring` is an alternative: one ring over all ranks.
+
+If several groups of ranks hold copies of a shard (state groups), further hops follow.  After the hops above, a rank has
+the mean of only a part of its shard, and the further hops all-gather the means of the other parts.
 
 :meth:`Reduction.start` posts the first messages, each call of ``post_next_hop`` posts the next messages, and ``finish``
 returns the mean.  docs/design/engine.md says how to add another kind of reduction.
@@ -39,11 +42,17 @@ from impl.policy.policy import Policy
 
 
 def reduction_of(policy: Policy, wire: Wire, tag: Tag, piece: int, grain: int) -> Reduction:
-    """Return the reduction that ``policy`` asks for; it averages gradients (world * piece,).
+    """Return the reduction that averages gradients (world * piece,) in the way that ``policy`` sets.
 
-    Each rank sums one piece, of ``piece`` elements; with local steps, it sums its whole shard.  The policy decides on
-    the hops and their codecs, into how many chunks a piece is cut, and whether the reduction is a :class:`Ring`.
-    Chunks start on multiples of ``grain`` elements.  ``tag`` is the purpose under which the ledger books the messages.
+    The policy sets the hops and their codecs, the number of chunks, and whether the reduction is a :class:`Ring`.
+
+    Args:
+        policy: the policy for the gradient's unit.
+        wire: sends the messages.
+        tag: the phase, purpose and unit under which the ledger books the messages.
+        piece: number of elements of the gradient, divided by the number of all ranks.  A rank sums one such piece or,
+            with local steps, all pieces of its shard.
+        grain: chunks, the parts of a piece that are sent separately, start on multiples of this number of elements.
     """
     kind = Ring if policy.reduce == "ring" else Reduction
     hops = reduction_hops(policy, wire.mesh.topology, piece, grain)
@@ -52,15 +61,15 @@ def reduction_of(policy: Policy, wire: Wire, tag: Tag, piece: int, grain: int) -
 
 @dataclass(kw_only=True, eq=False)
 class Reduction:
-    """Reduces gradients of one size, hop by hop; used for one reduction at a time.
+    """Averages gradients of one size over ranks, hop by hop; used for one reduction at a time.
 
     A *piece* is the part of the gradient that one rank sums.  It may be cut into chunks, which are posted in the order
     of :func:`impl.plan.hops.in_turns`.
 
     Usually a piece is the rank's whole shard.  If several groups of ranks hold copies of the shards (*state groups*),
     and gradients are averaged over all these groups, a piece is only a part of a shard.  The ranks that hold the copies
-    of one shard then gather the means of all its pieces, without chunks.  Every rank decodes also the piece that it has
-    encoded itself, so that the copies stay bit-equal.
+    of one shard then gather the means of all its pieces, without chunks.  A rank also decodes the piece that it has
+    encoded itself, and does not keep the exact values, so that the copies stay bit-equal.
 
     ``mean`` is None until the mean has arrived, and again after :meth:`finish` has returned the mean.
     """
@@ -81,14 +90,15 @@ class Reduction:
             # shape and strides that view a gradient (n * piece,) as (axis 0, axis 1, ..., piece)
             strides = [hop.stride * self._piece for hop in self._summing]
             self._by_hops = (*self._sizes, self._piece), (*strides, 1)
-            # For each event, the messages to post, as (number of the hop, chunk); all ranks post in this order.
+            # A list for each moment at which messages are posted: the messages to post, as (number of the hop, chunk).
+            # All ranks post in this order.
             self._events = self._turns()
             self._events += [[(number, 0)] for number in range(len(self._summing), len(self.hops))]
 
     def noise(self, key: Key | None, hop: int, start: int = 0) -> Noise | None:
-        """Return the random bits that this rank needs to encode its message for hop number ``hop``.
+        """Return the random bits with which this rank rounds its message for hop number ``hop``, counted from 0.
 
-        The bits begin at element ``start`` of each piece.
+        The bits begin at element ``start`` of each piece, the part of the gradient that one rank sums.
 
         Returns None if ``key`` is None, or if the hop's codec does not round stochastically.
         """
@@ -102,13 +112,14 @@ class Reduction:
     def collects(self, dtype: torch.dtype) -> bool:
         """Return whether gradients of ``dtype`` may be written straight to the first hop's message.
 
-        The message then has the elements in the unit's order, without encoding.  This requires that
+        If so, the message has the gradient's elements in the order in which the unit has them, without encoding.  All
+        of these conditions must hold:
 
-        - the reduction has a hop, and is not a ring,
-        - a frame consists of elements of ``dtype`` only,
-        - pieces are in rank order, and are not cut into chunks,
-        - no hop keeps errors of error feedback,
-        - there is a single hop, or the ranks read each other's messages of the first hop in shared memory.  With
+        - The reduction has a hop, and is not a ring.
+        - Encoding leaves elements of ``dtype`` unchanged, and adds no scales or padding.
+        - Pieces, the parts that one rank sums, are in rank order, and are not cut into chunks.
+        - No hop keeps errors of error feedback.
+        - There is a single hop, or the ranks read each other's messages of the first hop in shared memory.  With
           several hops, a rank must pick its parts out of messages in the unit's order, which only shared memory allows.
         """
         plain = [
@@ -121,7 +132,7 @@ class Reduction:
         return first.sends_elements(NAMES.get(dtype)) and (not rest or self.wire.shares_memory(first.axis))
 
     def open_message(self) -> Exchange:
-        """Open the exchange of the first hop, and return it.
+        """Start the exchange of the first hop, and return it, so that the caller can write the gradient to its message.
 
         The caller writes the whole gradient to ``send`` of the exchange, and then passes the exchange to :meth:`start`.
         Call this only if :meth:`collects` returns True.
@@ -142,10 +153,10 @@ class Reduction:
         Args:
             gradient: (n * piece,) for the n ranks whose gradients are averaged, floating-point and contiguous.  The
                 caller may overwrite it when this method has returned.
-            key: the key of stochastic codecs' random bits, with this rank as the source.
+            key: determines the random bits of codecs that round stochastically; its ``source`` must be this rank.
             errors: the carried errors of error feedback.
             opened: the exchange that :meth:`open_message` returned, if the gradient was written to its ``send``.
-            out: (S,) fp32, receives the mean; a new tensor by default.
+            out: (S,) fp32, memory in which the mean of this rank's shard is returned; by default new memory.
 
         Raises:
             ValueError: if ``gradient`` is not contiguous, or is negated lazily (``is_neg()``), because messages are cut
@@ -206,12 +217,12 @@ class Reduction:
     def _turns(self) -> list[list[tuple[int, int]]]:
         """Return, for each call of :meth:`_post_next`, the list of messages to post, each as (hop, chunk).
 
-        Hops that sum are in these lists, and hops that gather means are not.
+        The lists have the hops that sum gradients, but not the later hops that gather means.
         """
         return in_turns(len(self._summing), len(self._chunks))
 
     def _post_next(self, gradient: Tensor | None = None) -> None:
-        """Post the messages that are next in turn; the first call needs the ``gradient``, the later calls do not."""
+        """Post the messages whose turn it is; the first call needs the ``gradient``, the later calls do not."""
         for number, part in self._events[self._posted]:
             self._post(number, part, gradient)
         self._posted += 1
@@ -246,7 +257,7 @@ class Reduction:
         return mean
 
     def _send_first(self, gradient: Tensor, index: int) -> Exchange:
-        """Encode chunk ``index`` of all pieces, and post it on the first hop.
+        """Encode chunk ``index`` of all pieces, post it on the first hop, and return the exchange.
 
         Encoding transposes the pieces to the order in which the hop's ranks receive them.
         """
@@ -264,11 +275,14 @@ class Reduction:
         return exchange
 
     def _open(self, hop: Hop, index: int) -> Exchange:
-        """Open the exchange of chunk ``index`` on ``hop``; the exchanges of several chunks may be under way at once."""
+        """Start the exchange of chunk ``index`` on ``hop``, and return it; exchanges of several chunks may overlap."""
         return self.wire.all_to_all(hop.axis, hop.sizes[index], self.tag, in_line=len(self._chunks) == 1)
 
     def _send_on(self, number: int, index: int) -> Exchange:
-        """Sum the messages received for chunk ``index``, encode the sum, and post the encoded sum on hop ``number``."""
+        """Sum the messages received for chunk ``index``, encode the sum, and post it on hop ``number``.
+
+        Returns the exchange of this hop.
+        """
         received, observer, (start, end) = self._under_way[index], self._observer, self._chunks[index]
         before, hop = self.hops[number - 1 : number + 1]
         rest = self._sizes[number:]
@@ -294,10 +308,10 @@ class Reduction:
         return exchange
 
     def _own_part(self, exchange: Exchange) -> Tensor:
-        """Return this rank's parts of the gradients that the ranks have written to the messages of ``exchange``.
+        """Return this rank's parts of the gradients that all ranks of the first hop have written to their messages.
 
-        The result is a view (source, sizes of the later hops..., F) uint8 of shared memory, where F is the bytes of a
-        frame.
+        The result is a view (source, sizes of the later hops..., F) uint8 of shared memory, where F is the bytes of an
+        encoded piece.
         """
         frame = self.hops[0].nbytes // self.hops[0].frames
         assert isinstance(exchange, InMemory)  # noqa: S101  # collects() with several hops needs shared memory
@@ -310,7 +324,7 @@ class Reduction:
     # Hops that gather means
 
     def _gather_mean(self, number: int) -> None:
-        """Encode the mean of this rank's piece, and post the first hop that gathers the means of all pieces."""
+        """Encode the mean of this rank's piece, and post the first of the hops that gather the means of all pieces."""
         mean = self._summed(None)
 
         def encode(hop: Hop, message: Tensor) -> None:
@@ -340,7 +354,7 @@ class Reduction:
 
 @dataclass(kw_only=True, eq=False)
 class Ring(Reduction):
-    """Reduces over one ring of all ranks, regardless of nodes, in ``world - 1`` steps that send partial sums.
+    """Averages gradients over one ring of all ranks, regardless of nodes: ``world - 1`` steps send partial sums.
 
     A partial sum is encoded again at every step, so encoding errors add up (paper section 3.3).
     """
@@ -355,7 +369,7 @@ class Ring(Reduction):
             self._send_step(part, gradient)
 
     def close(self) -> None:
-        """Drop the exchanges and the copy of the gradient of a finished reduction.
+        """Drop the exchanges of a finished reduction, and its copy of the gradient.
 
         On a GPU, call this only after the computation has waited for the reduction's side stream.
         """
@@ -370,7 +384,8 @@ class Ring(Reduction):
         """Encode the partial sum of ``step``, and send it to the next rank.
 
         In the first step, the partial sum is one slice of this rank's ``gradient``.  In later steps ``gradient`` is
-        None, and the partial sum is the received partial sum plus a slice of the gradient.
+        None, and the partial sum is the partial sum received from the previous rank plus a slice of this rank's
+        gradient.
         """
         hop = self.hops[0]
         if gradient is not None:
@@ -391,7 +406,7 @@ class Ring(Reduction):
         exchange.post()
 
     def _receive(self, step: int) -> None:
-        """Wait for the partial sum that is sent in ``step``, and add the same elements of this rank's gradient."""
+        """Wait for the partial sum that was sent in ``step``, and add this rank's gradient of the same elements."""
         hop = self.hops[0]
         ops.decode(hop.codec, self._exchange.wait()[0], self._partial)
         self._exchange.close()
@@ -399,5 +414,5 @@ class Ring(Reduction):
 
 
 def _with_errors(x: Tensor, carried: Carried | None) -> Tensor:
-    """Return ``x`` plus the carried errors of error feedback: the values that are encoded."""
+    """Return the values that are encoded: ``x``, plus the carried errors of error feedback if there are any."""
     return x if carried is None else x.float() + carried.error.float()

@@ -1,8 +1,8 @@
-"""Turns a wait that fails into an error that tells what every rank was waiting for.
+"""Turns a wait that fails into an error that says what every rank was waiting for.
 
-A rank whose wait fails writes to the group's store what it waited for and which exchanges it opened.  It then
-gives the other ranks some seconds to do the same, and builds its error from all reports.  A rank that reports
-nothing is computing, has exited, or is lost.
+An exchange is one collective.  A rank whose wait for an exchange fails writes a report to the group's key-value store:
+what it waited for, and which exchanges it has started.  It then gives the other ranks some seconds to do the same, and
+builds its error from all reports.  A rank that reports nothing is computing, has exited, or is lost.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ DIFFER: Final = "found that the ranks' exchanges differ"
 
 
 class WireError(RuntimeError):
-    """A wire cannot be made, or messages cannot be sent or did not arrive.
+    """Raised if a wire cannot be made, or if messages cannot be sent or did not arrive.
 
-    After a failed wait, the text of the error tells what each rank was waiting for.
+    After a failed wait, the text of the error says what each rank was waiting for.
     """
 
 
 @dataclass(slots=True, eq=False)
 class _Mark:
-    """The moment of a call of :meth:`Watchdog.mark_exposed`, between two waits of the device's stream."""
+    """One call of :meth:`Watchdog.mark_exposed`, which is queued between the waits before it and the waits after it."""
 
     # the exposed seconds before this moment; None until the device has finished all waits before it
     seconds: float | None = None
@@ -52,11 +52,12 @@ class _Mark:
 class Watchdog:
     """Logs this rank's exchanges, times its waits, and collects the other ranks' reports when a wait fails.
 
-    All ranks must create their watchdogs in the same order, because the store knows a watchdog by its number.
+    All ranks must construct their watchdogs in the same order, because a watchdog's number in this order tells in the
+    store to which watchdog a report belongs.
 
     Args:
         mesh: the ranks.
-        streams: whether the device's current stream waits for messages instead of the host, as with NCCL.
+        streams: True if the device's current stream waits for messages, as with NCCL; False if the host waits.
     """
 
     def __init__(self, mesh: Mesh, *, streams: bool = False) -> None:
@@ -66,8 +67,8 @@ class Watchdog:
         self.timeline: Timeline | None = None  # records messages and waits, if it is set
         self._rank, self._ranks, self._streams = mesh.rank, range(mesh.topology.world), streams
         self._counting = mesh.counting
-        # Whether waits of the device's stream are timed, for which the host records an event before each of them.
-        # They are from the first reading on, so that a loop that reads no seconds does not pay for them.
+        # Whether waits of the device's stream are timed, for which the host records an event before each wait.  Waits
+        # are timed only after exposed seconds were first asked for, so that other loops do not pay for it.
         self._timed = False
         # The waits of the device's stream that have not been added to ``_waited`` yet, each as the events at its
         # beginning and its end, with marks between the waits.
@@ -128,10 +129,10 @@ class Watchdog:
 
     @contextlib.contextmanager
     def stalling(self) -> Iterator[None]:
-        """Context that times the waits which its body enqueues on the device's current stream.
+        """Context that times the waits for messages that its body enqueues on the device's current stream.
 
-        Nothing is timed on a side stream, or if the body raises.  Nothing is timed either before
-        :attr:`exposed_seconds` is first read or :meth:`mark_exposed` is first called.
+        Nothing is timed on a side stream, or if the body raises.  Nothing is timed either as long as neither
+        :attr:`exposed_seconds` was read nor :meth:`mark_exposed` was called.
         """
         if self.paused or not self._timed:
             yield
@@ -144,9 +145,9 @@ class Watchdog:
         self._finished_waits()
 
     def join(self, arrival: Arrival) -> None:
-        """Make the current stream wait for ``arrival``, and count the seconds until then as exposed.
+        """Make the current stream wait for ``arrival``, the end of work on a side stream.
 
-        The seconds are counted only if waits are timed; see :attr:`exposed_seconds`.
+        The wait counts as exposed, if waits are timed (:attr:`exposed_seconds`).
         """
         if self._timed and arrival.event is not None:
             begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -157,10 +158,10 @@ class Watchdog:
         arrival.joined = True
 
     def wait(self, step: Step, receive: Callable[[], T], *, across: bool = False) -> T:
-        """Call ``receive``, which waits for the messages of ``step``, and return its result.
+        """Call ``receive``, which waits for the messages of the exchange ``step``, and return its result.
 
         Args:
-            step: the exchange.
+            step: the exchange's entry in the log.
             receive: waits for the exchange's messages.
             across: whether messages come from other nodes.
 
@@ -185,7 +186,10 @@ class Watchdog:
         return messages
 
     def meet(self, purpose: str, timeout: float) -> None:
-        """Wait until all ranks have called this method for ``purpose``.
+        """Wait until all ranks have called this method with the same ``purpose``.
+
+        If they call it several times with one purpose, the first calls of all ranks belong together, then the second
+        calls, and so on.
 
         Raises:
             WireError: if a rank has not called it after ``timeout`` seconds.  Thread ranks have no timeout: they raise
@@ -217,8 +221,8 @@ class Watchdog:
         Args:
             failure: what this rank could not do, such as ``could not finish exchange 3, ...``.
             cause: the error or text that says why.
-            waiting: the exchange that this rank waits for, or the purpose of a :meth:`meet`; None if the rank does not
-                wait.
+            waiting: what this rank waits for: the log's entry of an exchange, or the purpose of a call of :meth:`meet`.
+                None if the rank does not wait.
         """
         log, in_exchange = self.collective_log, isinstance(waiting, tuple)
         waits_for = label(waiting) if isinstance(waiting, tuple) else waiting
@@ -240,15 +244,16 @@ class Watchdog:
         return WireError("\n".join(lines))
 
     def close(self) -> None:
-        """Announce in the store that this rank has closed its wire: other ranks may still wait for its messages."""
+        """Report in the store that this rank has closed its wire, for ranks that may still wait for its messages."""
         with contextlib.suppress(RuntimeError):  # the process that hosts the store may have exited
             self._write(f"closed its wire after {self.collective_log.count} exchanges")
 
     def _write(self, status: str, call: str = "") -> None:
-        """Write this rank's report to the store.
+        """Write this rank's report to the store, for the errors of other ranks.
 
-        The report has three parts: ``status`` in words, ``call``, and the last exchanges.  ``call`` is the public call
-        that the rank is in, such as ``save()``.  It is empty if all ranks have made the call, or outside of calls.
+        The report has three parts: ``status`` in words, ``call``, and the last exchanges.  ``call`` is the call of the
+        public interface, such as ``save()``, that this rank is in and that some ranks may not have made.  Otherwise it
+        is empty.
         """
         if self._store is not None:
             self._store.set(str(self._rank), json.dumps((status, call, [*self.collective_log.steps])))
@@ -256,7 +261,7 @@ class Watchdog:
     def _report(self, store: Store | ThreadStore) -> Iterator[str]:
         """Wait for the other ranks' reports, at most :data:`_PATIENCE_SECONDS`, and yield the lines of an error.
 
-        The lines tell which calls only some ranks have made, the first exchange in which ranks differ, and what each
+        The lines say which calls only some ranks have made, at which exchange the ranks first differ, and what each
         rank was waiting for.
         """
         with contextlib.suppress(RuntimeError):  # raised if a rank does not report
@@ -270,8 +275,8 @@ class Watchdog:
             for call, ranks in called.items()
             if call and (others := [rank for rank in self._ranks if rank not in ranks])
         }
-        # The engine calls check_order() by itself.  If the ranks differ in an exchange, some of them may not reach that
-        # call.  The difference is the cause, so it is reported before the missing calls.
+        # The engine calls check_order() by itself.  If the ranks' exchanges differ, some ranks may not reach that call.
+        # The difference is then the cause, so it is reported before a missing check_order().
         check = lines.pop(ORDER_CHECK, "")
         yield from lines.values()
         if difference := parting({rank: steps for rank, (_, _, steps) in reports.items()}):

@@ -8,8 +8,9 @@ All messages of the engine go through a :class:`Wire`.  It has three transports:
   backend between nodes;
 * ``staged`` sends tensors of a GPU with gloo through host memory, so that several ranks may share a GPU.
 
-If a rank does not take part in an exchange, the other ranks raise a :class:`WireError` that tells what each rank
-was waiting for.
+An *exchange* is one collective of a group of ranks.  A rank starts it by calling a method such as
+:meth:`Wire.all_gather`, which logs it and returns the memory for the rank's message.  If a rank does not take part in
+an exchange, the other ranks raise a :class:`WireError` that says what each rank was waiting for.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ from impl.transport.shared_memory import patience
 from impl.transport.side_stream import Arrival, SideStream
 
 TIMEOUT_SECONDS: Final = 120.0
-# NCCL's own time-out is longer than the wire's by this factor.  NCCL counts from the moment at which an exchange is
-# enqueued, which may be a whole step before the exchange starts.  NCCL's time-out ends the process only if the hang
-# monitor cannot.
+# NCCL's own time-out is this many times as long as the wire's.  NCCL counts from the moment at which an exchange is
+# enqueued, which may be a whole step before the exchange starts.  NCCL's time-out thus ends the process only if the
+# hang monitor, which counts from the last exchange that completed, has failed to do so.
 NCCL_TIMES: Final = 5
 Transport = Literal["backend", "shm", "staged"]
-# Of an uneven all-to-all: the bytes of its messages, and what ranks must agree on besides.
+# For an all-to-all whose messages differ in length: the bytes of its messages, and a text on which ranks must agree.
 Lengths = tuple[Sizes, str]
 _OF_PASSES: Final = ("weights", "persistent", "gradients")  # purposes of the messages in every pass
 
 
 class EncodedHop(NamedTuple):
-    """A hop of a reduction, as an :class:`Observer` sees it."""
+    """Describes a hop, one exchange of a reduction, to an :class:`Observer`."""
 
     number: int  # from 0; in a ring each step is a hop
     axis: str  # the name of the hop's axis; for a gather of means, the names of all its axes, joined by +
@@ -61,9 +62,10 @@ class EncodedHop(NamedTuple):
 
 
 class Observer:
-    """Base class of objects that observe the reductions of one rank.
+    """Base class of objects that are told what the reductions of one rank encode and return.
 
-    Its methods do nothing.  A subclass must not change the tensors that it is given, nor keep them without a copy.
+    The methods of this class do nothing.  A subclass must not change the tensors that it is given, and must copy those
+    that it keeps.
     """
 
     def local(self, unit: str, gradient: Tensor) -> None:
@@ -75,9 +77,9 @@ class Observer:
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
         """Called before a hop's message is sent.
 
-        ``values`` (..., n) are what is encoded: the gradient, a sum of gradients, or the mean of a piece.  Carried
-        errors have been added.  ``frames`` (..., F) uint8 are the encoded values.  ``frames`` is None if the values are
-        sent without encoding.
+        ``values`` (..., n) are the values that are sent: the gradient, a sum of gradients, or the mean of a piece, the
+        part of the gradient that one rank sums.  Carried errors have been added.  ``frames`` (..., F) uint8 are the
+        encoded values, or None if the values are sent without encoding.
         """
 
     def averaged(self, unit: str, start: int, mean: Tensor) -> None:
@@ -92,16 +94,17 @@ class Wire:
     """Sends messages along the axes of a mesh and keeps the ledger of their bytes.
 
     Args:
-        mesh: the ranks, as :meth:`Mesh.of` reads them.
+        mesh: the ranks, in any form that :meth:`Mesh.of` accepts.
         transport: how messages are carried; ``shm`` is used inside nodes only.
-        pacer: models a slower link between nodes than the machine has.
+        pacer: models a link between nodes that is slower than the machine's.
         timeout: seconds that a rank waits for the other ranks' messages before it raises a :class:`WireError`.
         on_hang: is called with this error, in another thread, if a GPU's stream waits for messages instead of the host.
             By default it prints the error and ends the process with status 1.
 
     Raises:
-        WireError: if ``transport`` is ``shm`` and the mesh is not on CPUs; if there is a ``pacer`` and a GPU's stream
-            waits for messages.  If the ranks are threads: if there is a ``pacer``, or ``transport`` is not ``backend``.
+        WireError: if ``transport`` is ``shm`` and the mesh is not on CPUs; or if there is a ``pacer`` and a GPU's
+            stream waits for messages.  If the ranks are threads, also if there is a ``pacer``, or if ``transport`` is
+            not ``backend``.
     """
 
     def __init__(
@@ -151,7 +154,7 @@ class Wire:
         self._host_buffers = exchanges.Buffers(torch.device("cpu")) if transport == "staged" else None
         self._arenas: dict[Axis, exchanges.Arena] = {}
         self._used: dict[str, set[str]] = {}  # for each axis, what has carried its messages
-        # by kind of exchange, axis, bytes, tag, and whether it is part of a ring
+        # The key is (kind of exchange, axis, bytes, tag, whether it is part of a ring, lengths of uneven messages).
         self._routes: dict[tuple[Kind, Axis, int, Tag, bool, Lengths | None], exchanges.Route] = {}
 
     @property
@@ -159,8 +162,8 @@ class Wire:
         """Seconds that this rank has waited for messages.
 
         If a GPU's stream waits for messages, synchronise the device before you read this property.  The stream's waits
-        are counted only from the first reading or the first call of :meth:`mark_exposed`, because timing a wait costs
-        the host time.
+        are counted only after the first reading of this property or the first call of :meth:`mark_exposed`, because
+        timing a wait costs the host time.
         """
         return self._watchdog.exposed_seconds
 
@@ -174,14 +177,14 @@ class Wire:
 
         Exposed seconds are those in which this rank has waited for messages (:attr:`exposed_seconds`).
 
-        This does not wait for a GPU.  If a GPU's stream waits for messages, call the returned function only after the
-        device has passed this moment.
+        The mark itself does not wait for a GPU.  If a GPU's stream waits for messages, call the returned function only
+        after the device has passed the marked moment.
         """
         return self._watchdog.mark_exposed()
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of the buffers for messages of weights and gradients: buffers in use, and buffers kept for later use.
+        """Bytes of the buffers for messages of weights and gradients, both those in use and those kept for later use.
 
         :mod:`impl.plan.messages` predicts these bytes for a GPU whose stream waits for messages.
         """
@@ -189,10 +192,11 @@ class Wire:
 
     @contextlib.contextmanager
     def calling(self, call: str) -> Iterator[None]:
-        """Context whose exchanges belong to a public ``call``, such as ``save()``, that all ranks must make.
+        """Context for the body of a public ``call``, such as ``save()``, that all ranks must make.
 
-        Errors name the call, and the fingerprints of ranks in different calls differ.  If calls are nested, the
-        outermost counts.
+        If an exchange inside the context fails, the error names the call.  The call also becomes part of the
+        fingerprints by which ranks compare their exchanges, so that ranks in different calls are found to differ.  If
+        contexts are nested, the outermost call is named.
         """
         log = self._watchdog.collective_log
         before = log.call
@@ -226,17 +230,17 @@ class Wire:
         return self.mesh.group(axis, self._group_timeout)
 
     def make_groups(self, axes: Iterable[Axis]) -> None:
-        """Make the groups along ``axes`` now, so that no rank makes a group while another rank waits for a message."""
+        """Make the groups along ``axes`` now, so that later no rank makes a group while others wait for its message."""
         for axis in axes:
             self.group(axis)
 
     @contextlib.contextmanager
     def beside(self, stream: SideStream, *, posted: bool = False) -> Iterator[Arrival]:
-        """Context whose posts, waits and decoding are enqueued on the side stream ``stream``.
+        """Context whose body is enqueued on the side stream ``stream``: its posts, waits for messages and decoding.
 
         Yields an :class:`Arrival`, which marks the end of this work.  With NCCL, waiting for a message blocks the
-        stream and not the host.  Therefore all later hops can be enqueued as soon as the first hop is posted.
-        ``posted`` says that the body begins by waiting for messages that the current stream has just posted.
+        stream and not the host.  Therefore all later hops can be enqueued as soon as the first hop is posted.  Set
+        ``posted`` if the body begins by waiting for messages that the current stream has just posted.
         """
         self._watchdog.paused = True
         try:
@@ -252,8 +256,8 @@ class Wire:
 
         FSDP2 calls collectives on its own streams.  Before a message buffer is used again in this context, the current
         stream waits until the buffer's last use has ended.  It does so even if the stream of the computation has waited
-        for this already, since the current stream may be another one.  Waits for messages do not count as exposed.  If
-        the host waits for messages, this context changes nothing.
+        for this end already, since the current stream may be another one.  Waits for messages do not count as exposed.
+        If the host waits for messages, this context changes nothing.
         """
         if not self.streams:
             yield
@@ -275,10 +279,10 @@ class Wire:
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Context in which ``observer`` observes reductions.
+        """Context in which ``observer`` is told what reductions encode and return.
 
-        Inside the context, ``ledger`` is a new ledger, which is dropped at the end.  Afterwards ``ledger`` is the old
-        ledger again, without the messages of the context.
+        The messages of the context are not counted: inside it, ``ledger`` is a new ledger, which is dropped at the end,
+        when ``ledger`` becomes the old ledger again.
         """
         before = self.ledger, self.observer
         self.ledger, self.observer = Ledger(), observer
@@ -306,12 +310,14 @@ class Wire:
         into: Tensor | None = None,
         in_line: bool = False,
     ) -> Exchange:
-        """Open an exchange in which every rank of the axis receives every rank's message.
+        """Start an exchange in which every rank of the axis receives every rank's message.
+
+        The caller writes its message to ``send`` of the returned exchange, and then calls ``post()`` and ``wait()``.
 
         Args:
             axis: the axis along which ranks exchange.
             nbytes: bytes of one rank's message.
-            tag: the purpose under which the ledger books the messages.
+            tag: the phase, purpose and unit under which the ledger books the messages.
             ring: whether the backend's own all-gather is used.  The ledger then books the bytes of a ring.
             into: (ranks * nbytes,) uint8 to receive the messages.  Transports that cannot do this ignore it.
             in_line: True if the caller waits for the messages as soon as they are posted.  An exchange that is posted
@@ -320,14 +326,14 @@ class Wire:
         return self._exchange("all_gather", axis, nbytes, tag, ring=ring, into=into, in_line=in_line)
 
     def all_to_all(self, axis: Axis, nbytes: int, tag: Tag, *, in_line: bool = False) -> Exchange:
-        """Open an exchange in which every rank of the axis sends a different row of ``nbytes`` bytes to each rank.
+        """Start an exchange in which every rank of the axis sends a different row of ``nbytes`` bytes to each rank.
 
-        ``in_line`` is as in :meth:`all_gather`.
+        The arguments mean the same as in :meth:`all_gather`.
         """
         return self._exchange("all_to_all", axis, nbytes, tag, in_line=in_line)
 
     def uneven_all_to_all(self, axis: Axis, sizes: Sizes, tag: Tag, mark: str = "") -> Exchange:
-        """Open an all-to-all whose messages differ in length; its messages are read with :meth:`Exchange.parts`.
+        """Start an all-to-all whose messages differ in length; its messages are read with :meth:`Exchange.parts`.
 
         Messages of 0 bytes are not sent, and not booked.
 
@@ -335,27 +341,27 @@ class Wire:
             axis: the axis along which ranks exchange.
             sizes: ``sizes[i][j]`` is the bytes of the message from the i-th to the j-th rank of a group.  All ranks of
                 the group pass the same sizes.  A rank writes its messages to ``send`` one after the other.
-            tag: the purpose under which the ledger books the messages.
+            tag: the phase, purpose and unit under which the ledger books the messages.
             mark: a text on which all ranks of the group must agree; it becomes part of the exchange's fingerprint.
         """
         return self._exchange("all_to_all", axis, sum(map(sum, sizes)), tag, lengths=(sizes, mark))
 
     def shift(self, axis: Axis, nbytes: int, tag: Tag, *, in_line: bool = False) -> Exchange:
-        """Open one step of a ring: every rank of the axis sends ``nbytes`` bytes to the next rank.
+        """Start one step of a ring, in which every rank of the axis sends ``nbytes`` bytes to the next rank.
 
-        ``in_line`` is as in :meth:`all_gather`.
+        The arguments mean the same as in :meth:`all_gather`.
         """
         return self._exchange("shift", axis, nbytes, tag, in_line=in_line)
 
     def all_gather_small(
         self, row: Tensor, purpose: Purpose = "control", axes: Sequence[Axis] | None = None
     ) -> Tensor:
-        """Gather every rank's ``row`` (n,), of any type and layout; all ranks must call it.
+        """Gather every rank's ``row`` (n,), of any type and layout, and return all rows; all ranks must call it.
 
         Rows are gathered along each of ``axes`` in turn, by default along the axis of all ranks.
 
-        Returns (ranks, n) of the row's type, equal on all ranks whose rows it has.  Along a single axis, the rows are
-        in rank order.  Along several axes, the rank along the first axis varies fastest.
+        Returns (ranks, n) of the row's type.  Along a single axis, the rows are in rank order.  Along several axes, the
+        rank along the first axis varies fastest.  All ranks whose rows are in the result get the same result.
         """
         rows = row.detach().resolve_conj().resolve_neg().contiguous().view(torch.uint8).view(1, -1)
         for axis in (self.mesh.topology.world_axis,) if axes is None else axes:
@@ -368,27 +374,27 @@ class Wire:
         return rows.view(row.dtype)
 
     def check_order(self) -> None:
-        """Raise a WireError if ranks have opened different exchanges; all ranks must call it."""
+        """Raise a WireError if the ranks have started different exchanges so far; all ranks must call it."""
         log = self._watchdog.collective_log
         order = torch.tensor([log.count, log.fingerprint], dtype=torch.uint64, device=self.mesh.device)
         alike = defaultdict[str, list[int]](list)  # count and fingerprint -> the ranks that have these
         with self.calling(ORDER_CHECK):
             orders = self.all_gather_small(order).tolist()
         for rank, (count, mark) in enumerate(orders):
-            alike[f"opened {count} exchanges (fingerprint {mark:016x})"].append(rank)
+            alike[f"started {count} exchanges (fingerprint {mark:016x})"].append(rank)
         if len(alike) > 1:
             texts = [f"{ranks_in_words(ranks)} {opened}" for opened, ranks in alike.items()]
             raise self._watchdog.error(DIFFER, ", ".join(texts))
 
     def describe(self) -> dict[str, str]:
-        """Return the carriers of messages by name of the axis, such as ``{"node": "gloo point to point"}``.
+        """Return, for the name of each axis, what carries its messages, such as ``{"node": "gloo point to point"}``.
 
-        Control messages have an entry for each axis too, such as ``world (control)``.
+        Control messages have an entry of their own for each axis, such as ``world (control)``.
         """
         return {name: ", ".join(sorted(used)) for name, used in self._used.items()}
 
     def close(self) -> None:
-        """Drop shared memory and buffers, and report to the other ranks that this wire is closed."""
+        """Drop shared memory and buffers, and report in the ranks' store that this rank's wire is closed."""
         self._watchdog.close()
         if self._monitor is not None:
             self._monitor.close()
@@ -399,16 +405,19 @@ class Wire:
             self._host_buffers.clear()
 
     def shares_memory(self, axis: Axis) -> bool:
-        """Return whether the ranks along ``axis`` share memory, in which each rank reads the other ranks' messages."""
+        """Return whether the ranks along ``axis`` read each other's messages in memory that they share."""
         group = self.group(axis)
         shared = self.mesh.thread is not None or (self.transport == "shm" and group.same_node)
         return shared and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Return whether a message along ``axis`` can arrive in memory that the caller may free right after the wait.
+        """Return whether a message along ``axis`` can arrive in the caller's memory, to be freed right after the wait.
 
-        True for gloo, which drops its references to the memory when the wait ends.  False for NCCL and thread ranks,
-        which may keep references longer.  False also for transports that do not receive in the caller's memory.
+        The result depends on the transport:
+
+        - gloo: True, since gloo drops its references to the memory when the wait ends.
+        - NCCL: False, since NCCL may keep references longer.
+        - thread ranks, ``shm`` inside a node, and ``staged``: False, since messages do not arrive in that memory.
         """
         gloo = self.group(axis).backend(self.mesh.device.type) == "gloo"
         return gloo and self.transport != "staged" and not self.shares_memory(axis)
@@ -425,7 +434,7 @@ class Wire:
         in_line: bool = False,
         lengths: Lengths | None = None,
     ) -> Exchange:
-        """Log an exchange, book its bytes, and return it with the memory of its messages.
+        """Log an exchange of this rank, book its bytes, and return it with the memory of its messages.
 
         If ``lengths`` is given, messages differ in length, and ``nbytes`` is the sum of their bytes.
         """
@@ -465,9 +474,9 @@ class Wire:
             return shared_memory.Arena(route.sent_bytes, route.group, self._timeout)
 
     def _route(self, kind: Kind, axis: Axis, nbytes: int, tag: Tag, *, ring: bool) -> exchanges.Route:
-        """Compute the route of messages of this kind, axis, size and tag.
+        """Compute the route of messages: how messages of this kind, axis, size and tag are carried and booked.
 
-        Also notes what carries these messages, for :meth:`describe`.
+        Also note what carries these messages, for :meth:`describe`.
         """
         group, steps = self.group(axis), kind == "shift"
         carried = "cpu" if self.transport == "staged" else self.mesh.device.type
@@ -507,7 +516,7 @@ class Wire:
         )
 
     def _uneven_route(self, even: exchanges.Route, axis: Axis, tag: Tag, lengths: Lengths) -> exchanges.Route:
-        """Compute the route of an uneven all-to-all from the route ``even`` of an even all-to-all."""
+        """Compute the route of an all-to-all whose messages have these ``lengths``; ``even`` is that of equal ones."""
         (sizes, mark), me = lengths, self.group(axis).index
         sent = uneven(self.mesh.topology, axis, self.mesh.rank, sizes[me])
         splits = exchanges.Splits(
@@ -530,7 +539,7 @@ def wire_of(mesh: Mesh, wire: Wire | None) -> Wire:
     """Return ``wire``, or a new wire over ``mesh`` if ``wire`` is None.
 
     Raises:
-        WireError: if ``wire`` is over another topology, other ranks or another device than ``mesh``.
+        WireError: if the mesh of ``wire`` has another topology, other ranks or another device than ``mesh``.
     """
     if wire is None or wire.mesh is mesh:
         return wire or Wire(mesh)
@@ -544,5 +553,5 @@ def wire_of(mesh: Mesh, wire: Wire | None) -> Wire:
 
 
 def waits_on_streams(mesh: Mesh, transport: Transport) -> bool:
-    """Return whether a stream of the GPU waits for messages, as with NCCL; if not, the host waits for messages."""
+    """Return whether a stream of the GPU waits for messages, as with NCCL; otherwise the host waits for them."""
     return mesh.device.type == "cuda" and transport != "staged" and mesh.thread is None

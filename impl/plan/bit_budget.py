@@ -30,14 +30,14 @@ _Name = TypeVar("_Name")
 
 
 class Cost(NamedTuple):
-    """The cost of the messages of one unit in one codec: the bytes sent, and the sum of squared errors."""
+    """The cost of sending one unit in one codec: the bytes sent, and the sum of squared quantisation errors."""
 
     bytes: int
     error: float
 
 
 class BudgetError(ValueError):
-    """A budget is smaller than the smallest codecs need.
+    """Raised when a budget of bytes is too small even if all parts have their smallest codec.
 
     Attributes:
         needed: the bytes that all parts have together in their smallest codecs.
@@ -52,12 +52,15 @@ class BudgetError(ValueError):
 
 
 def bytes_within(bits: float, elements: float) -> int:
-    """Returns the most bytes that ``elements`` elements may have at ``bits`` bits each."""
+    """Returns the number of bytes, rounded down, of ``elements`` elements that have ``bits`` bits each."""
     return int(bits * elements / 8)
 
 
 def bits_for(nbytes: int, elements: float) -> float:
-    """Returns the fewest bits for each of ``elements`` elements, in hundredths, that allow ``nbytes`` bytes."""
+    """Returns how many bits an element must have so that ``elements`` elements have at least ``nbytes`` bytes.
+
+    The result is rounded up to hundredths of a bit.
+    """
     hundredths = int(-(-800 * nbytes // elements))
     while bytes_within(hundredths / 100, elements) < nbytes:  # by rounding
         hundredths += 1
@@ -65,10 +68,10 @@ def bits_for(nbytes: int, elements: float) -> float:
 
 
 def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
-    """Returns the name of the codec that is chosen for each part; a part is the messages of one unit.
+    """Chooses a codec for each part, the messages of one unit, and returns the names of the chosen codecs.
 
-    ``parts[part][name]`` is the cost of the part in the codec with this name.  All parts have the same codecs.  With
-    the chosen codecs, all parts together have at most ``budget`` bytes.
+    In the chosen codecs, all parts together have at most ``budget`` bytes.  ``parts[part][name]`` is the cost of the
+    part in the codec with this name.  All parts have the same codecs.
 
     Raises BudgetError: if the parts have more than ``budget`` bytes even in their smallest codecs.
     """
@@ -91,38 +94,43 @@ def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
 
 
 def total(parts: Sequence[Mapping[_Name, Cost]], chosen: Sequence[_Name]) -> Cost:
-    """Returns the sum of the bytes, and the sum of the errors, of all ``parts`` in the ``chosen`` codecs."""
+    """Returns the cost of all ``parts`` together: the sum of their bytes and the sum of their errors.
+
+    ``chosen[part]`` is the name of the part's codec.
+    """
     costs = [part[name] for part, name in zip(parts, chosen, strict=True)]
     return Cost(sum(cost.bytes for cost in costs), sum(cost.error for cost in costs))
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of a budget for one purpose: for gathers of weights, or for the hop between nodes in reductions."""
+    """A limit on the bytes of one kind of messages, weight gathers or reductions between nodes, and what can be chosen.
+
+    The codec of each of the ``units`` is chosen from ``codecs``, so that the messages stay within ``limit`` bytes.
+    """
 
     purpose: Budgeted
     hop: str  # name of the axis along which reductions cross nodes; empty for gathers
     codecs: tuple[Codec, ...]  # the codecs to choose from; the first is the policy's codec
     units: tuple[str, ...]  # names of the units whose codec is chosen, in model order
-    # ``bytes[unit][codec]``: bytes of the frames of the unit's shard (or piece) that a rank encodes in a step
+    # ``bytes[unit][codec]``: bytes that a rank encodes in a step for this unit, if the unit has this codec
     bytes: tuple[tuple[int, ...], ...]
-    limit: int  # most bytes that the frames of all units may have together
+    limit: int  # most bytes that a rank may encode in a step for all units together
 
     def choose(self, errors: Sequence[Sequence[float]]) -> list[int]:
-        """Returns for each unit the index, in ``codecs``, of the codec that is chosen for the unit.
+        """Chooses a codec for each unit within the limit, and returns the indices of the codecs in ``self.codecs``.
 
-        ``errors[unit][codec]`` is the sum of squared errors over all ranks.
+        ``errors[unit][codec]`` is the sum of squared errors over all ranks if the unit has this codec.
         """
         parts = [dict(enumerate(map(Cost, *costs))) for costs in zip(self.bytes, errors, strict=True)]
         return choose(parts, self.limit)
 
 
 def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> list[Share]:
-    """Returns the shares of the policy's budget: at most one for weights and one for gradients.
+    """Turns the policy's budget, in bits for each element, into limits in bytes, and returns these as shares.
 
-    The list is empty if the policy has no budget.
-
-    ``units`` are in model order.  No codec is chosen for frozen and persistent units, and the shares leave them out.
+    There is at most one share for weights and one for gradients.  The list is empty if the policy has no budget.
+    ``units`` are in model order.  Frozen and persistent units keep the policy's codec, so the shares leave them out.
 
     Raises PolicyError: if the codecs of the policy, with which training begins, need more bytes than the budget
     allows; or if all units are frozen or persistent.
@@ -163,9 +171,9 @@ def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry])
 def at_most(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], sent: Mapping[LedgerKey, int]
 ) -> dict[Link, int]:
-    """Returns an upper bound of the bytes that a rank sends over each kind of link, for any choice of codecs.
+    """Returns an upper bound of the bytes that a rank sends over each kind of link, whatever codecs a budget chooses.
 
-    ``sent`` are the bytes that the rank sends if every unit has the codecs of the policy, by entry of the ledger.
+    ``sent`` has, for each entry of the ledger, the bytes that the rank sends if every unit keeps the policy's codecs.
     """
     left, totals = dict(sent), dict.fromkeys(get_args(Link), 0)
     for share in shares_of(policy, topology, units):
@@ -174,8 +182,8 @@ def at_most(
         for key in sent:
             if key.purpose == share.purpose and key.unit in sizes and share.hop in ("", key.hop):
                 shared[key.link][key.unit] += left.pop(key)
-        # The budget limits the bytes of frames, and a frame may be sent over a link several times.  No choice sends
-        # more than giving the whole budget to the unit whose frames are sent most often.
+        # The budget limits the bytes that a rank encodes, and each encoded byte may be sent over a link several times.
+        # The most bytes are sent if the whole budget goes to the unit whose bytes are sent most often.
         for link, counts in shared.items():
             most = (-(-nbytes * share.limit // sizes[unit]) for unit, nbytes in counts.items())
             totals[link] += max(most, default=0)

@@ -1,14 +1,16 @@
 """Compiles a policy into hops: the messages of a unit's weight gather and of its gradient reduction, as data.
 
-A gather or a reduction is a tuple of :class:`Hop`, in the order in which every rank posts its messages.  The policy
-names axes and codecs.  This module alone decides what each hop sends, in which codec, and what the rank keeps of the
-received data.  Four parts of the project use the same tuples:
+A *hop* is one exchange of messages along one axis of ranks, such as the ranks of a node.  A gather or a reduction is a
+tuple of :class:`Hop`, in the order in which every rank posts the messages.  The policy names axes and codecs.  This
+module alone decides what each hop sends, in which codec, and what the rank keeps of the received data.  Four parts of
+the project use the same tuples:
 
-* the engine sends them: :mod:`impl.comm.all_gather` and :mod:`impl.unit.weight_gather` run gathers,
+* the engine sends the messages: :mod:`impl.comm.all_gather` and :mod:`impl.unit.weight_gather` run gathers,
   :mod:`impl.comm.reduce_scatter` and :mod:`impl.unit.gradient_reduction` run reductions;
 * :mod:`impl.plan.traffic` counts their bytes;
-* :mod:`impl.plan.step_time` gives them seconds;
-* :mod:`impl.plan.memory` and :mod:`impl.plan.messages` size hpZ's copy, carried errors and buffers.
+* :mod:`impl.plan.step_time` predicts their seconds;
+* :mod:`impl.plan.memory` and :mod:`impl.plan.messages` compute from them the sizes of hpZ's copy of the weights, of the
+  carried errors and of the buffers.
 
 These are the hops of ZeRO++ on two nodes of two ranks.  A frame is one encoded shard or piece:
 
@@ -49,24 +51,33 @@ Kind = Literal["all_gather", "all_to_all", "shift"]
 Sends = Literal["weights", "differences", "copy", "rows", "columns"]
 """What the first hop of a gather sends:
 
-- ``weights``: the values of the masters;
-- ``differences``: the values of the masters minus hpZ's copy;
-- ``copy``: hpZ's copy;
-- ``rows`` or ``columns``, only with ``planes='phase'``: the values of the masters, in one plane (:func:`in_phase`).
+- ``weights``: the values of the masters, which are the rank's fp32 shard of the weights;
+- ``differences``: the values of the masters minus hpZ's copy of them;
+- ``copy``: hpZ's copy of the weights (ZeRO++'s secondary shard);
+- ``rows`` or ``columns``, only with ``planes='phase'``: the values of the masters, quantised in blocks that run along
+  the rows, or along the columns, of each matrix (:func:`in_phase`).
 """
 
 Plane = Literal["rows", "columns"]
-"""The dimension of a matrix along which the blocks of the codec run."""
+"""Whether the codec's blocks, the elements that share a scale, run along the rows or the columns of a matrix."""
 _BOTH: Final[tuple[Plane, ...]] = ("rows", "columns")
 
 Source = Literal["master", "difference", "copy", "received", "gradient", "sum", "mean"]
-"""What a rank sends in a hop:
+"""What a rank sends in a hop.
 
-- in gathers ``master``, its encoded master shard; ``difference``, the encoded difference between this shard and
-  hpZ's copy of it; ``copy``, the frames of hpZ's copy;
-- in reductions ``gradient``, its local gradient; ``sum``, the sum of what the hop before has received, encoded again;
-  ``mean``, the mean of its piece, encoded again;
-- in both ``received``, the frames that the hop before has received, as they are.
+In gathers:
+
+- ``master``: its shard of the fp32 weights, encoded;
+- ``difference``: this shard minus hpZ's copy of the shard, encoded;
+- ``copy``: the encoded shards that hpZ's copy consists of;
+- ``received``: the encoded shards that the hop before has received, unchanged.
+
+In reductions:
+
+- ``gradient``: its local gradient, encoded;
+- ``sum``: the sum of the gradients that the hop before has received, encoded again;
+- ``mean``: the mean gradient of its piece of a shard, encoded again;
+- ``received``: the encoded pieces that the hop before has received, unchanged.
 """
 
 Keeps = Literal["nothing", "copy", "sum", "errors"]
@@ -80,7 +91,7 @@ Keeps = Literal["nothing", "copy", "sum", "errors"]
 
 @dataclass(frozen=True, kw_only=True)
 class Hop:
-    """One exchange of a gather or of a reduction, in which all ranks along ``axis`` take part."""
+    """One exchange of messages in a gather or a reduction, in which all ranks along ``axis`` take part."""
 
     kind: Kind
     axis: Axis
@@ -92,10 +103,11 @@ class Hop:
     chunks: tuple[tuple[int, int], ...]
     crosses: bool  # whether ranks on several nodes take part
     keeps: Keeps = "nothing"
-    # Each shard is sent once for each plane listed here, with blocks along the plane's dimension.
+    # The planes in which each shard is sent: once with blocks along rows, once with blocks along columns, or both.
     planes: tuple[Plane, ...] = ("rows",)
-    ring: bool = False  # whether all messages of a rank go to the next rank of the axis
-    # Distance between the shards (or pieces) of two neighbours along the axis, counted in shards (or pieces).
+    ring: bool = False  # whether a rank sends all its messages to the next rank of the axis
+    # Distance between the shards (or pieces) of two ranks that are neighbours along the axis, counted in shards (or
+    # pieces).
     stride: int = 1
 
     @property
@@ -105,17 +117,20 @@ class Hop:
 
     @property
     def elements(self) -> int:
-        """Number of elements that are encoded in the message to each other rank."""
+        """Number of elements that are encoded in the message to each other rank, all chunks together."""
         return self.frames * self.numel
 
     @functools.cached_property
     def frame_bytes(self) -> tuple[int, ...]:
-        """For each chunk of a shard or piece, the bytes of the encoded chunk, in all planes together."""
+        """For each chunk of a shard or piece, the bytes of the encoded chunk; with two planes, of both encodings."""
         return tuple(len(self.planes) * self.codec.frame_bytes(end - start) for start, end in self.chunks)
 
     @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
-        """For each chunk, the bytes of the message to each other rank, which has ``frames`` shards or pieces."""
+        """For each chunk, the bytes of the message that a rank sends to each other rank.
+
+        The message has this chunk of each of ``frames`` shards or pieces.
+        """
         return tuple(self.frames * nbytes for nbytes in self.frame_bytes)
 
     @functools.cached_property
@@ -124,9 +139,9 @@ class Hop:
         return sum(self.sizes)
 
     def sends_elements(self, dtype: str | None) -> bool:
-        """Returns whether a message is exactly the elements of its shards in the type ``dtype``.
+        """Returns whether a message is exactly the elements of its shards in the type ``dtype``, such as ``bf16``.
 
-        If so, the elements need no encoding, and a message has no scales and no padding.
+        If so, the message has no scales and no padding, and the elements need no encoding.
         """
         codec = self.codec
         same = isinstance(codec, Raw) and codec.dtype == dtype
@@ -134,19 +149,22 @@ class Hop:
 
 
 def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "weights") -> tuple[Hop, ...]:
-    """Returns the hops of a gather of shards of ``shard`` elements.
+    """Returns the hops of the all-gather of one unit's weights, of which each rank holds ``shard`` elements.
 
-    ``policy`` is the policy for one unit (:meth:`Policy.for_unit`).  With hpZ, the hops form two groups: the hops
-    before hpZ's copy is made, and the hops after.  A gather that sends ``copy`` has only the hops after.  Without hpZ,
-    all hops form one group.
-
-    If the policy has no differences, ``sends='differences'`` means ``weights``.  If the policy has no hpZ,
-    ``sends='copy'`` means ``weights``.
+    With hpZ, the gather has two parts.  The hops of the first part bring each rank its part of hpZ's copy of the
+    weights.  The hops of the second part complete the weights inside the group of ranks that share the copy.  A gather
+    that sends ``copy`` has only the second part.  Without hpZ, the gather has one part.
 
     An axis of one rank gives no hop, since a rank need not send itself a message.  There is one exception: if all axes
-    of a group have one rank, the group still has one hop, in which the rank copies its message to itself.
+    of a part have one rank, the part is a single hop, in which the rank copies its message to itself.
 
-    The tuple is empty if the policy has a user's own gather.
+    Args:
+        policy: the policy for this unit (:meth:`Policy.for_unit`).  If the policy has a user's own gather, the returned
+            tuple is empty.
+        topology: nodes and ranks.
+        shard: the number of elements of a rank's shard.
+        sends: what the first hop sends.  ``differences`` means ``weights`` if the policy has no differences, and
+            ``copy`` means ``weights`` if the policy has no hpZ.
     """
     axes, outside = policy.gather_axes(topology)
     hops, frames = list[Hop](), 1
@@ -189,14 +207,18 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
 def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plane, ...]]:
     """Returns (planes of the hops before hpZ's copy, planes of the hops after hpZ's copy).
 
-    Without hpZ, all hops count as hops after hpZ's copy.
+    A plane is one encoding of each weight matrix: with the codec's blocks along rows, or along columns.  Without hpZ,
+    all hops count as hops after hpZ's copy.
 
-    With ``planes='phase'`` and hpZ, the copy keeps only the plane of columns.  The planes follow from ``sends``:
+    With ``planes=1`` all hops bring rows, and with ``planes=2`` rows and columns.  With ``planes='phase'`` and hpZ, the
+    copy keeps only columns.  The planes then follow from ``sends``:
 
-    - ``weights``: the hops before the copy bring both planes, columns for the copy and rows for the forward pass.  The
-      hops after the copy bring rows.
+    - ``weights``: the hops before the copy bring columns for the copy, and rows for the forward pass.  The hops after
+      the copy bring rows.
     - ``rows``: all hops bring rows.
     - ``columns`` and ``copy``: all hops bring columns.
+
+    With ``planes='phase'`` and no hpZ, all hops bring columns if ``sends`` is ``columns``, and otherwise rows.
     """
     if policy.planes != "phase":
         return (_BOTH[: policy.planes],) * 2
@@ -207,14 +229,16 @@ def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plan
 
 
 def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
-    """Returns what a gather in ``phase`` sends: ``sends``, or what replaces it if the policy has ``planes='phase'``.
+    """Returns what a gather sends in ``phase`` (``forward``, ``backward`` or ``evaluate``).
 
-    ``sends`` is what the gather would send with any other ``planes``.  With ``planes='phase'``:
+    ``sends`` is what the gather sends if the policy's ``planes`` is 1 or 2, and then it is returned unchanged.  With
+    ``planes='phase'``, forward passes compute with weights quantised in blocks along rows, and backward passes with
+    weights quantised in blocks along columns.  The result is then:
 
-    - A gather in ``forward`` sends ``rows`` if ``sends`` is ``copy``, and otherwise ``weights``.  With hpZ, ``weights``
-      are both planes, so that the backward pass finds its columns in hpZ's copy.  Without hpZ, they are the rows.
-    - A gather in ``backward`` sends ``copy`` if ``sends`` is ``copy``, and otherwise ``columns``.
-    - A gather in ``evaluate`` sends ``rows``.
+    - in ``forward``, ``rows`` if ``sends`` is ``copy``, and otherwise ``weights``.  With hpZ, ``weights`` brings rows
+      and columns, so that the backward pass finds its columns in hpZ's copy.  Without hpZ, it brings rows;
+    - in ``backward``, ``copy`` if ``sends`` is ``copy``, and otherwise ``columns``;
+    - in ``evaluate``, ``rows``.
     """
     if policy.planes != "phase":
         return sends
@@ -224,10 +248,10 @@ def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
 
 
 def casts_alone(hops: Sequence[Hop], dtype: str) -> bool:
-    """Returns whether a gather with these ``hops`` only casts the masters to ``dtype``, the type of gathered weights.
+    """Returns whether a gather with these ``hops`` sends nothing, and only casts the masters to the type ``dtype``.
 
-    The result is True on a single rank without hpZ, if the codec of the weights sends elements of this type as they
-    are.
+    Masters are the rank's fp32 shard, and ``dtype`` is the type of gathered weights.  The result is True on a single
+    rank without hpZ, if the codec of the weights leaves elements of this type unchanged.
     """
     hop = hops[-1]
     return hop.source == "master" and hop.axis.size == 1 and hop.sends_elements(dtype)
@@ -243,10 +267,10 @@ def forwards_in_place(hops: Sequence[Hop]) -> bool:
 
 
 def copy_bytes(policy: Policy, topology: Topology, shard: int, kept: Codec | None = None) -> int:
-    """Returns the bytes of hpZ's copy of a unit on one rank; 0 without hpZ.
+    """Returns the bytes of hpZ's copy of one unit's weights on one rank; 0 without hpZ.
 
-    ``policy`` is the policy for this unit, and ``shard`` is the number of elements of the unit's shard.  ``kept`` is
-    the codec in which the copy is kept, by default ``policy.copy_codec``.
+    ``policy`` is the policy for this unit, and ``shard`` is the number of elements of a rank's shard of the unit.
+    ``kept`` is the codec in which the copy is kept, by default ``policy.copy_codec``.
     """
     if policy.secondary == 0:
         return 0
@@ -255,16 +279,17 @@ def copy_bytes(policy: Policy, topology: Topology, shard: int, kept: Codec | Non
 
 
 def reduction_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tuple[Hop, ...]:
-    """Returns the hops of a reduction of gradients, after which each rank has the mean gradient of its shard.
+    """Returns the hops of a gradient reduction of one unit, after which each rank has the mean gradient of its shard.
 
-    A state group is a group of ranks that share one copy of all sharded states.  A shard has one piece of ``piece``
-    elements for each state group; with a single group, a piece is a whole shard.  The first hops add up gradients,
-    after which each rank has the mean of one piece.  With several groups, further hops gather the other pieces of the
-    shard from the other groups.
+    A state group is a group of ranks that share one copy of all sharded states.  With several groups, a shard is cut
+    into one piece for each group.  The first hops add up gradients, after which each rank has the mean of one piece.
+    Further hops gather the other pieces of the shard from the other groups.  With a single group, the piece is the
+    whole shard, and there are no further hops.
 
     With local steps, the reduction stays inside a group, and each rank has the mean over its group.
 
-    Chunks start on multiples of ``grain`` elements.  With one rank the tuple is empty.
+    ``piece`` is the number of elements of a piece.  Chunks, the parts of a piece that are sent separately, start on
+    multiples of ``grain`` elements.  With one rank the tuple is empty.
     """
     group, sums = policy.group_ranks(topology), policy.reduce_axes(topology)
     if policy.local_steps is None:
@@ -279,9 +304,10 @@ def outer_hops(policy: Policy, topology: Topology, piece: int, grain: int) -> tu
     A state group is a group of ranks that share one copy of all sharded states.  With local steps, each group trains by
     itself between two outer steps.
 
-    A shard has one piece of ``piece`` elements for each group.  The first hops add up how far the masters have moved,
-    and each rank then has the mean of one piece.  The last hops gather the other pieces of the shard from the other
-    groups.  Without local steps, the tuple is empty.
+    A shard has one piece of ``piece`` elements for each group.  The first hops add up how far the masters (fp32 shards)
+    have moved since the last outer step, and each rank then has the mean of one piece.  The last hops gather the other
+    pieces of the shard from the other groups.  Chunks, the parts of a piece that are sent separately, start on
+    multiples of ``grain`` elements.  Without local steps, the tuple is empty.
     """
     if policy.local_steps is None:
         return ()
@@ -300,10 +326,11 @@ def _reduction(
     ranks: int,
     outer: bool = False,
 ) -> tuple[Hop, ...]:
-    """Returns the hops that average over ``ranks`` ranks, followed by the hops that gather the means of other pieces.
+    """Returns the hops that compute a mean over ``ranks`` ranks, followed by the hops that gather the rest of the mean.
 
-    ``sums`` has (axis, codec) for each hop that averages.  With ``outer``, these hops average how far the masters of
-    one shard have moved.  Otherwise they average the gradients of a whole unit.
+    ``sums`` has (axis, codec) for each hop that adds up.  With ``outer``, these hops average how far the masters of one
+    shard have moved.  Otherwise they average the gradients of a whole unit.  After these hops, a rank has the mean of
+    ``piece`` elements, and the hops that follow gather the other pieces of its shard.
     """
     group = policy.group_ranks(topology)
     kind: Kind = "shift" if policy.reduce == "ring" else "all_to_all"
@@ -311,7 +338,7 @@ def _reduction(
 
     def hop(axis: Axis, codec: Codec, source: Source, frames: int, keeps: Keeps = "nothing") -> Hop:
         gathers = source in ("mean", "received")
-        # The pieces of a shard are consecutive: rank ``k * group + i`` has the piece ``i * (world / group) + k``.
+        # A unit is cut into pieces, numbered in order: rank ``k * group + i`` has piece ``i * (world / group) + k``.
         inside = axis.stride < group
         return Hop(
             kind="all_gather" if gathers else kind,
@@ -342,10 +369,11 @@ def _reduction(
 
 
 def in_turns(hops: int, chunks: int) -> list[list[tuple[int, int]]]:
-    """Returns the messages that a reduction posts at each event, as a list of (hop, chunk) for each event.
+    """Returns the order in which a reduction of ``hops`` hops in ``chunks`` chunks posts its messages.
 
-    The first event is the start of the reduction, and each later event is a call of ``post_next_hop()``.  A reduction
-    of 2 hops in 3 chunks has two events: [[(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)], [(1, 2)]].
+    The result has one list of (hop, chunk), both counted from 0, for each moment at which messages are posted.  The
+    first moment is the start of the reduction, and each later moment is a call of ``post_next_hop()``.  A reduction of
+    2 hops in 3 chunks posts at two moments: [[(0, 0), (0, 1), (1, 0), (0, 2), (1, 1)], [(1, 2)]].
 
     A chunk is posted on its next hop as soon as the following chunk has been posted on the present hop.  Thus all links
     are in use while most of the gradient is still to be encoded.

@@ -1,4 +1,7 @@
-"""Computes learning-rate schedules, a warm-up and then a decay, as factors of the learning rate.  Pure: no torch."""
+"""Computes learning-rate schedules, which are a warm-up and then a decay, as factors of the learning rate.
+
+Pure: no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ Decay = Literal["none", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The factor by which the learning rate is multiplied in each of ``steps`` steps.
+    """A learning-rate schedule over ``steps`` steps, as the factor by which each step multiplies the learning rate.
 
     Steps s are counted from 0.  In a warm-up of w steps, the factor is ``start + (1 - start) (s + 1) / w``.
 
     After the warm-up, let ``p = (s + 1 - w) / (steps - w)``.  Without a decay the factor is 1.  With a linear decay it
-    is ``floor + (1 - floor) (1 - p)``.  With a cosine decay it is ``floor + (1 - floor) (1 + cos(pi p)) / 2``.  In both
-    cases the last step, and every step after the last, has the factor ``floor``.
+    is ``floor + (1 - floor) (1 - p)``.  With a cosine decay it is ``floor + (1 - floor) (1 + cos(pi p)) / 2``.  With
+    either decay, the last step and every step after it have the factor ``floor``.
 
     Raises ValueError: if ``warmup`` is negative; if ``warmup`` is larger than ``steps`` and there is a decay; or if
     ``start`` or ``floor`` is outside [0, 1].
@@ -31,23 +34,23 @@ class Schedule:
     )
     decay: Decay = "none"  # shape of the decay after the warm-up
     floor: float = 0.0  # factor at the end of the decay
-    # Whether steps are counted as in DeepSpeed, which applies a schedule only after the first step.  The first step
-    # has the factor ``start``, or 0 with a cosine decay.  In the formulas above, s is then 0 in the second step.  In
-    # addition, a warm-up and a linear decay have ``s`` in place of ``s + 1``.
+    # Whether steps are counted as in DeepSpeed, which applies a schedule only after the first step.  The first step has
+    # the factor ``start``, or 0 with a cosine decay.  From the second step on, the formulas hold with two changes:
+    # s is 0 in the second step, and in a warm-up or a linear decay ``s`` takes the place of ``s + 1``.
     as_deepspeed: bool = False
 
     def __post_init__(self) -> None:
         if not self.warmup >= 0 or (self.decay != "none" and self.warmup > self.steps):
             raise ValueError(
-                f"warmup = {self.warmup}, in a schedule of {self.steps} steps: set warmup from 0 to {self.steps}"
+                f"warmup={self.warmup} is outside a schedule of {self.steps} steps: set warmup from 0 to {self.steps}"
             )
         if not (0 <= self.start <= 1 and 0 <= self.floor <= 1):
             raise ValueError(
-                f"start = {self.start:g} and floor = {self.floor:g}: set both to numbers from 0 to 1"
+                f"start={self.start:g} and floor={self.floor:g}: set both to numbers from 0 to 1"
             )
 
     def factor(self, step: int) -> float:
-        """Returns the factor of step number ``step``, counted from 0.
+        """Returns the factor by which step number ``step``, counted from 0, multiplies the learning rate.
 
         The method can be given to ``torch.optim.lr_scheduler.LambdaLR``.
         """

@@ -1,7 +1,8 @@
 """Decides after which optimizer steps which units are exchanged between state groups that take local steps.
 
-With ``policy.local_steps = H`` each group of ranks trains by itself for H steps.  Every H steps the groups average how
-far their masters have moved (DiLoCo, 2311.08105).
+A state group is a group of ranks that share one copy of all sharded states.  With ``policy.local_steps = H`` each state
+group trains by itself for H steps.  Every H steps the groups average how far their masters, the fp32 weights, have
+moved (DiLoCo, 2311.08105).
 
 With ``policy.local_fragments = F`` the trained units are divided into F fragments, and different fragments are
 exchanged after different steps (Streaming DiLoCo, 2501.18512).  The trained unit number u belongs to fragment u mod F.
@@ -20,11 +21,10 @@ from impl.policy.shard_layout import UnitGeometry
 def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | None]:
     """Returns for each unit, in model order, the number of its fragment, counted from 0.
 
-    A fragment is a set of units that state groups exchange after the same optimizer steps.
+    A fragment is a set of units that state groups exchange after the same optimizer steps.  The number is None for a
+    frozen unit, and for all units if the policy has no local steps.
 
-    The number is None for a frozen unit.  It is None for all units if the policy has no local steps.
-
-    Raises PolicyError: if there are fewer trained units than fragments.
+    Raises PolicyError: if ``policy.local_fragments`` is larger than the number of trained units.
     """
     trained = [index for index, unit in enumerate(units) if unit.trainable]
     fragments: list[int | None] = [None] * len(units)
@@ -41,12 +41,10 @@ def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | No
 
 
 def meets(policy: Policy, step: int, fragment: int | None) -> bool:
-    """Returns whether state groups exchange fragment number ``fragment`` after optimizer step ``step``.
+    """Returns whether state groups exchange fragment number ``fragment`` after optimizer step number ``step``.
 
-    A fragment is a set of units that are exchanged after the same steps.
-
-    Steps are counted from 1, fragments from 0.  Returns False if ``fragment`` is None, or if the policy has no local
-    steps.
+    A fragment is a set of units that are exchanged after the same steps.  Steps are counted from 1, and fragments from
+    0.  Returns False if ``fragment`` is None (a frozen unit), or if the policy has no local steps.
     """
     if policy.local_steps is None or fragment is None or step < 1:
         return False
@@ -54,9 +52,10 @@ def meets(policy: Policy, step: int, fragment: int | None) -> bool:
 
 
 def meeting_steps(policy: Policy) -> list[int]:
-    """Returns those of the optimizer steps 1 to ``local_steps`` after which a fragment is exchanged, in order.
+    """Returns after which of the optimizer steps 1 to ``policy.local_steps`` a fragment is exchanged, in order.
 
-    With ``local_steps=10`` and ``local_fragments=2``: [5, 10].  The list is empty if the policy has no local steps.
+    A fragment is a set of units that are exchanged after the same steps.  With ``local_steps=10`` and
+    ``local_fragments=2``: [5, 10].  The list is empty if the policy has no local steps.
     """
     if (steps := policy.local_steps) is None:
         return []

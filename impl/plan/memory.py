@@ -28,11 +28,11 @@ PARTS: Final = (
     "frames", "staging", "messages",
     "host_masters", "host_frozen", "host_gradients", "host_optimizer", "host_secondary", "host_frames",
 )  # fmt: skip
-"""The parts of a rank's memory (:func:`memory`)."""
+"""The names of the parts of a rank's memory, which :func:`memory` describes."""
 
 
 def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
-    """Returns the bytes of each part of a rank's memory for an optimizer other than Adam.
+    """Returns ``parts``, the bytes of each part of a rank's memory, for an optimizer other than Adam.
 
     ``parts`` is what :func:`memory` returned, which assumes Adam.  ``size`` is the number of bytes of state that the
     other optimizer has for each element; Adam has 8.
@@ -43,15 +43,16 @@ def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
 def with_muon(
     parts: dict[str, int], units: Sequence[UnitGeometry], owners: Owners, rank: int
 ) -> dict[str, int]:
-    """Returns the bytes of each part of the memory of ``rank`` if Muon steps the matrices.
+    """Returns ``parts``, the bytes of each part of the memory of ``rank``, for a model whose matrices Muon steps.
 
-    ``parts`` is what :func:`memory` returned, which assumes Adam.  Two parts of the result differ from ``parts``:
+    ``parts`` is what :func:`memory` returned, which assumes Adam.  The result differs from ``parts`` in two parts:
 
     - ``optimizer``: 4 bytes for each element of a matrix (the momentum), and 8 bytes for each other element
-    - ``owned``: two buffers in fp32.  The first has the size of the largest matrix that the rank owns.  The second has
-      the size of the matrices' elements in the rank's shard of one unit, for the unit with most such elements
+    - ``owned``: two buffers in fp32.  The first has the size of the largest matrix that the rank owns, that is,
+      orthogonalises.  The second holds all elements of matrices in the rank's shard of one unit, for the unit with most
+      such elements
 
-    The messages to and from owners are not counted.
+    The messages to and from the owners of matrices are not counted.
     """
     group = owners.matrices[0].slot.spec.group
     spans = [
@@ -84,39 +85,45 @@ def memory(
     - ``frozen``: the codes of frozen weights that are kept as codes; these weights do not count as ``masters``
     - ``gradients``: 4 S, the mean gradients of trained units
     - ``optimizer``: 8 S, Adam's two moments of trained units
-    - ``secondary``: hpZ's copy.  With a budget or a schedule, the copy counts in the largest of its codecs
-    - ``feedback``: the carried errors of gradient codecs.  A schedule keeps them also in spans without feedback
+    - ``secondary``: hpZ's copy of the weights.  If a budget or a schedule changes its codec, the largest codec counts
+    - ``feedback``: the carried errors of gradient codecs (error feedback).  If only some steps of a schedule use error
+      feedback, the errors are kept in the other steps as well
     - ``outer``, with local steps only: 4 S for the anchor, that is, the weights after the last outer step, and 4 S for
       the outer momentum, if the policy has one
-    - ``gathered``: unsharded weights in the compute type.  Below stage 3, they are the weights of all units.  In stage
-      3 without a backward pass, they are the weights of the outer units and of the largest block.  In stage 3 with a
-      backward pass, they are the weights of the outer units plus the larger of two sizes.  The first is the size of all
-      blocks that stay gathered for backward.  The second is the size of one block together with the frozen units of the
-      block after it, for the block with the largest such sum
+    - ``gathered``: unsharded weights in the compute type (see below)
     - ``local_gradients``: unsharded gradients of trained units.  If several micro-batches are added up locally, they
       are the gradients of all these units in fp32.  Otherwise they are the gradients of the outer units and of the
       largest unit of a block, in the compute type
     - ``messages``: the buffers of messages (:mod:`impl.plan.messages`), only with ``streams``
 
-    Outer units are the unit of the root and the unit of the persistent parameters.  The weights of units that are
-    gathered before they run are not counted.  They have at most ``memory.prefetch`` elements, or the elements of the
-    largest unit, if these are more.  If units are gathered ahead in pairs (``memory.pair_below``), they may have the
-    elements of three units, the second of a pair and the next pair.
+    Outer units are the unit of the root module's own parameters and the unit of the persistent parameters.  The part
+    ``gathered`` depends on the stage and the pass:
+
+    - Below stage 3, it has the weights of all units.
+    - In stage 3 without a backward pass, it has the weights of the outer units and of the largest block.
+    - In stage 3 with a backward pass, it has the weights of the outer units plus the larger of two sizes.  The first is
+      the size of all blocks that stay gathered for backward.  The second is the size of one block together with the
+      frozen units of the block after it, for the block with the largest such sum.
+
+    The weights of units that are gathered before they run are not counted.  They have at most ``memory.prefetch``
+    elements, or the elements of the largest unit, if these are more.  If units are gathered ahead in pairs
+    (``memory.pair_below``), they may have the elements of three units: the second unit of a pair and the next pair.
 
     Offload adds parts.  A part in host memory has the prefix ``host_``:
 
     - ``frames``: on the device, the encoded weights of offloaded masters, unless the encoded weights are offloaded too
     - ``host_frames``: the encoded weights of masters in host memory
     - ``staging``: on the device, two mean gradients of the largest offloaded unit, while they are copied to the host
-    - ``host_gradients`` count twice if the mean gradients of several micro-batches are added up
+    - ``host_gradients`` has twice the bytes of the mean gradients if those of several micro-batches are added up on the
+      host
 
     Args:
         policy: the policy of the model.
         topology: nodes and ranks.
         units: the model's units, in model order.
         micro_batches: the number of micro-batches in a step.
-        backward: False for steps without backward pass, for which no units stay gathered.
-        streams: whether a GPU's streams wait for messages, as with NCCL, and not the host.
+        backward: False for steps without a backward pass, for which no units stay gathered.
+        streams: True if a GPU's stream waits for messages, as with NCCL; False if the host waits for them.
     """
     item = ITEM_BYTES[policy.compute]
     parts = dict.fromkeys(PARTS, 0)
@@ -162,16 +169,16 @@ def memory(
 
 
 def outer_bytes(policy: Policy, shard: int) -> int:
-    """Returns the bytes that outer steps need for a shard of ``shard`` elements.
+    """Returns the bytes that local steps add to a shard of ``shard`` elements for averaging weights between groups.
 
-    They are 4 bytes an element for the anchor, that is, the weights after the last outer step, and 4 bytes an element
-    for the outer momentum if the policy has one.
+    They are 4 bytes an element for the anchor, that is, the weights after the last such averaging (the outer step), and
+    4 bytes an element for the outer momentum if the policy has one.
     """
     return MASTER_BYTES * shard * (2 if policy.outer_momentum else 1)
 
 
 def _gathered(policy: Policy, units: Sequence[UnitGeometry], *, backward: bool) -> int:
-    """Returns the most elements of weights that are gathered at one time.
+    """Returns the largest number of elements of weights that are gathered at one time.
 
     Units that are gathered before they run are not counted.
     """
@@ -191,17 +198,17 @@ def _gathered(policy: Policy, units: Sequence[UnitGeometry], *, backward: bool) 
 
 
 def _around_and_most(units: Sequence[UnitGeometry], sizes: Sequence[int]) -> int:
-    """Returns a number of elements: those of all outer units together, plus the largest of ``sizes``."""
+    """Returns the elements of all outer units (those in use during the whole pass), plus the largest of ``sizes``."""
     return sum(unit.padded for unit in units if unit.outer) + max(sizes, default=0)
 
 
 def secondary_either_way(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry]
 ) -> tuple[int, int] | None:
-    """Returns the bytes of hpZ's copy on one rank, for two ways of keeping the copy.
+    """Returns the bytes of hpZ's copy of the weights on one rank, for two ways of keeping the copy.
 
-    The result is (bytes if the copy is kept as frames in the codec of the weights, bytes if it is kept in bf16).  With
-    a schedule, the first phase with hpZ counts.  Returns None for a policy without hpZ.
+    The result is (bytes if the copy is kept in the codec of the weights, bytes if it is kept in bf16).  If the policy
+    has a schedule, the result holds for the first of its policies with hpZ.  Returns None for a policy without hpZ.
     """
     copying = next((phase for phase in policy.phases if phase.secondary != 0), None)
     if copying is None:

@@ -1,11 +1,11 @@
 """Predicts the bytes of the buffers that carry a rank's messages on a GPU, from the policy and the units' layout.
 
 The prediction is for a GPU whose stream waits for messages, as with NCCL (:mod:`impl.comm.exchanges`).  There the host
-enqueues one collective after the other, so that only the buffers of one collective are in use at a time, or those of
-the two gathers of a pair (:func:`impl.plan.prefetch_schedule.small_units`).  Their number does not depend on how many
-units are gathered ahead.  Buffer sizes are rounded up (:func:`size_class`), and all units, hops and purposes share the
-buffers of one size.  Tests check that the exchanges hold exactly the predicted bytes.
-
+enqueues one collective after the other, so only the buffers of one collective are in use at a time.  If two small units
+are gathered together, the buffers of both gathers are in use (:func:`impl.plan.prefetch_schedule.small_units`).  The
+number of buffers does not depend on how many units are gathered ahead of their use.  Buffer sizes are rounded up
+(:func:`size_class`), and all units, hops and purposes share the buffers of one size.  Tests check that the engine
+allocates exactly the predicted bytes.
 Pure: no torch.
 """
 
@@ -33,16 +33,17 @@ from impl.policy.shard_layout import UnitGeometry
 from impl.policy.topology import Topology
 
 # Number of buffers of each size that are kept in addition to those in use at one time.  The next message takes the
-# buffer that was used longest ago, and so seldom has to wait until the buffer's last use has ended.
+# buffer that was used longest ago, so it seldom has to wait until the earlier use of that buffer has ended.
 SPARE: Final = 1
 _SMALLEST: Final = 512  # bytes of the smallest buffer, as in torch's allocator
 _FINENESS: Final = 4  # significant bits of a buffer's size: eight sizes from one power of two to the next
 
 
 def size_class(nbytes: int) -> int:
-    """Returns the bytes of the buffer that carries a message of ``nbytes``.
+    """Returns the size in bytes of the buffer that carries a message of ``nbytes`` bytes.
 
-    The result is at least 512, and otherwise at most an eighth more than ``nbytes``.  With 1000: 1024.
+    The buffer has at least 512 bytes; a larger one is at most an eighth larger than its message.  For a message of
+    1000 bytes: 1024.
     """
     step = 1 << max(0, nbytes.bit_length() - _FINENESS)
     return max(_SMALLEST, -(-nbytes // step) * step)
@@ -58,19 +59,26 @@ def message_bytes(
 ) -> int:
     """Returns the bytes of all buffers for one rank's messages of weights and gradients, from the third step on.
 
-    The arguments are those of :func:`impl.plan.memory.memory`.  With a schedule, the result has the buffers for all
-    policies of the schedule.  In two cases the result is an upper bound:
+    In two cases the result is an upper bound:
 
-    - With a budget, the bound holds for any choice of codecs.
+    - With a budget, each unit's codec is chosen during training.  The bound holds for any choice of codecs.
     - With differences and ``refresh=0``, only the first step sends the weights themselves, and later steps send
       differences.  The buffers for the weights are counted too.
+
+    Args:
+        policy: the policy of the model.  If its settings change while training (a schedule), the result is the bytes of
+            the buffers for all these settings.
+        topology: nodes and ranks.
+        units: the model's units, in model order.
+        micro_batches: the number of micro-batches in a step.
+        backward: False for steps without a backward pass, which send no gradients.
     """
     most = Counter[int]()  # for each size of buffers, the most buffers in use at one time
     kept = kept_units(policy, units)
     seen = dict[tuple[int, int, int, bool, bool], Policy]()  # most units of a model need the same buffers
     for (index, unit), phase in itertools.product(enumerate(units), policy.phases):
         rules = phase.for_unit(unit)
-        # Backward gathers from hpZ's copy, and so does the forward pass of a further micro-batch.
+        # The backward pass gathers from hpZ's copy, and so does the forward pass of the second and later micro-batches.
         again = policy.stage == 3 and backward and (index not in kept or micro_batches > 1)
         key = id(rules), unit.shard, unit.piece, unit.trainable, again
         if key in seen:
@@ -105,9 +113,10 @@ def message_bytes(
 def _pairs(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], kept: Collection[int]
 ) -> list[tuple[int, int]]:
-    """Return the indices of two units for each pair that is gathered together.
+    """Return the pairs of small units that are gathered together, as the indices of both units of each pair.
 
-    Of pairs that need the same buffers, only one is returned.  ``kept`` are the units that stay gathered for backward.
+    Of pairs that need equally large buffers, only one is returned.  ``kept`` are the indices of the units that stay
+    gathered from forward to backward.
     """
     schedule = Schedule.for_units(policy, units, small_units(policy, topology, units))
     rules = [[phase.for_unit(unit) for phase in policy.phases] for unit in units]
@@ -121,9 +130,11 @@ def _pairs(
 def _gathers(
     policy: Policy, topology: Topology, unit: UnitGeometry, *, again: bool, backward: bool
 ) -> Iterator[Sequence[Hop]]:
-    """Yield the hops of each kind of gather of a unit.
+    """Yield the hops of each kind of gather that a unit has in a step: gathers of weights, and of differences.
 
-    With ``again``, the gathers from hpZ's copy are included.
+    With ``again``, also yield the hops of later gathers in the step, which send hpZ's copy of the weights.  With
+    ``backward=False``, the gathers are those of an evaluation.  A gather that only casts the rank's own weights sends
+    nothing and is left out.
     """
     forward = "forward" if backward else "evaluate"
     every: list[tuple[str, Sends]] = [(forward, "weights"), (forward, "differences")]
@@ -136,14 +147,14 @@ def _gathers(
 
 
 def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
-    """Yield the sizes in bytes of the buffers that are in use together, for each message of a reduction.
+    """Yield, for each message of one reduction, the sizes in bytes of all buffers in use while the message is sent.
 
     ``every`` are all hops of the reduction.
     """
     hops = [hop for hop in every if hop.kind == "all_to_all"]
     # Each step of a ring ends before the next step begins.
     yield from ([hop.nbytes] * 2 for hop in every if hop.kind == "shift")
-    # By chunk, the bytes of its message on the present hop; the rank receives as many.
+    # For each chunk, the bytes that the rank sends for it on the chunk's present hop.  The rank receives as many bytes.
     under_way = dict[int, int]()
     for number, chunk in itertools.chain(*in_turns(len(hops), len(hops[0].chunks) if hops else 0)):
         size = hops[number].axis.size * hops[number].sizes[chunk]
@@ -153,12 +164,13 @@ def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
 
 
 def _in_step(gathers: Sequence[Sequence[Hop]]) -> Iterator[Sequence[int]]:
-    """Yield the sizes in bytes of the buffers that are in use together, for each hop of gathers that run in step.
+    """Yield, for each hop of gathers that run together, the sizes in bytes of all buffers in use during the hop.
 
-    ``gathers`` are the hops of each gather.  The first hops of all are posted, then the second hops of all, and so on.
-    Each hop has one buffer, which holds the message that the rank sends and the messages that it receives.  Before the
-    next hop, the received messages are copied to the next hop's buffer.  The first hop is an exception: if the second
-    hop only forwards what the first hop receives, both hops use the buffer of the second hop.
+    ``gathers`` has the hops of each gather.  The first hops of all gathers are posted, then all second hops, and so on.
+    Each hop has one buffer, which holds the message that the rank sends and the messages that the rank receives.
+    Before the next hop, the received messages are copied to the next hop's buffer.  There is one exception: if the
+    second hop only forwards what the first hop receives, the first hop uses the buffer of the second hop, and nothing
+    is copied.
     """
     left = [
         [hop.axis.size * hop.nbytes for hop in hops][int(forwards_in_place(hops)) :]

@@ -78,18 +78,19 @@ class Owners:
 
     @functools.cached_property
     def to_owners(self) -> Sizes:
-        """Bytes of the messages that bring momentum to owners, as ``sizes[holder][owner]``."""
+        """Bytes of the messages that bring momentum to owners: ``sizes[i][j]`` from rank i to the owner, rank j."""
         return self._sizes(self.momentum)
 
     @functools.cached_property
     def from_owners(self) -> Sizes:
-        """Bytes of the messages that bring updates back from owners, as ``sizes[owner][holder]``."""
+        """Bytes of the messages that bring updates back: ``sizes[i][j]`` from the owner, rank i, to rank j."""
         return tuple(zip(*self._sizes(self.update), strict=True))
 
     def _sizes(self, codec: Codec) -> Sizes:
-        """Returns ``sizes[holder][owner]``: bytes of the parts that ``holder`` has of the matrices of ``owner``.
+        """Returns the bytes that the parts of the matrices take in messages between holders and owners.
 
-        The parts are encoded in ``codec``.
+        In ``sizes[holder][owner]`` they are the parts, encoded in ``codec``, that rank ``holder`` holds of the matrices
+        whose owner is rank ``owner``.
         """
         sizes = [[0] * self.axis.size for _ in self.parts]
         for row, parts in zip(sizes, self.parts, strict=True):
@@ -98,9 +99,10 @@ class Owners:
         return tuple(map(tuple, sizes))
 
     def frames(self, holder: int, owner: int, codec: Codec) -> Iterator[tuple[Part, int, int]]:
-        """Yield (part, start, end) for each part that rank ``holder`` holds of a matrix of rank ``owner``.
+        """Yield (part, start, end) for each part that rank ``holder`` holds of a matrix whose owner is rank ``owner``.
 
-        Bytes [start, end) of the message between the two ranks are the frame of this part in ``codec``.
+        The message between the two ranks consists of these parts, each encoded in ``codec``.  The bytes of this part in
+        the message are [start, end).
         """
         start = 0
         for part in self.parts[holder]:
@@ -111,13 +113,13 @@ class Owners:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash of the owners of all matrices and of both codecs, with which ranks check that they agree."""
+        """A hash of all owners and of both codecs, by which ranks check that they have the same assignment."""
         text = repr([(matrix.unit, matrix.slot.spec.name, matrix.owner) for matrix in self.matrices])
         return hashlib.sha256(f"{text} {self.momentum} {self.update}".encode()).hexdigest()[:12]
 
     @functools.cached_property
     def loads(self) -> tuple[float, ...]:
-        """Floating-point operations of each rank's Newton-Schulz iterations in a step."""
+        """For each rank, the floating-point operations of its Newton-Schulz iterations in one step."""
         loads = [0.0] * self.axis.size
         for matrix in self.matrices:
             loads[matrix.owner] += newton_schulz_flops(matrix.shape)
@@ -137,9 +139,7 @@ def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) 
 def owners_of(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], group: int = MATRICES
 ) -> Owners | None:
-    """Assigns an owner, the rank that orthogonalises a matrix, to each trained parameter of optimizer group ``group``.
-
-    Returns None if the group has no trained parameter with elements.
+    """Assigns an owner, the rank that orthogonalises it, to each trained matrix of optimizer group ``group``.
 
     The floating-point operations of Newton-Schulz are spread evenly over ranks.  As far as an even spread allows, the
     owner of a matrix is the rank that holds most of the matrix, since the owner's part is not sent.
@@ -148,10 +148,13 @@ def owners_of(
         policy: the policy of the model.
         topology: nodes and ranks.
         units: the model's units, in model order.
-        group: the optimizer group of matrices.
+        group: index of the optimizer group of the parameters that Muon steps.
+
+    Returns:
+        The owners, or None if the group has no trained parameter with elements.
 
     Raises:
-        ZeroError: for a parameter of the group that is no matrix, and for offloaded masters.
+        ZeroError: if a parameter of the group does not have 2 dimensions, or if masters are offloaded.
     """
     size = policy.group_ranks(topology)
     usual = {axis.size: axis for axis in (topology.local_axis, topology.world_axis)}
@@ -191,16 +194,15 @@ def owners_of(
 
 
 def _assign(costs: Sequence[float], held: Sequence[Sequence[int]]) -> list[int]:
-    """Returns for each matrix the index of its owner.
+    """Returns for each matrix the index of its owner, the rank that orthogonalises it.
 
     ``costs[matrix]`` are floating-point operations, and ``held[matrix][rank]`` is the number of the matrix's elements
     that ``rank`` holds.
 
-    There are two passes over the matrices, and each pass starts with the most expensive matrix.  The first pass gives a
-    matrix to the rank with the least cost so far.  The largest cost of a rank after the first pass is the limit of the
-    second pass.  The second pass begins anew, and gives a matrix to the rank that holds most of the matrix, among the
-    ranks whose cost stays within the limit.  If there is a matrix with which every rank would exceed the limit, the
-    owners of the first pass are returned.
+    There are two passes over the matrices, and each pass starts with the most expensive matrix.  The first pass gives
+    each matrix to the rank with the least cost so far.  The second pass assigns all matrices anew: each goes to the
+    rank that holds most of it, among the ranks whose cost does not exceed the largest cost of a rank in the first pass.
+    If some matrix fits on no rank in the second pass, the owners of the first pass are returned.
     """
     ranks, order = range(len(held[0])), sorted(range(len(costs)), key=lambda number: -costs[number])
     loads, even = [0.0] * len(ranks), [0] * len(costs)

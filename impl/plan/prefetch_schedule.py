@@ -4,7 +4,9 @@ A :class:`Schedule` holds these decisions.  The engine (:mod:`impl.unit.unit`) l
 the simulation of a step (:mod:`impl.plan.timeline`).  A unit is represented by its index in model order.
 
 To *gather a unit ahead* is to start its all-gather while an earlier unit computes.  *Outer* units are in use during the
-whole pass: the unit of the root, and the unit of the persistent parameters.  Pure: no torch.
+whole pass: they are the unit of the root module's own parameters, and the unit of the persistent parameters.
+
+Pure: no torch.
 """
 
 from __future__ import annotations
@@ -27,25 +29,26 @@ MOST_AHEAD: Final = 4  # most units gathered ahead at one time; each occupies a 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order in which units run, the units that are gathered ahead, and the units that stay gathered."""
+    """The order in which units run, which units are gathered ahead of their use, and which units stay gathered."""
 
     sizes: Sequence[int]  # padded elements of each unit, by index
     order: tuple[int, ...]  # the units that run one after the other, in forward order
     outer: tuple[int, ...]  # the units in use during the whole pass (the root's, and the persistent ones)
-    # Most elements of all units that are gathered ahead together.  The unit that runs next is gathered ahead even if it
-    # is larger.  0: no unit is gathered ahead.
+    # Most elements of all units that are gathered ahead at one time.  The unit that runs next is gathered ahead even if
+    # it is larger.  0: no unit is gathered ahead.
     prefetch: int
-    # Most elements of all units that are gathered at one time.  A unit that would exceed this number is not gathered
+    # Most elements of all units that are gathered at one time.  A unit with which there would be more is not gathered
     # ahead.  None: ``MOST_LIVE``, but the unit that runs next is gathered ahead whatever its size.
     max_live: int | None = None
     kept: frozenset[int] = frozenset()  # the units that stay gathered from forward to backward
-    # Whether gradients are reduced in reverse model order, as below stage 3.  Otherwise they are reduced in the reverse
-    # of ``order``.  That is the order in which gradients arrive, so that no reduction waits for its turn.
+    # The order in which gradients are reduced.  True, as below stage 3: in reverse model order.  False: in the reverse
+    # of ``order``, which is the order in which gradients arrive, so that no reduction waits for its turn.
     in_model_order: bool = False
     frozen: frozenset[int] = frozenset()  # the units without gradients, which are not reduced
     blocks: Sequence[str] = ()  # for each unit, the block with which it runs; empty: each unit runs by itself
-    # The units that are gathered ahead in pairs: the second and the third unit that run, the fourth and the fifth, and
-    # so on.  The first is gathered alone, because the pass waits for it.
+    # The units that are gathered ahead in pairs.  In the order in which units run, a pair is the second and the third,
+    # the fourth and the fifth, and so on, if both are in this set.  The first unit is gathered alone, because the pass
+    # waits for it.
     small: frozenset[int] = frozenset()
 
     @classmethod
@@ -77,51 +80,54 @@ class Schedule:
 
     @cached_property
     def runs(self) -> tuple[tuple[int, ...], ...]:
-        """The units other than outer ones, in forward order, as one tuple of indices for each block.
+        """The indices of the units in forward order, without the outer units, as one tuple for each block.
 
-        The units of a block run together.  If unit 0 is the root's, and each of two blocks has a trained and a frozen
-        unit: ((1, 2), (3, 4)).
+        The units of a block run together.  For example, unit 0 is the root's, and each of two blocks has a trained and
+        a frozen unit: ((1, 2), (3, 4)).
         """
         groups = itertools.groupby(self.order, lambda unit: self.blocks[unit] if self.blocks else unit)
         return tuple(tuple(units) for _, units in groups)
 
     def after(self, seen: Sequence[int]) -> Schedule:
-        """Returns this schedule with another order of units, such as the order in which a pass has used them.
+        """Returns a copy of this schedule in which the units run in the order ``seen``.
 
-        ``seen`` are the indices of the units in this order.  Units that are not in ``seen`` come last.
+        ``seen`` are indices of units, such as the order in which a pass has used them.  Units that are not in ``seen``
+        run last.
         """
         return replace(self, order=(*seen, *(index for index in self.order if index not in seen)))
 
     @cached_property
     def ahead_in_forward(self) -> Sequence[Sequence[int]]:
-        """``ahead_in_forward[unit]``: the indices of the units to gather ahead in forward.
+        """For each unit, the indices of the units whose all-gathers start when this unit is about to run in forward.
 
-        Their all-gathers start when ``unit`` is about to run.  The indices are in the order in which the units will
-        run.
+        ``ahead_in_forward[unit]`` lists them in the order in which they will run.
         """
         return [self._ahead(unit, self.order) for unit in range(len(self.sizes))]
 
     @cached_property
     def ahead_in_backward(self) -> Sequence[Sequence[int]]:
-        """``ahead_in_backward[unit]``: the indices of the units to gather ahead in backward.
+        """For each unit, the indices of the units whose all-gathers start when this unit is about to run in backward.
 
-        Their all-gathers start when the gradient of the output of ``unit`` arrives.  The indices are in the order in
-        which the units will run.
+        That is when the gradient of the unit's output arrives.  ``ahead_in_backward[unit]`` lists the indices in the
+        order in which the units will run.
         """
         return [self._ahead(unit, self.order[::-1]) for unit in range(len(self.sizes))]
 
     def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
         """Returns the indices of the next units after ``unit`` in ``order`` that fit into the limits, in order.
 
-        At most :data:`MOST_AHEAD` units are returned.  The limits are ``prefetch`` and ``max_live``; the first unit may
-        be larger than ``prefetch``, and so may the units up to the end of the next pair.  If the last unit would be
-        the first of a pair whose second does not fit, it is left out, so that both are gathered later, together.
+        There are three limits: at most :data:`MOST_AHEAD` units, at most ``prefetch`` elements, and at most
+        ``max_live`` elements of all gathered units.  The limit ``prefetch`` does not apply to the first unit, nor to
+        the units up to the end of the next pair.  If ``max_live`` is None, the limit is ``MOST_LIVE``, and it does not
+        apply to the first unit.  If only the first unit of a pair would fit, it is left out, so that both units are
+        gathered later, together.
         """
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []
         stays = sum(self.sizes[index] for index in {*self.outer, *self.kept, unit})
         free = (MOST_LIVE if self.max_live is None else self.max_live) - stays
-        # The next pair begins behind the pair of ``unit``, whose second unit runs next if ``unit`` is the first.
+        # The place of the next pair's first unit.  Pairs start at odd places, counted from 0.  If ``start`` is even,
+        # the unit at ``start`` can only be the second unit of a pair, whose first unit is ``unit``.
         pair = start + 1 - start % 2
         near = pair + 2 - start if self._pair(pair, order) else 1  # units for which ``prefetch`` is no limit
         taken = 0
@@ -138,7 +144,7 @@ class Schedule:
         return ahead
 
     def _pair(self, start: int, order: tuple[int, ...]) -> tuple[int, int] | None:
-        """Returns the units at ``start`` and ``start + 1`` in ``order`` if they are a pair, else None."""
+        """Returns the units at the places ``start`` and ``start + 1`` of ``order`` if they form a pair, else None."""
         both = order[start : start + 2]
         if start % 2 == 0 or len(both) < 2 or not self.small.issuperset(both):
             return None
@@ -146,7 +152,7 @@ class Schedule:
 
     @cached_property
     def pairs(self) -> frozenset[tuple[int, int]]:
-        """The pairs of units that are gathered together in forward, and those in backward, in the order of use."""
+        """The pairs of units that are gathered together, in forward or in backward, as (first used, second used)."""
         orders = (self.order, self.order[::-1]) if self.small else ()
         found = (self._pair(start, order) for order in orders for start in range(len(order)))
         return frozenset(pair for pair in found if pair is not None)
@@ -155,9 +161,12 @@ class Schedule:
 def small_units(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> frozenset[int]:
     """Returns the indices of the units that are gathered ahead in pairs if a GPU's stream waits for messages.
 
-    They are the units of blocks of at most ``memory.prefetch`` elements whose first message has at most
-    ``memory.pair_below`` bytes, with every policy of a schedule and every codec of a budget.  Without messages, with a
-    gather of the user's own, below stage 3, and with offload, there are none.  ``units`` are in model order.
+    Such a unit belongs to a block, has at most ``memory.prefetch`` elements, and its first message has at most
+    ``memory.pair_below`` bytes.  If the policy has a schedule or a budget, the message must be as small with all
+    policies of the schedule, and with all codecs of the budget.  ``units`` are in model order.
+
+    The set is empty in four cases: if the gathers of weights send nothing, with a user's own gather, below stage 3, and
+    with offload.
     """
     limits, offload = policy.memory, policy.offload
     own = policy.own_gather is not None or offload.weights or offload.optimizer
@@ -175,19 +184,21 @@ def small_units(policy: Policy, topology: Topology, units: Sequence[UnitGeometry
 
 
 def kept_units(policy: Policy, units: Sequence[UnitGeometry]) -> frozenset[int]:
-    """Returns the indices of the units that stay gathered from a forward pass to its backward pass.
-
-    - Outer units stay, since they are used last in forward and first in backward.
-    - Blocks stay, beginning with the last block, as long as two limits allow it.  First, the blocks that run between
-      the forward and the backward pass of a block must have fewer than ``memory.max_reuse`` elements.  Each of them
-      counts twice, since it runs in forward and in backward.  Second, all units that are gathered at one time must have
-      at most ``memory.max_live`` elements.
-    - With ``max_reuse=0`` no unit stays.
-    - On one rank, ``max_reuse`` does not limit the blocks, unless it is 0.  Resharding would save 2 bytes for each
-      parameter, and gathering again would move 6 bytes to cast the masters.
-    - With two planes of weights no unit stays, since backward computes with the other plane.
+    """Returns the indices of the units whose weights stay gathered from a forward pass to its backward pass.
 
     ``units`` are in model order.
+
+    - Outer units (the root's own parameters, and persistent parameters) stay gathered, since they are used last in
+      forward and first in backward.
+    - Blocks stay gathered, beginning with the last block, as long as two limits allow it.  First, the blocks that run
+      between the forward and the backward pass of a block must have fewer than ``memory.max_reuse`` elements.  Each of
+      them counts twice, since it runs in forward and in backward.  Second, all units that are gathered at one time must
+      have at most ``memory.max_live`` elements.
+    - With ``max_reuse=0`` no unit stays gathered.
+    - On one rank, any ``max_reuse`` above 0 is no limit.  Freeing weights would save 2 bytes for each parameter, and
+      gathering them again would read and write 6 bytes to cast the masters.
+    - If forward and backward compute with differently quantised weights (``planes`` other than 1), no unit stays
+      gathered.
     """
     if policy.planes != 1:
         return frozenset()

@@ -1,8 +1,9 @@
 """Decides when the gradient reductions of a backward pass start, post messages and end.
 
 :class:`ReductionQueue` starts reductions in one order on all ranks, and limits the number of elements that are being
-reduced at one time.  Both the engine (:mod:`impl.unit.gradient_reduction`) and the simulation of a step
-(:mod:`impl.plan.timeline`) use this class, so that a prediction follows the same schedule as a run.
+reduced at one time.  A reduction sends its messages in one or more hops, exchanges along one axis of ranks.  Both the
+engine (:mod:`impl.unit.gradient_reduction`) and the simulation of a step (:mod:`impl.plan.timeline`) use this class, so
+that a prediction follows the same schedule as a run.
 
 Pure: no torch.
 """
@@ -25,7 +26,7 @@ class Progress(enum.IntEnum):
 
 
 class Reducing(Protocol):
-    """The reduction of one unit's gradient, as :class:`ReductionQueue` drives it."""
+    """The interface through which :class:`ReductionQueue` drives the reduction of one unit's gradient."""
 
     elements: int  # number of elements of the gradient, with padding
     progress: Progress
@@ -34,40 +35,42 @@ class Reducing(Protocol):
         """Post the first hop; ``progress`` becomes REDUCING, or REDUCED if the reduction has no hop."""
 
     def post_next_hop(self, *, finish: bool = False) -> None:
-        """Post the next hop.
+        """Post the messages of the next hop.
 
-        With ``finish``, post all hops that are left, and wait for the mean; ``progress`` is then REDUCED.  The method
-        does nothing unless ``progress`` is REDUCING.
+        With ``finish``, post all hops that are left and wait for the mean, after which ``progress`` is REDUCED.  If
+        ``progress`` is not REDUCING, do nothing.
         """
 
 
 class ReductionQueue:
-    """Starts the reductions of a backward pass in one order, with at most ``bucket`` elements under way.
+    """Starts the reductions of a backward pass in one order, with at most ``bucket`` elements under way at one time.
 
-    A reduction of more elements than ``bucket`` starts when no other reduction is under way.
+    A reduction is under way from its start until its mean has arrived.  A gradient with more elements than ``bucket``
+    is reduced when no other reduction is under way.
     """
 
     def __init__(self, bucket: float) -> None:
         self._order: Sequence[Reducing] = ()  # the reductions of all trained units
         self._bucket = bucket
-        self._started = 0  # how many reductions have started in this pass
+        self._started = 0  # number of reductions that have started in this pass
         self.next: Reducing | None = None  # the next reduction to start; None once all have started
         self._under_way: list[Reducing] = []  # the started reductions that have not ended, in order
         self._behind = False  # whether a reduction has started since the last call of post_next_hops()
 
     def follow(self, order: Sequence[Reducing]) -> None:
-        """Start reductions in this ``order``, which is the same on all ranks, from the next pass on."""
+        """Start reductions in this ``order`` from the next pass on; the order must be the same on all ranks."""
         self._order, self.next = order, order[0] if order else None
 
     def start_ready(self) -> None:
-        """Start reductions in order, as long as all gradients of the next reduction have arrived."""
+        """Start the next reductions in order, up to the first one whose gradients have not all arrived."""
         while self.next is not None and self.next.progress is Progress.READY:
             self._start(self.next)
 
     def finish(self, *, start: bool) -> None:
-        """End a backward pass: wait for all reductions under way.
+        """End a backward pass: post the messages that are left of all reductions under way, and wait for their means.
 
-        With ``start``, the method first starts all reductions that have not started, even if gradients are missing.
+        With ``start``, first start all reductions that have not started, even those whose gradients have not all
+        arrived.
         """
         while start and self.next is not None:
             self._start(self.next)
@@ -78,10 +81,10 @@ class ReductionQueue:
         self.next = self._order[0] if self._order else None
 
     def post_next_hops(self) -> None:
-        """Let every reduction under way post its next hop.
+        """Post the next hop of every reduction under way, if a reduction has started since the last call.
 
-        The method does nothing if no reduction has started since its last call.  Therefore all ranks post hops in one
-        order, even if different units have gradients on different ranks.
+        Otherwise the method does nothing.  Thus the order in which hops are posted depends only on the order in which
+        reductions start, and is the same on all ranks, even if different units have gradients on different ranks.
         """
         if self._behind:
             self._behind = False
@@ -98,10 +101,10 @@ class ReductionQueue:
         return sum(r.elements for r in self._under_way if r.progress is Progress.REDUCING)
 
     def _start(self, reduction: Reducing) -> None:
-        """Start ``reduction``.
+        """Make room for ``reduction`` in the bucket, and start it.
 
-        Before, let each reduction under way post its next hop.  Then wait for the earliest reductions under way, until
-        the elements of the others and of ``reduction`` fit into the bucket.
+        First, each reduction under way posts its next hop.  Then the earliest reductions under way are completed one by
+        one, until the elements of the remaining reductions and of ``reduction`` are at most ``bucket``.
         """
         self.post_next_hops()
         for earlier in self._under_way:

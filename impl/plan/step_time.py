@@ -1,7 +1,7 @@
 """Predicts the seconds of a training step from its bytes, its computation and a description of the machine.
 
 A :class:`Machine` holds the rates of a cluster, which were measured or published.  Its field ``overlap`` says how the
-computation of a step and its messages (``wire``) overlap:
+computation of a step (``compute``) and the sending of its messages (``wire``) overlap:
 
 - ``none``: ``step = compute + wire``
 - ``full``: ``step = max(compute, wire)``, a lower bound for every schedule
@@ -10,7 +10,8 @@ computation of a step and its messages (``wire``) overlap:
 :func:`step_time` predicts a step for ``none`` and ``full``.  It needs only the totals of a step (:class:`Work`), so it
 can be used for systems of which little is known.  The seconds of computation are
 ``parameters * (fixed + tokens * per_token)``.  The seconds of sending are the bytes that leave one node, divided by the
-rate that all adapters of the node together achieve.  :func:`step_of` simulates a :class:`Step` of this engine.
+rate that all adapters of the node together achieve.  For ``schedule``, :func:`step_of` simulates a :class:`Step` of
+this engine.
 
 Pure: no torch.
 """
@@ -42,9 +43,9 @@ ALTERNATIVE: Final = (
     "fixed", "per_token", "efficiency", "latency", "inside", "launch", "unit", "element", "message", "sent",
     "optimizer",
 )  # fmt: skip
-"""The fields of a :class:`Machine` that an alternative fit may change."""
+"""The fields of a :class:`Machine` that may differ in another, equally good fit (:attr:`Machine.alternatives`)."""
 EQUAL_FITS: Final = 0.01
-"""A fit counts as equally good as the best fit if its error is at most this much larger.
+"""A fit of a machine's rates counts as equally good as the best fit if its error is at most this much larger.
 
 The error is the root mean square of the logarithms of measured over predicted seconds."""
 
@@ -64,8 +65,8 @@ class Machine:
     Fields in seconds hold for one processor (a core or a GPU) that serves only one rank.  If more ranks than processors
     share a host, predictions multiply all these seconds, except ``latency``, by :meth:`stretch`.
 
-    Raises ValueError: if a field is negative, not finite, or out of its range; or if an alternative fit changes a field
-    that is not in :data:`ALTERNATIVE`.  The message names the field.
+    Raises ValueError: if a field is negative, not finite, or out of its range; or if an entry of ``alternatives``
+    changes a field that is not in :data:`ALTERNATIVE`.  The message names the field.
     """
 
     name: str
@@ -97,7 +98,7 @@ class Machine:
     nature: Literal["", "calibration", "published steps", "data sheet"] = ""
     # The cost of each measured codec, by the codec's name, such as ``int4:128``.
     codecs: Mapping[str, CodecCost] = field(default_factory=dict)
-    # Other fits that explain the measurements as well as the fields above.  Each fit is a mapping from the names of the
+    # Other fits of the rates that explain the measurements as well as the fields above.  Each maps the names of the
     # fields that differ (some of :data:`ALTERNATIVE`) to their values.
     alternatives: Sequence[Mapping[str, float]] = ()
 
@@ -122,16 +123,16 @@ class Machine:
             for name in changes:
                 if name not in ALTERNATIVE:
                     raise ValueError(
-                        f"machine {self.name}: alternative {number} changes {name!r}, expected one of "
-                        f"{', '.join(ALTERNATIVE)}"
+                        f"machine {self.name}: alternative {number} changes {name!r}, but may change only "
+                        f"{', '.join(ALTERNATIVE)}: remove {name}"
                     )
             self._changed({"name": f"{self.name}, alternative {number}", **changes})  # checks the values
 
     @property
     def fits(self) -> tuple[Machine, ...]:
-        """One machine for each fit: first a copy of this machine, then one for each entry of ``alternatives``.
+        """This machine in each of its fits: first with its own fields, then with each entry of ``alternatives``.
 
-        The returned machines have no alternatives.
+        The returned machines have no alternatives themselves.
         """
         return self._changed({}), *(self._changed(changes) for changes in self.alternatives)
 
@@ -142,12 +143,16 @@ class Machine:
     def compute(self, parameters: float, tokens: float, units: int = 0) -> float:
         """Returns the seconds of one forward and one backward pass over ``tokens`` tokens on one rank.
 
-        The rank has one processor to itself.  ``parameters`` and ``units`` are numbers of parameters and of units.
+        The result is for a rank that has one processor to itself.  ``parameters`` and ``units`` are the numbers of the
+        model's parameters and units.
         """
         return units * self.launch + parameters * (self.fixed + tokens * self.per_token)
 
     def knows(self, parameters: float, tokens: float) -> bool:
-        """Returns whether ``parameters``, and ``tokens`` of one rank, are within the range that was measured."""
+        """Returns whether steps with this many ``parameters``, and ``tokens`` of a rank, are within the measured range.
+
+        The parameters are those of the whole model.
+        """
         sizes = self.largest == 0 or self.smallest <= parameters <= self.largest
         return sizes and self.fewest <= tokens <= self.most
 
@@ -174,7 +179,7 @@ class Machine:
     def times(self, codec: Codec) -> bool:
         """Returns whether the machine has the cost of a codec with the type and bits of ``codec``, such as ``int4``.
 
-        Returns True if the machine has no costs of codecs.
+        Also returns True if the machine has no costs of codecs at all, since their times are then taken as 0.
         """
         family = str(codec).split(":")[0]
         return not self.codecs or any(text.split(":")[0] == family for text in self.codecs)
@@ -182,15 +187,16 @@ class Machine:
     def stretch(self, nodes: int, ranks_per_node: int) -> float:
         """Returns the factor by which a rank's seconds grow because ranks share the processors of a host.
 
-        It is the number of a host's ranks over the number of its processors, but at least 1.
+        The factor is the number of ranks of a host divided by the number of its processors, but at least 1.
         """
         ranks = nodes * ranks_per_node if self.emulated else ranks_per_node
         return max(1.0, ranks / self.processors) if self.processors else 1.0
 
     def cost(self, codec: Codec) -> CodecCost:
-        """Returns the cost of ``codec``, or of the most similar entry of ``codecs``, whose block size may differ.
+        """Returns the seconds that ``codec`` takes to encode and to decode an element.
 
-        Both seconds are 0 if the machine has no costs of codecs.
+        If ``codec`` was not measured, the result is the cost of the most similar measured codec, whose block size may
+        differ.  Both seconds are 0 if the machine has no costs of codecs.
         """
         if not self.codecs:
             return CodecCost(encode=0.0, decode=0.0)
@@ -201,7 +207,7 @@ class Machine:
 
 
 def _likeness(text: str, other: str) -> tuple[bool, bool, int]:
-    """Returns how similar the codecs ``text`` and ``other`` are; the larger the tuple, the more similar they are.
+    """Returns how similar two codecs are that are given by name; the larger the tuple, the more similar they are.
 
     The tuple is (whether type and bits agree, whether the type agrees, minus the number of options that only one of the
     codecs has).  A block size does not count as an option.  For ``int4:128:clip`` and ``int4:64``: (True, True, -1).
@@ -214,7 +220,7 @@ def _likeness(text: str, other: str) -> tuple[bool, bool, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """The whole computation and the whole traffic of one step, without their division into units and messages."""
+    """The total computation and traffic of one step, not divided into units and messages."""
 
     parameters: float  # parameters of the model, without padding
     tokens: float  # tokens of one rank in a step
@@ -231,8 +237,8 @@ class StepTime:
     compute: float  # computation of the model and the optimizer
     wire: float  # time in which a node's adapter sends messages to other nodes, also while ranks compute
     seconds: float  # the whole step
-    # Whether the model, the batch and the codecs are within the range that was measured on the machine.  A prediction
-    # of :func:`step_time` considers only the batch.
+    # Whether the step is within the range that was measured on the machine.  :func:`step_of` compares the model, the
+    # batch and the codecs with this range, and :func:`step_time` only the batch.
     calibrated: bool
     # Time in which the rank waits for messages.  NaN in a prediction of :func:`step_time`.
     exposed: float = math.nan
@@ -240,13 +246,13 @@ class StepTime:
 
     @property
     def critical(self) -> str:
-        """``link`` if the adapters send for more seconds than the processor is busy, else ``processor``."""
+        """What limits the step: ``link`` if adapters send for longer than the processor is busy, else ``processor``."""
         busy = self.compute if math.isnan(self.exposed) else self.seconds - self.exposed
         return "link" if self.wire > busy else "processor"
 
 
 def step_time(machine: Machine, work: Work) -> StepTime:
-    """Predicts the seconds of a step from its whole computation and its whole traffic.
+    """Predicts the seconds of a step from its total computation and its total traffic.
 
     If ``machine.overlap`` is ``none``, a step takes the time of computing plus the time of sending.  With any other
     ``overlap``, a step takes the longer of the two times.
@@ -263,24 +269,23 @@ def step_time(machine: Machine, work: Work) -> StepTime:
 
 
 def least_seconds(work: Work, peak_flops: float) -> float:
-    """Returns a lower bound of the seconds of a step with activation checkpointing.
-
-    A step without it computes less (:data:`FLOPS_PER_TOKEN`), and may be shorter.
+    """Returns a lower bound of the seconds of a step that recomputes activations (activation checkpointing).
 
     The bound is the larger of two times: the time to send all bytes at the adapters' nominal rate, and the time to
-    compute at ``peak_flops``, the highest number of floating-point operations a second that one rank can reach.
+    compute at ``peak_flops``, the highest number of floating-point operations a second that one rank can reach.  A step
+    without activation checkpointing computes less (:data:`FLOPS_PER_TOKEN`), and may be shorter than the bound.
     """
     return max(work.egress_bytes / work.rate, flops(work) / peak_flops)
 
 
 def flops(work: Work) -> float:
-    """Returns the number of a rank's floating-point operations in a step, with activation checkpointing."""
+    """Returns the number of floating-point operations of one rank in a step, with activation checkpointing."""
     return FLOPS_PER_TOKEN * work.parameters * work.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step of this engine: the input of the simulation."""
+    """The description of one step of this engine, which :func:`step_of` simulates."""
 
     policy: Policy
     topology: Topology
@@ -288,16 +293,16 @@ class Step:
     parameters: float  # parameters of the model, without padding
     tokens: float  # tokens of a rank in a micro-batch
     micro_batches: int = 1  # micro-batches in a step
-    # For a policy with a schedule: the optimizer steps [first, end), counted from 0, over which the mean is predicted.
+    # For a policy with a schedule: the optimizer steps [first, end), counted from 0, whose mean is predicted.
     steps: tuple[int, int] = (0, 1)
     recompute: bool = False  # whether backward runs the forward pass again (activation checkpointing)
     rate: float = math.inf  # nominal bytes a second of all adapters of the slowest node; infinite: no limit
-    owners: Owners | None = None  # the owners of matrices, if Muon steps them
+    owners: Owners | None = None  # if Muon steps the matrices: the owners, the ranks that orthogonalise them
     # The units that are gathered ahead in pairs (:func:`impl.plan.prefetch_schedule.small_units`); empty unless a GPU's
     # stream waits for messages, as with NCCL.
     small: frozenset[int] = frozenset()
-    # For each unit, the measured seconds of its computation in a micro-batch, as (forward, backward).  The simulated
-    # passes compute for these seconds.  Empty: the machine predicts the seconds.
+    # For each unit, the measured seconds of its computation in a micro-batch, as (forward, backward).  If empty, the
+    # seconds are predicted from the machine's rates.
     computing: Sequence[tuple[float, float]] = ()
 
 
@@ -306,11 +311,11 @@ def step_of(machine: Machine, step: Step) -> StepTime:
 
     The simulation follows one rank, and gives each exchange the time of the rank that sends most.  The computation of
     the model is divided among units in proportion to their elements, unless ``step.computing`` has the seconds of each
-    unit.  The first forward pass gathers all weights anew, not from hpZ's copy, since the optimizer step before has
-    changed the weights.
+    unit.  Since the optimizer step before has changed the weights, the first forward pass gathers them anew from all
+    ranks, not from hpZ's copy.
 
     If the policy has a schedule, the result is the mean over the optimizer steps ``step.steps``.  If the policy has
-    local steps, it is the mean over ``local_steps`` steps, in which each fragment is exchanged once.
+    local steps, it is the mean over ``local_steps`` steps, in which state groups exchange each unit once.
     """
     if step.policy.schedule:
         return _mean_of_phases(machine, step)
@@ -335,10 +340,9 @@ def step_of(machine: Machine, step: Step) -> StepTime:
 class _Outer:
     """The seconds that outer steps add to one optimizer step on average; 0 without local steps.
 
-    In an outer step, groups of ranks that train by themselves between two such steps average their weights.
-
-    They are the seconds of an outer step of all units, divided by ``policy.local_steps``.  Units are exchanged one
-    after the other, while nothing else computes or sends.
+    In an outer step, groups of ranks that train by themselves between two such steps average their weights.  The
+    seconds of an outer step of all units are divided by ``policy.local_steps``, the number of optimizer steps between
+    two outer steps.  Units are exchanged one after the other, while nothing else computes or sends.
     """
 
     adapter: float = 0.0  # time in which a node's adapter sends
@@ -347,7 +351,7 @@ class _Outer:
 
     @classmethod
     def of(cls, machine: Machine, step: Step) -> _Outer:
-        """Returns the seconds that outer steps add to ``step`` on ``machine``, on average."""
+        """Returns the seconds that outer steps, in which groups average their weights, add to ``step`` on average."""
         if (every := step.policy.local_steps) is None:
             return cls()
         seconds = _Seconds(machine, step.topology, step.rate)
@@ -383,7 +387,7 @@ def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnersTime:
-    """Seconds in which Muon's owners orthogonalise matrices and exchange momentum and updates, in one step."""
+    """Seconds of one Muon step in which matrices are orthogonalised, and momentum and updates are exchanged."""
 
     compute: float = 0.0  # Newton-Schulz at the owner with the most floating-point operations
     adapter: float = 0.0  # sending by the adapter of the node that sends most
@@ -391,14 +395,14 @@ class OwnersTime:
 
 
 def owners_time(machine: Machine, step: Step, owners: Owners) -> OwnersTime:
-    """Predicts the seconds of Muon's exchanges with the owners of matrices, and of Newton-Schulz.
+    """Predicts the seconds in which Muon orthogonalises matrices, and exchanges momentum and updates with their owners.
 
-    Newton-Schulz is assumed to run at as many floating-point operations a second as the passes of the model.  The time
-    of each of the two exchanges is the sum of three times:
+    The owner of a matrix is the rank that orthogonalises it.  Newton-Schulz is assumed to run at as many floating-point
+    operations a second as the passes of the model.  The time of each of the two exchanges is the sum of three times:
 
     - sending: the latency of a message, plus the larger of two times.  The first is the time in which the node that
-      sends most sends its bytes to other nodes.  The second is the time in which the rank that sends most inside its
-      node sends these bytes
+      sends most sends its bytes to other nodes.  The second is the time that the rank with most bytes to ranks of its
+      own node takes to send them
     - posting the messages
     - encoding and decoding all elements of matrices that one rank holds, for the rank that holds most
     """
@@ -474,7 +478,7 @@ class _Seconds:
         self.stretch = machine.stretch(topology.nodes, topology.ranks_per_node)
 
     def gather(self, policy: Policy, unit: UnitGeometry, phase: Phase, *, again: bool) -> Collective:
-        """Returns the timed gather of a unit's weights for a pass of this ``phase``.
+        """Returns the gather of a unit's weights before a pass of this ``phase``, with its times.
 
         With ``again``, the weights are gathered from hpZ's copy if the policy has hpZ.
         """
@@ -498,15 +502,18 @@ class _Seconds:
         return Collective(hops=tuple(timed), after=self._coding(previous.codec, unit.padded, "decode"))
 
     def reduction(self, policy: Policy, unit: UnitGeometry) -> Collective:
-        """Returns the timed reduction of a unit's gradient, with the gather of the mean between groups, if any."""
+        """Returns the reduction of a unit's gradient, with its times.
+
+        If several state groups hold copies of a shard, the hops that gather the mean between them are included.
+        """
         return self._reduced(reduction_hops(policy, self._topology, unit.piece, policy.grain))
 
     def outer(self, policy: Policy, unit: UnitGeometry) -> Collective:
-        """Returns the timed outer step of ``unit``, in which groups average how far the unit's masters have moved."""
+        """Returns, with its times, the averaging of one unit's weights between groups of ranks (the outer step)."""
         return self._reduced(outer_hops(policy, self._topology, unit.piece, policy.grain))
 
     def _reduced(self, hops: Sequence[Hop]) -> Collective:
-        """Returns a timed collective with these ``hops``: first hops that average, then hops that gather the mean."""
+        """Returns a collective with these ``hops`` and their times: first hops that average, then hops that gather."""
         # ``after``: seconds in which the rank decodes what the hop before has brought.
         chunked, timed, after = list[list[TimedHop]](), list[TimedHop](), 0.0
         for hop in hops:
@@ -530,12 +537,11 @@ class _Seconds:
         return Collective(hops=(*in_chunks(chunked), *timed), after=after, crosses=crosses)
 
     def _timed(self, hop: Hop, size: int, before: float) -> TimedHop:
-        """Returns the timed exchange in which a rank sends ``size`` bytes to every other rank along the hop's axis.
+        """Returns the exchange in which a rank sends ``size`` bytes to every other rank along the hop's axis, timed.
 
-        If the hop is a ring, all these messages go to the next rank.  If the hop has the kind ``shift``, a ring that
-        reduces, the exchange is one step of the ring, with a single message.
-
-        ``before`` are the seconds in which the rank decodes and encodes before the exchange.
+        ``before`` are the seconds in which the rank decodes and encodes before the exchange.  If the hop is a ring, all
+        messages go to the next rank.  If its kind is ``shift``, the exchange is one step of a ring that reduces, with
+        a single message.
         """
         if hop.axis.size == 1:
             return TimedHop(adapter=0.0, before=before, sends=False)

@@ -2,13 +2,17 @@
 
 All ranks do the same at the same time, so the simulation follows one rank.  The engine and the simulation share the
 classes :class:`~impl.plan.prefetch_schedule.Schedule` and :class:`~impl.plan.reduction_queue.ReductionQueue`, and post
-messages at the same events (:mod:`impl.unit.unit`).  The first hop of a gather is posted when the gather starts, and
-each later hop while the rank waits for the weights.  The first hop of a reduction is posted at the unit's last
-gradient, and each later hop at the first gradient of the next trained unit.  ``tests/impl/plan/test_issue_order.py``
-checks that the simulation and the engine have the same order of events.
+messages at the same events (:mod:`impl.unit.unit`).  A gather or a reduction of a unit consists of hops, which are
+exchanges along one axis of ranks.  Hops are posted at these times:
 
-The two units of a pair (:attr:`~impl.plan.prefetch_schedule.Schedule.pairs`) are gathered together: one call posts a
-hop of both, and both units are ready when the messages of both have arrived and are decoded.  Schedules have pairs only
+- the first hop of a gather when the gather starts, and each later hop while the rank waits for the weights;
+- the first hop of a reduction at the unit's last gradient, and each later hop at the first gradient of the next trained
+  unit.
+
+``tests/impl/plan/test_issue_order.py`` checks that the simulation and the engine have the same order of events.
+
+Small units may be gathered together in pairs (:attr:`~impl.plan.prefetch_schedule.Schedule.pairs`): one call posts a
+hop of both units, and both are ready when the messages of both have arrived and are decoded.  Schedules have pairs only
 for a GPU whose stream waits for messages, as with NCCL.
 
 There are three resources: the rank's *processor* (or GPU stream), the node's *adapter* to other nodes, and the links
@@ -37,19 +41,19 @@ FIRST_GRADIENT: Final = 1 / 3  # share of a unit's backward pass that runs befor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedHop:
-    """One exchange of a collective; times are in seconds."""
+    """One exchange of a gather or reduction, with its times in seconds."""
 
     adapter: float  # time in which a node's adapter sends all messages of the node's ranks
     inside: float = 0.0  # time in which a rank sends all its messages to ranks of its node
     latency: float = 0.0  # time from the end of sending to the arrival, in which other messages can be sent
     before: float = 0.0  # time in which the processor decodes, encodes or copies before the exchange
-    # Part of ``before`` in which the processor posts the messages.  A call that posts two exchanges takes it only once.
+    # Part of ``before`` in which the processor posts the messages.  If one call posts two exchanges, it is spent once.
     call: float = 0.0
-    # The exchange is posted only when another hop of the collective has arrived: the hop ``follows`` places before it.
-    # 0: it waits for no hop.
+    # Which earlier exchange of the same gather or reduction must have arrived before this one is posted: 1 means the
+    # exchange before this one, 2 the exchange before that one, and so on; 0 means none.
     follows: int = 1
     sends: bool = True  # False for a hop along an axis of one rank, which sends nothing but takes its turn
-    at_once: bool = False  # whether it is posted together with the exchange before, not at the next event
+    at_once: bool = False  # True: posted together with the exchange before; False: posted at the next event
     hop: Hop | None = None  # the hop to which the exchange belongs, for readers of :attr:`Pass.messages`
     nbytes: int = 0  # bytes of the message to each other rank
 
@@ -60,16 +64,16 @@ class Collective:
 
     hops: tuple[TimedHop, ...] = ()  # in the order in which they are posted
     after: float = 0.0  # seconds in which the processor decodes after the last hop
-    # Whether the last hop crosses nodes.  If it does, a reduction waits for its last hop only when the reduce bucket is
-    # full or the pass ends.  If it does not, the reduction waits for its last hop at the next event.
+    # Whether the last hop crosses nodes.  If so, a reduction waits for its last hop only when the reduce bucket (the
+    # limit of elements that are being reduced) is full, or when the pass ends.  If not, it waits at the next event.
     crosses: bool = True
 
 
 def in_chunks(hops: Sequence[Sequence[TimedHop]]) -> tuple[TimedHop, ...]:
-    """Returns all exchanges of a chunked reduction, in the order in which they are posted.
+    """Returns all exchanges of a reduction that is sent in chunks, in the order in which they are posted.
 
-    ``hops[hop][chunk]`` is the exchange of one chunk in one hop.  :func:`impl.plan.hops.in_turns` gives the order.  The
-    fields ``follows`` and ``at_once`` of the returned exchanges are set to match this order.
+    ``hops[hop][chunk]`` is the exchange of one chunk in one hop, and :func:`impl.plan.hops.in_turns` gives the order.
+    In the returned exchanges, the fields ``follows`` and ``at_once`` are set to match this order.
     """
     posted, places = list[TimedHop](), dict[tuple[int, int], int]()
     for turn in in_turns(len(hops), len(hops[0]) if hops else 0):
@@ -82,9 +86,9 @@ def in_chunks(hops: Sequence[Sequence[TimedHop]]) -> tuple[TimedHop, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The computation and the collectives of one unit in a pass; times are in seconds.
+    """The computation and the collectives of one unit in a forward and a backward pass; times are in seconds.
 
-    If ``forward`` and ``backward`` are arrays (n,), n passes are simulated at once, one for each entry.
+    If ``forward`` and ``backward`` are arrays (n,), n passes with these times are simulated at once.
     """
 
     forward: Seconds  # computation in the forward pass
@@ -92,7 +96,8 @@ class Load:
     gather: Collective = Collective()  # gather of the weights before the forward pass
     regather: Collective = Collective()  # gather of the weights before the backward pass
     reduce: Collective = Collective()  # reduction of the gradient
-    engine: float = 0.0  # time of the engine on the processor, once in forward and once more in backward
+    # Time of the engine's own work on the processor, once in forward and once more in backward.
+    engine: float = 0.0
 
 
 def pass_time(
@@ -107,15 +112,15 @@ def pass_time(
     """Simulates one forward and backward pass, and returns the simulated pass.
 
     A block computes as soon as all its units are gathered.  Outer units (such as embedding and head) compute after all
-    blocks in forward and before all blocks in backward, where most of their work is done.
+    blocks in forward and before all blocks in backward, since most of their work is done at those times.
 
     Args:
-        schedule: the order of units.
+        schedule: the order in which units run, are gathered and are reduced.
         loads: the computation and the collectives of each unit, by the unit's index.
         bucket: most elements that are being reduced at one time.
         first_gradient: share of a unit's backward pass that has run when the unit's first gradient arrives.
         least_forward: earliest time, in seconds, at which the backward pass may begin.
-        reduces: False for a pass that only accumulates gradients and reduces none.
+        reduces: False for a pass that only adds gradients up locally and reduces none.
     """
     run, outer = Pass(schedule, loads, bucket), [loads[unit] for unit in schedule.outer]
     for unit in schedule.outer:
@@ -148,11 +153,12 @@ def pass_time(
 
 
 def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
-    """Returns a lower bound of the seconds of a forward and a backward pass together.
+    """Returns a lower bound of the seconds that a forward and a backward pass take together.
 
-    The bound is at most the time of :func:`pass_time` with the same loads or with larger loads.  In the bound, the
-    computation of outer units delays no message, and the first gradient of a unit arrives when the unit's backward pass
-    begins.  In ``loads``, all times must be 0 except those of the model's computation and of the node's adapter.
+    The bound is at most the time of :func:`pass_time` with the same loads or with larger loads.  It rests on two
+    assumptions: the computation of outer units (such as embedding and head) delays no message, and the first gradient
+    of a unit arrives when the unit's backward pass begins.  In ``loads``, all times must be 0 except those of the
+    model's computation and of the node's adapter.
     """
     inner = [
         replace(load, forward=0.0, backward=0.0) if unit in schedule.outer else load
@@ -173,7 +179,7 @@ class Stretch(NamedTuple):
 
 
 class Message(NamedTuple):
-    """All messages that a rank sends in one exchange; times are in seconds since the pass began."""
+    """The messages that a rank sends in one exchange, taken together; times are in seconds since the pass began."""
 
     purpose: Literal["weights", "gradients"]
     unit: int  # index of the unit
@@ -185,13 +191,14 @@ class Message(NamedTuple):
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A simulated collective that has started; some of its hops may not be posted yet."""
+    """A simulated gather or reduction that has started; some of its hops may not be posted yet."""
 
     unit: int  # index of the unit
     purpose: Literal["weights", "gradients"]
     collective: Collective
     arrivals: list[Seconds]  # for each hop posted so far, its arrival, in seconds since the pass began
-    pair: tuple[_UnderWay, ...] = ()  # both gathers of a pair, if the collective is one of them
+    # If two units are gathered together and this is one of the two gathers: both gathers.
+    pair: tuple[_UnderWay, ...] = ()
     ended: bool = False  # whether the rank has waited for the last hop, and decoded
 
     @property
@@ -201,7 +208,7 @@ class _UnderWay:
 
 
 class _Reduction:
-    """The simulated reduction of one unit, which :class:`ReductionQueue` drives."""
+    """The simulated reduction of one unit's gradient, which a :class:`ReductionQueue` starts and continues."""
 
     def __init__(self, run: Pass, unit: int, elements: int, collective: Collective) -> None:
         self.elements, self.progress = elements, Progress.COLLECTING
@@ -209,7 +216,7 @@ class _Reduction:
         self._under_way: _UnderWay | None = None
 
     def start(self) -> None:
-        """Post the first hop."""
+        """Post the first hop, or end the reduction if it has no hop."""
         self._under_way = self._run.start(self._unit, "gradients", self._collective)
         self.progress = Progress.REDUCING
         if not self._collective.hops:  # on one rank
@@ -218,7 +225,7 @@ class _Reduction:
     def post_next_hop(self, *, finish: bool = False) -> None:
         """Post the next hop; with ``finish``, post all hops that are left, and wait for the mean.
 
-        If all hops are posted and the last hop stays inside a node, wait for the mean also without ``finish``.
+        If all hops are posted already and the last hop stays inside a node, wait for the mean even without ``finish``.
         """
         under_way = self._under_way
         if self.progress is not Progress.REDUCING or under_way is None:
@@ -238,7 +245,7 @@ class Pass:
         self.forward: Seconds = 0.0  # time of the forward pass
         self.exposed: Seconds = 0.0  # time in which the processor waited for messages
         self.adapter = 0.0  # time in which the node's adapter was busy
-        # In order, (purpose, unit) of each posted exchange, and ("mean", unit) for the end of each reduction.
+        # (purpose, unit) of each posted exchange, and ("mean", unit) for the end of each reduction, in order of time.
         self.events: list[tuple[Literal["weights", "gradients", "mean"], int]] = []
         self.stretches: list[Stretch] = []  # the periods in which the processor worked, in order
         self.messages: list[Message] = []  # in the order in which they were posted
@@ -246,7 +253,8 @@ class Pass:
         self._backward = False
         self._adapter_free: Seconds = 0.0  # time at which the adapter will have sent all posted messages
         self._inside_free: Seconds = 0.0  # the same for the links inside the node
-        self._gathers: dict[int, _UnderWay | None] = {}  # the gather of each unit; None: it has ended
+        # By unit: its gather, or None if the weights are gathered.
+        self._gathers: dict[int, _UnderWay | None] = {}
         self._reductions = {
             unit: _Reduction(self, unit, schedule.sizes[unit], loads[unit].reduce)
             for unit in schedule.reduction_order
@@ -257,8 +265,8 @@ class Pass:
     def compute(self, seconds: Seconds, work: str, units: Sequence[int]) -> None:
         """Let the processor work for ``seconds``.
 
-        ``work`` names the kind of work, as in :class:`Stretch`, and ``units`` are the indices of the units for which
-        the processor works.
+        ``work`` is the kind of work: ``forward``, ``backward``, ``encode`` or ``decode``.  ``units`` are the indices of
+        the units for which the processor works.
         """
         begin = self.seconds
         self.seconds = begin + seconds
@@ -267,8 +275,8 @@ class Pass:
     def turn(self, least: Seconds) -> None:
         """End the forward pass, and begin the backward pass.
 
-        The backward pass begins now, or at the time ``least`` if this is later.  Units that the schedule keeps stay
-        gathered, and all other units are resharded.
+        The backward pass begins now, or at the time ``least`` if this is later.  Units that the schedule keeps gathered
+        stay so; all other units are freed, and must be gathered again.
         """
         self.seconds = self.forward = np.maximum(self.seconds, least)
         self._gathers = {unit: self._gathers[unit] for unit in self._gathers.keys() & self._schedule.kept}
@@ -277,8 +285,9 @@ class Pass:
     def gather(self, unit: int, ahead: Sequence[int]) -> None:
         """Start the gathers of ``unit`` and of the units in ``ahead``, and wait for the gather of ``unit``.
 
-        Gathers that have started already are not started again, and a pair is started together.  At most
-        ``MOST_AHEAD`` + 1 gathers are under way at one time, with that of ``unit``.
+        Units that are gathered, or whose gather has started, are skipped.  Two units that the schedule gathers as a
+        pair are started together.  At most ``MOST_AHEAD`` + 1 gathers are under way at one time, including that of
+        ``unit``.
         """
         self._start_gather(unit)
         for place, index in enumerate(ahead):
@@ -326,9 +335,9 @@ class Pass:
         self._queue.post_next_hops()
 
     def last_gradient(self, units: Sequence[int], reduced: Sequence[int]) -> None:
-        """Handle the last gradient of ``units``: reshard these units, and let the reductions of ``reduced`` start.
+        """Handle the last gradient of ``units``: free their weights, and start the reductions that may start now.
 
-        ``reduced`` are the members of ``units`` whose gradients are reduced in this pass.
+        ``reduced`` are those of the ``units`` whose gradients are reduced in this pass.
         """
         for unit in units:
             del self._gathers[unit]
@@ -339,12 +348,12 @@ class Pass:
     def finish(self, *, reduces: bool) -> None:
         """End the backward pass: wait for all reductions under way.
 
-        If the pass ``reduces`` gradients, the reductions that have not started are started first.
+        With ``reduces``, first start the reductions that have not started.
         """
         self._queue.finish(start=reduces)
 
     def start(self, unit: int, purpose: Literal["weights", "gradients"], collective: Collective) -> _UnderWay:
-        """Start ``collective`` by posting its first hop, and return the collective under way."""
+        """Start ``collective`` for ``unit`` by posting its first hop, and return the collective under way."""
         under_way = _UnderWay(unit, purpose, collective, [])
         if under_way.left:
             self.post(under_way)
@@ -353,7 +362,7 @@ class Pass:
     def complete(self, under_way: _UnderWay) -> None:
         """Post all hops that are left, wait for the arrival of the last hop, and decode.
 
-        If the collective is the gather of a unit of a pair, do so for both units of the pair.
+        If ``under_way`` is one of two gathers that run together as a pair, do so for both.
         """
         collectives = under_way.pair or (under_way,)
         while any(each.left for each in collectives):
@@ -370,8 +379,8 @@ class Pass:
     def post(self, under_way: _UnderWay) -> None:
         """Post the next hop, and all later hops that are posted at the same event (:attr:`TimedHop.at_once`).
 
-        Before a hop is posted, the rank waits for the hop that it follows (:attr:`TimedHop.follows`).  For a unit of a
-        pair, the next hop of the other unit is posted too.
+        Before a hop is posted, the rank waits for the hop that it follows (:attr:`TimedHop.follows`).  If ``under_way``
+        is one of two gathers that run together as a pair, the next hop of the other gather is posted too.
         """
         self._post(under_way.pair or (under_way,))
         hops, arrivals = under_way.collective.hops, under_way.arrivals
@@ -379,7 +388,7 @@ class Pass:
             self._post((under_way,))
 
     def _post(self, collectives: Sequence[_UnderWay]) -> None:
-        """Post the next hop of each of ``collectives``, by one call if the hops are along one axis."""
+        """Post the next hop of each of ``collectives``; hops along the same axis are posted by one call."""
         posted = [(each, each.collective.hops[len(each.arrivals)]) for each in collectives if each.left]
         for each, hop in posted:
             if 0 < hop.follows <= len(each.arrivals):
@@ -392,7 +401,7 @@ class Pass:
             self._send(each, hop)
 
     def _send(self, under_way: _UnderWay, hop: TimedHop) -> None:
-        """Put the messages of ``hop`` on the links, after all messages that were posted before."""
+        """Send the messages of ``hop`` over the links, after all messages that were posted before."""
         begin = arrival = self.seconds
         if hop.adapter:
             begin = np.maximum(self._adapter_free, self.seconds)

@@ -55,7 +55,7 @@ UPDATE: Final = Tag("step", "update")  # back from the owners
 
 
 class LedgerKey(NamedTuple):
-    """The key of the ledger's entry in which a message is counted."""
+    """The key under which the ledger, a rank's count of what it has sent, counts a message."""
 
     phase: Phase
     purpose: Purpose
@@ -72,7 +72,7 @@ class Sent(NamedTuple):
 
 
 class CopyKey(NamedTuple):
-    """The key of the entry in which the bytes of a copy between host and device are counted."""
+    """The key under which the bytes of a copy between host and device are counted."""
 
     direction: Direction
     purpose: Copied
@@ -80,7 +80,7 @@ class CopyKey(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The choice of a codec for the messages of one unit, which a budget has made during training."""
+    """A budget's choice, made during training, of the codec for the messages of one unit."""
 
     step: int  # number of optimizer steps that were taken before the first step with this codec
     purpose: Budgeted
@@ -93,12 +93,13 @@ class Decision(NamedTuple):
 
 
 def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Event]:
-    """Returns the events of one training step, in order, for :func:`predict`.
+    """Returns the events of one training step, in order, as :func:`predict` takes them.
 
-    With 2 micro-batches and one norm: forward, backward, forward, backward, norm, step.  If the policy does not reduce
-    each micro-batch, the first backward pass is the event ``accumulate``, which reduces nothing.
+    ``norms`` is the number of gradient norms that are computed before the optimizer steps.  With 2 micro-batches and
+    one norm: forward, backward, forward, backward, norm, step.
 
-    ``norms`` is the number of gradient norms that are computed before the optimizer steps.
+    If the policy reduces gradients only in the last micro-batch, the backward pass of each earlier micro-batch is the
+    event ``accumulate``, which sends no gradients.
     """
     first: list[Event] = ["forward", "backward" if policy.reduces_each_micro_batch else "accumulate"]
     norm: list[Event] = ["norm"]
@@ -109,8 +110,8 @@ def passes(policy: Policy, *, micro_batches: int = 1, norms: int = 0) -> list[Ev
 def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Mapping[Link, int]:
     """Returns the number of messages that ``rank`` sends over each kind of link in one exchange along ``axis``.
 
-    ``rank`` sends one message to each other rank of its group along the axis.  In a ``ring``, it sends as many
-    messages, but all of them to the next rank of the group.  A kind of link without messages is left out.
+    ``rank`` sends one message to each other rank of its group along the axis.  In a ``ring``, it sends the same number
+    of messages, but all of them to the next rank of the group.  A kind of link without messages is left out.
     """
     group, me = axis.group(rank), axis.digit(rank)
     targets = [group[(me + 1) % axis.size]] * (axis.size - 1) if ring else [r for r in group if r != rank]
@@ -120,7 +121,7 @@ def destinations(topology: Topology, axis: Axis, rank: int, *, ring: bool) -> Ma
 
 
 def uneven(topology: Topology, axis: Axis, rank: int, sizes: Sequence[int]) -> Mapping[Link, Sent]:
-    """Returns the bytes and messages that ``rank`` sends over each kind of link, with messages of different sizes.
+    """Returns the bytes and messages that ``rank`` sends over each kind of link if its messages differ in size.
 
     ``rank`` sends ``sizes[i]`` bytes to the i-th rank of its group along ``axis``.  It sends nothing to itself, and no
     message of 0 bytes.  A kind of link without messages is left out.
@@ -146,11 +147,11 @@ class Book:
     # the value that ``trained`` had after this step.
     trained: Counter[Link] = field(default_factory=Counter)
     steps: list[dict[Link, int]] = field(default_factory=list)
-    # (axis, whether in a ring) of all exchanges so far, without those of :meth:`uneven`.
+    # (axis, whether in a ring) of all exchanges so far, except those that :meth:`uneven` has counted.
     routes: set[tuple[Axis, bool]] = field(default_factory=set)
 
     def exchange(self, tag: Tag, axis: Axis, size: int, *, ring: bool = False) -> None:
-        """Count one message of ``size`` bytes to every other rank along ``axis``."""
+        """Count one message of ``size`` bytes from this rank to every other rank along ``axis``."""
         self.routes.add((axis, ring))
         for link, count in destinations(self.topology, axis, self.rank, ring=ring).items():
             key = LedgerKey(*tag, axis.name, link)
@@ -159,7 +160,7 @@ class Book:
             self.trained[link] += count * size if tag.phase != "evaluate" else 0
 
     def method_message(self, tag: Tag, message: MethodMessage) -> None:
-        """Count a message of a user's own reduction or gather."""
+        """Count one message that a user's own reduction or gather declares."""
         axis, shift = axis_of(self.topology, message.axis), message.kind == "shift"
         self.routes.add((axis, shift))
         for link, others in destinations(self.topology, axis, self.rank, ring=shift).items():
@@ -171,7 +172,7 @@ class Book:
             self.trained[link] += count * message.nbytes if tag.phase != "evaluate" else 0
 
     def fits(self, rank: int) -> bool:
-        """Returns whether ``rank`` sends the same messages as the book's rank.
+        """Returns whether ``rank`` sends the same messages as the rank whose messages this book counts.
 
         They are the same if, in each exchange of ``routes``, both ranks send equally many messages over each kind of
         link.
@@ -187,10 +188,10 @@ class Book:
         self.exchange(Tag("step", purpose), self.topology.world_axis, size)
 
     def norm(self, axes: Iterable[Axis]) -> None:
-        """Count the messages of one gradient norm.
+        """Count the messages of one gradient norm, for which ranks exchange their sums of squares.
 
-        The sums of squares of all ranks are gathered along one axis after the other.  Along the first axis a rank sends
-        8 bytes to every other rank; along the next axis it sends all sums that it has then.
+        The sums are gathered along one of the ``axes`` after the other.  Along the first axis, this rank sends its own
+        sum, 8 bytes, to every other rank.  Along each later axis, it sends all the sums that it has by then.
         """
         size = NORM_BYTES
         for axis in axes:
@@ -198,9 +199,9 @@ class Book:
             size *= axis.size
 
     def uneven(self, tag: Tag, axis: Axis, sizes: Sequence[int]) -> None:
-        """Count one message to each rank along ``axis``, of ``sizes[i]`` bytes to the i-th rank.
+        """Count one message to each other rank along ``axis``, of ``sizes[i]`` bytes to the i-th rank.
 
-        No message is counted to this rank itself, nor a message of 0 bytes.
+        A message of 0 bytes is not sent, and not counted.
         """
         for link, (nbytes, messages) in uneven(self.topology, axis, self.rank, sizes).items():
             key = LedgerKey(*tag, axis.name, link)
@@ -211,7 +212,8 @@ class Book:
     def optimizer_step(self, owners: Owners) -> None:
         """Count the messages that this rank sends in a step of Muon.
 
-        It sends momentum to the owners of matrices, and, as an owner, updates to the ranks that hold its matrices.
+        The rank sends its parts of the momentum to the owners of matrices, the ranks that orthogonalise them.  For the
+        matrices that it owns itself, it sends updates to the ranks that hold parts of them.
         """
         me = owners.axis.digit(self.rank)
         self.uneven(MOMENTUM, owners.axis, owners.to_owners[me])
@@ -227,7 +229,8 @@ class Book:
 def norm_axes(policy: Policy, topology: Topology) -> tuple[Axis, ...]:
     """Returns the axes along which ranks exchange their sums of squares for a gradient norm.
 
-    Without local steps this is the axis of all ranks.  With local steps these are the axes inside a state group.
+    Without local steps this is the axis of all ranks.  With local steps these are the axes inside a state group, that
+    is, a group of ranks that share one copy of all sharded states and train by themselves.
     """
     if policy.local_steps is None:
         return (topology.world_axis,)
@@ -253,29 +256,37 @@ def predict(
 
     Some events change what later events send:
 
-    - ``step``: the trained weights change.  With local steps, groups also exchange the fragment that is due.
+    - ``step``: the trained weights change.  With local steps, state groups also exchange the fragment, a set of units,
+      whose turn it is after this step.
     - ``changed`` (``Zero.weights_changed``): all weights change.
     - ``forgotten`` (``Zero.forget_gathered``): all weights are gathered anew, although they have not changed.
-    - ``dropped`` (``Zero.drop_gradients``): the next gather that would send differences sends the weights themselves.
+    - ``dropped`` (``Zero.drop_gradients``): the next gather that would send differences from hpZ's copy sends the
+      weights themselves.
 
-    With offload, each reduction copies the mean gradient of an offloaded master to the host, 4 bytes for each element
-    of the shard.  The encoded master is copied to the device once a step.  If encoded masters are offloaded too, the
-    encoded master is copied whenever it is sent.  Offloaded frames of hpZ's copy are copied to the host when they are
-    kept, and to the device when they are used.
+    With offload, data is copied between host and device:
+
+    - Each reduction copies the mean gradient of an offloaded master, 4 bytes for each element, to the host.
+    - The encoded master is copied to the device once a step.  If encoded masters are offloaded too, it is copied
+      whenever it is sent.
+    - If hpZ's copy is offloaded, it is copied to the host when it is made, and to the device when it is used.
 
     Args:
         policy: the policy of the model.
         topology: nodes and ranks.
         units: the model's units, in model order, laid out for ``topology.world`` ranks.
         rank: the rank that sends.
-        events: passes and changes, in order (:func:`passes`).
+        events: passes, optimizer steps and the other events above, in order.  :func:`passes` returns those of one step.
         buffer_bytes: bytes of a rank's message with the model's persistent buffers (``ModuleBuffers.nbytes``).
-        decisions: the choices of the policy's budget.
+        decisions: the codecs that the policy's budget chose in the run to be predicted.
         methods: for the name of each unit, the messages that a user's own reduction declares.  A reduction that
             declares no messages is not counted.
         gathers: for the name of each unit, a function that returns the messages that a user's own gather declares.
-        begun: number of optimizer steps taken before the first event.  It decides which span of a schedule comes first.
-        owners: the owners of matrices, if Muon steps them.
+        begun: number of optimizer steps taken before the first event.  With a schedule, this number decides with which
+            settings the events begin.
+        owners: the owners of matrices, the ranks that orthogonalise them, if Muon steps the matrices.
+
+    Returns:
+        A book with the bytes and messages by phase, purpose, unit, axis and kind of link, and the bytes of copies.
 
     Raises:
         PolicyError: if the policy does not fit the topology.
@@ -342,11 +353,11 @@ def predict(
 
 @dataclass(slots=True)
 class _Hops:
-    """Compiles the hops of a gather or reduction only once for all units with the same policy and shard size."""
+    """Caches the hops of gathers and reductions, which are equal for all units with the same policy and shard size."""
 
     topology: Topology
     # The key is (function, identity of the policy, arguments), since identities are compared faster than policies.  The
-    # policy is kept, so that no other policy gets its identity.
+    # value holds the policy too, so that the policy is not freed and its identity not given to another policy.
     _known: dict[tuple[object, ...], tuple[Policy, tuple[Hop, ...]]] = field(default_factory=dict)
 
     def of(
@@ -371,11 +382,12 @@ ON_DEVICE = Placement()
 
 
 def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Placement]:
-    """Returns the placement of each unit; ``units`` are in model order.
+    """Returns for each of the ``units``, which are in model order, which parts of its state are in host memory.
 
-    ``offload`` has two shares of elements, padding included.  Trained units are offloaded in model order until the
-    share ``optimizer`` of all trained elements is reached, and the frames of units until the share ``weights`` of all
-    elements is reached.  The shard of a frozen unit is offloaded together with its frames.
+    Trained units are offloaded in model order, until their elements are at least the share ``offload.optimizer`` of all
+    trained elements.  The encoded shards of units are offloaded in model order, until their elements are at least the
+    share ``offload.weights`` of all elements.  The shard of a frozen unit is offloaded together with its encoded shard.
+    Elements of padding count as well.
     """
     stepped = _chosen([unit.padded if unit.trainable else 0 for unit in units], offload.optimizer)
     framed = _chosen([unit.padded for unit in units], offload.weights)
@@ -395,25 +407,25 @@ def _chosen(sizes: Sequence[int], share: float) -> list[bool]:
 
 @dataclass(slots=True)
 class _Sender:
-    """Counts the messages of one unit on one rank, and keeps the state on which the unit's next messages depend."""
+    """Counts the messages of one unit on one rank, and keeps the state on which the unit's later messages depend."""
 
     book: Book
     hops: _Hops
     policy: Policy
     unit: UnitGeometry
     placement: Placement
-    # Returns the messages that a user's own gather declares; None if the policy has no such gather.
+    # A function that returns the messages that a user's own gather declares; None if the policy has no such gather.
     own_gather: Callable[[GatherInfo], Sequence[MethodMessage] | None] | None = None
     gathered: bool = False  # whether the weights are still gathered since an earlier event
     current: bool = False  # whether hpZ's copy holds the current weights
     uploaded: bool = False  # whether the device holds the current frame of an offloaded master
-    # Number of optimizer steps since the weights themselves were sent.  None: the next gather sends the weights
-    # themselves, not differences.
+    # Number of optimizer steps since the weights themselves were sent.  If None, the next gather sends the weights
+    # themselves, even if the policy sends differences.
     steps: int | None = None
     change: Change = "loaded"  # how the weights have changed since the last call of a user's own gather
 
     def weights_changed(self, event: Event) -> None:
-        """Mark all copies of the unit's weights as stale, because of ``event``.
+        """Mark the gathered weights, hpZ's copy and the uploaded frame as outdated, because of ``event``.
 
         After the event ``changed`` the next gather sends the weights themselves, not differences from hpZ's copy.
         """
@@ -425,9 +437,9 @@ class _Sender:
             self.change = "stepped" if self.change == "unchanged" else self.change
 
     def follow(self, policy: Policy) -> None:
-        """Send with ``policy`` from now on.
+        """Count messages by the rules of ``policy`` from now on.
 
-        If ``policy`` gathers weights in another way than the policy before, the next gather sends the weights
+        If ``policy`` gathers weights in another way than the previous policy, the next gather sends the weights
         themselves.
         """
         if policy.gathering != self.policy.gathering:
@@ -436,9 +448,10 @@ class _Sender:
         self.policy = policy
 
     def gather(self, phase: Phase, *, keep: bool) -> None:
-        """Count a gather of the unit's weights, unless the weights are gathered already.
+        """Count the messages of a gather of the unit's weights, unless the weights are gathered already.
 
-        Afterwards the weights count as gathered with ``keep`` or below stage 3, and otherwise as resharded.
+        Afterwards the weights stay gathered if ``keep`` is set or the policy's stage is below 3.  Otherwise they are
+        freed.
         """
         policy, book, placement, unit = self.policy, self.book, self.placement, self.unit
         if not self.gathered and policy.own_gather is not None:
@@ -457,7 +470,7 @@ class _Sender:
         self.gathered = keep or policy.stage < 3
 
     def _gather_by_method(self, phase: Phase) -> None:
-        """Count the messages that a user's own gather declares."""
+        """Count the messages that a user's own gather declares for this ``phase``."""
         if self.change == "loaded" or self.steps is None:
             self.steps = 0
         assert phase != "step"  # noqa: S101  # gathers are of passes
@@ -466,9 +479,9 @@ class _Sender:
             self.book.method_message(Tag(phase, "weights", self.unit.name), message)
 
     def _sends(self) -> Sends:
-        """Returns what the next gather sends.
+        """Returns what the next gather sends: hpZ's copy, differences from the copy, or the weights themselves.
 
-        If a policy with differences sends the weights themselves, ``steps`` begins again at 0.
+        If a policy with differences sends the weights themselves, the count ``steps`` restarts at 0.
         """
         if self.current:
             return "copy"

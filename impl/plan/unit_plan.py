@@ -42,19 +42,20 @@ class Contents(Protocol):
 
 
 class Members(NamedTuple):
-    """The parameters of a unit, before the unit has a layout."""
+    """The parameters of one unit, before their places in the unit's flat buffer are decided."""
 
     name: str
     home: str  # name of the unit's block, :data:`PERSISTENT` or :data:`ROOT`
     trainable: bool
-    specs: Sequence[ParameterSpec]  # in slot order
+    specs: Sequence[ParameterSpec]  # in the order in which they lie in the flat buffer
     places: Sequence[int]  # for each entry of ``specs``, the index of the parameter in model order
 
 
 def members_of(parameters: Sequence[Placed], blocks: Sequence[str], limits: MemoryLimits) -> list[Members]:
-    """Assign every parameter to exactly one unit, and return the units.
+    """Assign the ``parameters`` of a model to units, and return the units.
 
-    The order of the units is: root, persistent, blocks.
+    ``parameters`` are in model order, and ``blocks`` are the names of the blocks.  The order of the returned units is:
+    root, persistent, blocks.
 
     - A parameter with a ``block`` belongs to the unit of this block.
     - A parameter whose ``block`` is empty belongs to the unit of the root.
@@ -62,7 +63,7 @@ def members_of(parameters: Sequence[Placed], blocks: Sequence[str], limits: Memo
       persistent parameters have at most ``limits.persist_most`` elements in all.
     - Frozen parameters form separate units: a block with trained and frozen parameters has two units.
     - A unit without elements is left out.  Its trained parameters join the first trained unit that has elements, and
-      its frozen parameters the first frozen unit that has elements.  If there is no such unit, they are in no unit
+      its frozen parameters the first frozen unit that has elements.  If there is no such unit, they are in no unit.
     """
     entries: dict[tuple[str, bool], list[int]] = {
         (name, trainable): [] for name in (ROOT, PERSISTENT, *blocks) for trainable in (True, False)
@@ -89,9 +90,11 @@ def members_of(parameters: Sequence[Placed], blocks: Sequence[str], limits: Memo
 def geometries_of(units: Sequence[Contents], topology: Topology, policy: Policy) -> list[UnitGeometry]:
     """Return the layouts of all ``units``, in the same order.
 
+    A layout says where each parameter, each rank's shard and the padding lie in a unit's flat buffer.
+
     Raises:
-        PaddingError: if a unit has more padding than ``memory.max_padding`` allows.  Persistent units may have any
-            padding.  The message names the unit with the largest share of padding.
+        PaddingError: if a unit has more padding than ``memory.max_padding`` allows.  The message names the unit with
+            the largest share of padding.  Persistent units may have any padding.
         PolicyError: if the policy has more fragments (``local_fragments``) than the model has trained units.
     """
 
@@ -121,14 +124,15 @@ def geometries_of(units: Sequence[Contents], topology: Topology, policy: Policy)
 def plan_units(
     parameters: Sequence[Placed], blocks: Sequence[str], topology: Topology, policy: Policy
 ) -> list[UnitGeometry]:
-    """Return the layouts of the units of a model, in the order of :func:`members_of`.
+    """Return the layouts of the units of a model, in the order root, persistent, blocks.
 
     ``parameters`` are the parameters of the model in model order, and ``blocks`` are the names of its blocks.  Unlike
     :func:`impl.zero.shard`, this function does not divide blocks that exceed ``memory.largest_unit``, because dividing
     a block needs the module.
 
     Raises:
-        PolicyError, GeometryError: as :func:`impl.zero.shard`.
+        PolicyError: if the policy does not fit the topology, or has more fragments than the model has trained units.
+        GeometryError: if a unit cannot be laid out, for example because it would have too much padding.
     """
     policy.check(topology)
     return geometries_of(members_of(parameters, blocks, policy.memory), topology, policy)

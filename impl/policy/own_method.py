@@ -1,4 +1,4 @@
-"""Names a user's class that reduces gradients or gathers weights, and defines what the class is given and declares.
+"""Defines how a policy names a user's class that reduces gradients or gathers weights, and what such a class is given.
 
 Such a class is called a *method*.  A method of reduction reduces a unit's gradient in a way of its own: in low rank,
 with an exchange of indices, by a vote of signs, or a step late.  ``Policy(reduce=method(PowerSGD, rank=4))`` uses the
@@ -36,7 +36,7 @@ MessageKind = Literal["all_gather", "all_to_all", "shift"]
 """
 
 Role = Literal["reduce", "gather"]
-"""What a method does; this is also the name of the policy's field that names the method."""
+"""What a user's class does.  It is named in the policy's field of this name, ``reduce`` or ``gather``."""
 
 Change = Literal["stepped", "loaded", "unchanged"]
 """How a unit's weights have changed since they were last gathered:
@@ -54,11 +54,11 @@ class GatherInfo(NamedTuple):
     # How the weights have changed since the unit's last gather.  It is ``loaded`` also in the first gather, and in the
     # first gather after a failed pass was dropped: ranks must then not rely on what earlier gathers have sent.
     change: Change
-    steps: int  # optimizer steps since the last gather whose change was ``loaded``
+    steps: int  # number of optimizer steps since the last gather whose ``change`` was ``loaded``
 
 
 class MethodError(ValueError):
-    """A user's class lacks what a method must have, or its code has failed.
+    """Raised if a user's class lacks what a method must have, or if its code fails.
 
     The message names the class and says what is wrong.
     """
@@ -89,7 +89,7 @@ _NEEDS: Final = {
 
 
 class MethodSlot(NamedTuple):
-    """The place of a parameter: elements [offset, offset + numel) of its unit's gradient."""
+    """The place of one parameter in its unit's gradient: the elements [offset, offset + numel)."""
 
     name: str  # qualified, as in ``named_parameters()``
     shape: tuple[int, ...]
@@ -107,7 +107,7 @@ class MethodSlot(NamedTuple):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """(rows, columns) of the parameter as a matrix: its first dimension gives the rows, all others the columns.
+        """The parameter's shape as a matrix, (rows, columns): all its dimensions but the first give the columns.
 
         A parameter of shape (4, 3, 2) gives (4, 6), and a vector of 5 elements gives (5, 1).
         """
@@ -144,7 +144,8 @@ class MethodUnit:
     def rows(self, whole: Any, ranks: int) -> Any:
         """Returns the shards of ``whole`` (P,) as (ranks, S): row ``i`` is the shard that rank ``i`` keeps.
 
-        ``ranks`` is the number of all ranks.  Ranks of different groups keep equal shards.
+        ``ranks`` is the number of all ranks.  If there are fewer shards than ranks, because each of several groups of
+        ranks keeps a whole copy, the ranks ``i`` and ``i + P / S`` keep equal shards.
         """
         shards = self.numel // self.shard
         return whole.view(shards, -1).repeat(ranks // shards, 1)
@@ -160,9 +161,9 @@ class MethodUnit:
 
 
 class MethodMessage(NamedTuple):
-    """A message that every rank sends in each reduction or gather, as a method's ``bytes()`` declares it.
+    """A message that every rank sends in each reduction or gather, as declared by the ``bytes()`` of a user's class.
 
-    :func:`declared` rounds the number of bytes up to a multiple of 16, the padding with which messages are sent.
+    :func:`declared` rounds ``nbytes`` up to a multiple of 16, since messages are padded to such multiples.
     """
 
     kind: MessageKind
@@ -188,9 +189,9 @@ class OwnMethod:
 
     @property
     def readable(self) -> bool:
-        """Whether the method was given as a class, or the module of the class may be imported.
+        """Whether the class can be read: it was given as a class, or its module may be imported.
 
-        Inside :func:`impl.named_object.forbidden`, nothing may be imported.
+        Inside :func:`impl.named_object.forbidden`, no module may be imported.
         """
         return self.kind is not None or allowed()
 
@@ -225,13 +226,13 @@ class OwnMethod:
     def error_bound(self, unit: MethodUnit) -> float:
         """Returns the largest error that the class promises for an element, as a multiple of a magnitude M.
 
-        Returns 0 if the class promises the law ``exact``, and infinity if it promises no bound.
+        Returns 0 if the class promises the law ``exact``, and infinity if it promises no bound.  M depends on what the
+        class does:
 
-        If the class gathers weights, M is the largest magnitude of the weights in the element's shard.
-
-        If the class reduces gradients, the unit is cut into one piece of P / ranks elements for each rank.  In the
-        piece that contains the element, each rank's gradient has a largest magnitude.  M is the mean of these
-        magnitudes over ranks.  If two ranks have the largest magnitudes 1 and 3, M is 2.
+        - If the class gathers weights, M is the largest magnitude of the weights in the element's shard.
+        - If the class reduces gradients, the unit is cut into one piece of P / ranks elements for each rank.  In the
+          piece that contains the element, each rank's gradient has a largest magnitude.  M is the mean of these
+          magnitudes over ranks.  If two ranks have the largest magnitudes 1 and 3, M is 2.
         """
         laws = self.laws
         if MethodLaw.EXACT in laws:
@@ -244,9 +245,10 @@ class OwnMethod:
 
 
 def method(source: type[Any] | str, **arguments: Any) -> OwnMethod:
-    """Names a user's class for a policy's ``reduce`` or ``gather``, with the ``arguments`` to construct it with.
+    """Returns what a policy's ``reduce`` or ``gather`` is set to so that a user's class does this work.
 
-    ``source`` is the class, or its name as ``module:Class``.
+    ``source`` is the class, or its name as ``module:Class``.  The ``arguments`` are passed to the class when it is
+    constructed.
 
     Raises MethodError: if a class lacks what a method must have; if the name has another form; or if an argument is
     not a number, text, bool, list or tuple.
@@ -276,9 +278,9 @@ def _imported(name: str) -> type[Any]:
 
 
 def checked(name: str, kind: Any) -> type[Any]:
-    """Returns ``kind`` if it is a class that can be used as a method.
+    """Returns ``kind`` if it is a class that can be used as a method, and otherwise raises an error.
 
-    Raises MethodError: otherwise; the message begins with ``name`` and says what is missing or wrong.
+    Raises MethodError: the message begins with ``name``, the class's name, and says what is missing or wrong.
     """
     if not isinstance(kind, type):
         raise MethodError(f"{name}: is a {type(kind).__name__}, expected a class: name the class")
@@ -330,9 +332,9 @@ def _axes(topology: Topology) -> tuple[Axis, ...]:
 
 
 def axis_of(topology: Topology, name: str) -> Axis:
-    """Returns the axis of ``topology`` that users' classes call ``name``.
+    """Returns the axis of ``topology`` with the given ``name``: ``world``, ``node`` or ``local``.
 
-    Raises MethodError: for any name but ``world``, ``node`` and ``local``.
+    Raises MethodError: for any other name.
     """
     axes = {axis.name: axis for axis in _axes(topology)}
     if name not in axes:
@@ -341,9 +343,9 @@ def axis_of(topology: Topology, name: str) -> Axis:
 
 
 class PlannedWire:
-    """Takes the place of a wire when a user's class is constructed only to call its ``bytes()``.
+    """Stands in for the wire, through which ranks send, when a user's class is constructed only to call ``bytes()``.
 
-    It knows the ranks, and raises a MethodError when something is sent.
+    It gives the class the sizes of axes and the rank's index along them.  It raises a MethodError if the class sends.
     """
 
     def __init__(self, topology: Topology, rank: int = 0) -> None:
@@ -367,10 +369,10 @@ class PlannedWire:
 def declared(
     own: OwnMethod, instance: Any, unit: MethodUnit, topology: Topology, *gather: GatherInfo
 ) -> tuple[MethodMessage, ...] | None:
-    """Returns the messages that ``instance.bytes()`` declares for one reduction of ``unit``.
+    """Returns the messages that ``instance``, an object of a user's class, declares in its ``bytes()``.
 
-    With ``gather``, returns the messages that ``bytes()`` declares for this gather.  The bytes of each message are
-    rounded up to a multiple of 16.  Returns None if the class has no ``bytes()``.
+    They are the messages of one reduction of ``unit`` or, with ``gather``, of the gather that ``gather`` describes.
+    The bytes of each message are rounded up to a multiple of 16.  Returns None if the class has no ``bytes()``.
 
     Raises MethodError: if ``bytes()`` raises an error, or returns anything but tuples of kind, axis and bytes.
     """
@@ -394,19 +396,20 @@ def declared(
 
 
 Declared = Mapping[str, tuple[MethodMessage, ...] | None]
-"""By unit, the messages that a method declares for each reduction; None if its class has no ``bytes()``."""
+"""For each unit's name, the messages that a method declares for a reduction; None if its class has no ``bytes()``."""
 
 
 DeclaredGathers = Mapping[str, Callable[[GatherInfo], tuple[MethodMessage, ...] | None]]
-"""By unit, a function that returns the messages that a method declares for a gather.
+"""For each unit's name, a function that returns the messages that a method declares for a given gather of the unit.
 
 The function returns None if the method's class has no ``bytes()``."""
 
 
 def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> Declared:
-    """Returns, by unit name, the messages that the class declares for one reduction of the unit.
+    """Returns, for each unit's name, the messages that a user's class declares for one reduction of the unit.
 
-    Frozen and persistent units are left out, since the class does not reduce them.  No running ranks are needed.
+    The value is None if the class has no ``bytes()``.  Frozen and persistent units are left out, since the class does
+    not reduce them.  No running ranks are needed.
 
     Raises MethodError: if the class cannot be imported or constructed, or its ``bytes()`` is wrong.
     """
@@ -417,7 +420,7 @@ def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeo
 
 
 def planned_gathers(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> DeclaredGathers:
-    """Returns, by unit name, a function that returns the messages that the class declares for one gather of the unit.
+    """Returns, for each unit's name, a function from a gather to the messages that a user's class declares for it.
 
     Frozen and persistent units are left out, since the class does not gather them.  No running ranks are needed.
 
@@ -434,18 +437,18 @@ def planned_gathers(own: OwnMethod, topology: Topology, units: Iterable[UnitGeom
 
 
 def declares(own: OwnMethod) -> bool:
-    """Returns whether the class declares its messages, that is, whether it has a method ``bytes()``."""
+    """Returns whether the user's class declares its messages, that is, whether it has a method ``bytes()``."""
     return callable(getattr(own.definition, "bytes", None))
 
 
 def _planned(
     own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry], role: Role
 ) -> Iterator[tuple[str, MethodUnit, Any]]:
-    """Yield (name, unit as rank 0 sees it, an object of the class) for each trained unit that is not persistent.
+    """Yield (name, unit as rank 0 sees it, an object of the user's class) for each trained unit that is not persistent.
 
     The object is None if the class has no ``bytes()``.
 
-    Raises MethodError: if the class cannot be used in the policy's field ``role``, or its constructor raises an error.
+    Raises MethodError: if the class does not fit the policy's field ``role``, or if its constructor raises an error.
     """
     own.check_role(role)
     for geometry in units:

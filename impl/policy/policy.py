@@ -1,9 +1,9 @@
 """Defines :class:`Policy`, a frozen value that says what training sends, holds and computes.
 
-ZeRO-3, qwZ, hpZ, qgZ and ZeRO++ (2306.10209, sections 3.1 to 3.3) are values of :class:`Policy`, as are the
-methods of later papers; :mod:`impl.policy.presets` names them.  The engine reads the fields and never asks for a name.
-Combinations that cannot be carried out are refused when a policy is built, or, where they depend on the
-number of ranks, by :meth:`Policy.check`.
+ZeRO-3, qwZ, hpZ, qgZ and ZeRO++ (2306.10209, sections 3.1 to 3.3) are values of :class:`Policy`, as are the methods of
+later papers.  :mod:`impl.policy.presets` gives these values names, but the engine reads only the fields.  Combinations
+that cannot be carried out are refused when a policy is built.  If they depend on the number of ranks, they are refused
+by :meth:`Policy.check`.
 
 Pure: no torch.
 """
@@ -63,9 +63,9 @@ _GROUP: Final = 8000  # most elements of a block of weights in DeepSpeed, which 
 
 
 def _raw(*codecs: Codec | Iterable[Codec]) -> bool:
-    """Returns whether all ``codecs`` are plain casts (:class:`Raw`), which do not quantise.
+    """Returns whether each of ``codecs`` is a cast to fp32, bf16 or fp16 (:class:`Raw`), which does not quantise.
 
-    An argument may also be several codecs, such as the pair ``policy.gradients``.
+    An argument may also be a tuple of codecs, such as the pair ``policy.gradients``.
     """
     return all(isinstance(codec, Raw) if isinstance(codec, Codec) else _raw(*codec) for codec in codecs)
 
@@ -125,8 +125,8 @@ class Policy:
         "frames", "hpZ's copy: `frames` keeps the codes that were received, `bf16`, `fp16` or `fp32` casts the weights",
         label="hpZ copy", alters=lambda policy, _: not policy.secondary,
     )  # fmt: skip
-    # Codec of hpZ's copy in place of ``secondary_format``; forward then also sends the copy inside its group.  A suite
-    # gives it as the first of two codecs of ``weights``.
+    # Codec in which hpZ's copy is kept, in place of ``secondary_format``.  Forward passes then also send the copy
+    # inside the group of ranks that share it.  A suite gives this codec as the first of two codecs of ``weights``.
     inside: Codec | None = setting(None, in_words=lambda codec: str(codec or "as sent"))
     # Codec in which the hops between hpZ groups send how the masters differ from hpZ's copy (SDP4Bit, 2410.15526).
     # Every rank adds the decoded differences to its copy.  The rank that holds the masters does so too, so that all
@@ -157,11 +157,12 @@ class Policy:
         "codec", "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes", implied=True,
         alters=lambda policy, _: _raw(policy.weights, policy.gradients),
     )  # fmt: skip
-    # 2 does what Megatron-FSDP does in MXFP8 (Megatron-LM's issue 7584).  With ``phase`` and hpZ, forward brings both
-    # planes between nodes, hpZ's copy keeps the columns, and backward sends nothing between nodes.  A unit without a
-    # matrix is sent in one plane.  A block along columns spans as many whole rows of a shard as the codec's block has
-    # elements; rows that are left over are quantised along rows in both planes.  No unit stays gathered for backward,
-    # and recomputing a block of the model in backward (activation checkpointing) is refused.
+    # A *plane* of a matrix has its blocks along rows, or along columns.  With 2, every gather sends both planes, as
+    # Megatron-FSDP does in MXFP8 (Megatron-LM's issue 7584).  With ``phase`` and hpZ, forward brings both planes
+    # between nodes, hpZ's copy keeps the columns, and backward sends nothing between nodes.  A unit without a matrix is
+    # sent in one plane.  A block along columns spans as many whole rows of a shard as the codec's block has elements;
+    # rows that are left over are quantised along rows in both planes.  With 2 and ``phase``, no unit stays gathered for
+    # backward, and recomputing a block of the model in backward (activation checkpointing) is refused.
     planes: Literal[1, 2, "phase"] = setting(
         1, "1; or weights are quantised by rows for forward and by columns for backward. 2: every gather sends both; "
         "`phase`: each gather sends the one that its pass computes with", implied=True,
@@ -205,8 +206,8 @@ class Policy:
         "`none`",
         or_none=True, scope="training", alters=lambda policy, _: not policy.group,
     )  # fmt: skip
-    # The units are dealt into so many fragments.  The fragments are exchanged after different steps, which are spread
-    # evenly over ``local_steps`` (Streaming DiLoCo, 2501.18512).
+    # The units are divided into this many fragments.  Different fragments are exchanged after different steps, which
+    # are spread evenly over ``local_steps`` (Streaming DiLoCo, 2501.18512).
     local_fragments: int = setting(
         1, "whole number: parts into which units are dealt, each exchanged after another step; or `none`",
         or_none=True, scope="training", alters=lambda policy, _: not policy.group,
@@ -228,8 +229,9 @@ class Policy:
         1, "whole number: parameters start on multiples of so many elements; a suite sets it for all its policies",
         least=1, unset=1, label="",
     )  # fmt: skip
-    # What changes while training, span by span: a step has the fields that its span changes, and the policy's own
-    # values of all other fields.  In suites the key is a list of tables (``SpanChanges`` in ``harness.suites.trial``).
+    # Changes of the policy while training.  In each span, a part of the run, the fields that the span names have the
+    # span's values, and all other fields have the values above.  In suites the key is a list of tables
+    # (``SpanChanges`` in ``harness.suites.trial``).
     schedule: tuple[Span, ...] = setting((), in_words=_schedule_in_words)
 
     def __post_init__(self) -> None:
@@ -258,10 +260,12 @@ class Policy:
             raise PolicyError(reason)
 
     def _read_method(self, name: Role, known: Sequence[str]) -> None:
-        """Replace the value of the field ``name`` with ``method(value)`` if that value is the name of a user's class.
+        """Check the value of the field ``name``, ``reduce`` or ``gather``, and turn the name of a class into a method.
 
-        Raises PolicyError: if the field's value is neither a method, nor the name of a class, nor a ``known`` word; or
-        if the class does not suit the field.
+        A name ``module:Class`` of a user's class is replaced with ``method("module:Class")``.
+
+        Raises PolicyError: if the value is neither one of the ``known`` words, nor the name of a class, nor a method;
+        or if the class cannot be used in this field.
         """
         value = getattr(self, name)
         if isinstance(value, str) and is_name(value):
@@ -289,7 +293,7 @@ class Policy:
         return self.gather if isinstance(self.gather, OwnMethod) else None
 
     def _gather_errors(self) -> Iterator[str]:
-        """Yield an error for each field whose value is not allowed if a user's class gathers weights."""
+        """Yield an error for each field whose value does not go together with a user's class that gathers weights."""
         if (own := self.own_gather) is None:
             return
         way_out = "or set gather='hierarchical'"
@@ -309,7 +313,7 @@ class Policy:
             yield f"gather='{own}' does not allow budget '{self.budget}', {chooses}: remove weights from the budget"
 
     def _method_errors(self) -> Iterator[str]:
-        """Yield an error for each field whose value is not allowed if a user's class reduces gradients."""
+        """Yield an error for each field whose value does not go together with a user's class that reduces gradients."""
         if (own := self.own_reduce) is None:
             return
         usual = {
@@ -338,7 +342,7 @@ class Policy:
             yield f"reduce='{own}' does not allow budget '{self.budget}', which {chooses}: {way_out}"
 
     def _contradictions(self) -> Iterator[str]:
-        """Yield an error for each combination of fields that cannot be carried out."""
+        """Yield an error for each combination of built-in settings that cannot be carried out."""
         if any(out_of_range(self)):
             numbers = (each for each in settings(Policy) if each.least is not None and not each.part)
             ranked = sorted(
@@ -391,7 +395,7 @@ class Policy:
             yield f"planes='phase' {needs}; {values}: change these, or set planes=1"
 
     def _copy_errors(self) -> Iterator[str]:
-        """Yield an error for each value that hpZ does not allow, and for each field that has no effect without hpZ."""
+        """Yield an error for each field that conflicts with hpZ, and for each field that has no effect without hpZ."""
         formats = self.secondary_format
         changed = {
             "secondary_format": None if formats == "frames" else formats,
@@ -422,7 +426,7 @@ class Policy:
             yield f"differences='{self.differences}' {needs}; {values}: {way_out}"
 
     def _budget_errors(self) -> Iterator[str]:
-        """Yield an error for each value that a bit budget does not allow, in the policy or in the budget itself."""
+        """Yield an error for each setting, of the policy or of the budget, that conflicts with the bit budget."""
         if (budget := self.budget) is None:
             return
         text = f"budget '{budget}'"
@@ -476,7 +480,7 @@ class Policy:
             yield f"schedule changes how weights are sent, and {keeps}: let spans change gradients only"
 
     def _owned_errors(self) -> Iterator[str]:
-        """Yield an error for each codec in ``owned`` that Muon cannot use for the exchanges with owners of matrices."""
+        """Yield an error for each codec in ``owned`` with which Muon cannot send momentum and updates of matrices."""
         codecs: object = self.owned
         if not isinstance(codecs, tuple) or len(codecs) != 2:
             yield f"owned = {codecs!r}: expected a tuple of two codecs, for momentum and for updates"
@@ -487,10 +491,10 @@ class Policy:
                 yield f"owned={', '.join(map(str, codecs))} {needs}: use bf16 or, for example, int8:256"
 
     def _local_errors(self) -> Iterator[str]:
-        """Yield an error for each impossible value of the fields of local steps.
+        """Yield an error for each wrong value of the fields of local steps (``local_steps``, ``outer_rate``, ...).
 
-        Yields errors also for other fields whose values local steps do not allow, and for fields of local steps that
-        have no effect because ``local_steps`` is None.
+        Also yield an error for each other field whose value local steps do not allow.  If ``local_steps`` is None,
+        yield an error for each field of local steps that is set, since it has no effect.
         """
         steps, fragments = self.local_steps, self.local_fragments
         for name, kind, expected in (
@@ -553,8 +557,8 @@ class Policy:
     def _chunk_errors(self, *, user_codecs: bool) -> Iterator[str]:
         """Yield an error for each gradient codec that has one scale for a whole shard, if ``chunks`` cuts the shard.
 
-        With ``user_codecs``, the method checks only the codecs of class ``OwnCodec``, and imports the modules that
-        define these codecs.  Otherwise it checks only the codecs of other classes.
+        With ``user_codecs``, the method checks only codecs of class ``OwnCodec``, and imports the modules that define
+        them.  Otherwise it checks only codecs of all other classes.
         """
         for codec in (*self.gradients, *self.candidates.get("gradients", ())) if self.chunks > 1 else ():
             if isinstance(codec, OwnCodec) == user_codecs and codec.block == "shard":
@@ -568,14 +572,14 @@ class Policy:
 
     @property
     def grain_in_words(self) -> str:
-        """Text for error messages that names the codecs, and any ``align``, whose common multiple is :attr:`grain`."""
+        """The text with which error messages name the codecs (and ``align``) whose common multiple :attr:`grain` is."""
         aligned = [f"align = {self.align}"] if self.align > 1 else []
         parts = list(dict.fromkeys([str(codec) for codec in self.codecs] + aligned))
         return parts[0] if len(parts) == 1 else f"the common multiple of {', '.join(parts)}"
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """The policy's codecs: of weights, of the first and the second gradient hop, then of the optional fields.
+        """All codecs of the policy: of weights, of the first and the second gradient hop, then of the optional fields.
 
         The codecs in ``owned`` are not included.  With a schedule, the codecs of all steps are included, each once.
         """
@@ -600,7 +604,7 @@ class Policy:
         return _compiled(self)[0] if self.schedule else (self,)
 
     def phase_at(self, step: int) -> int:
-        """Returns the index in :attr:`phases` of the policy of the next step, if ``step`` optimizer steps are done."""
+        """Returns the index in :attr:`phases` of the policy that holds in optimizer step ``step``, counted from 0."""
         begin = 0
         for end, every, changed, own in _compiled(self)[1] if self.schedule else ():
             if step < end:
@@ -609,9 +613,10 @@ class Policy:
         return 0
 
     def phase_counts(self, begin: int, end: int) -> dict[int, int]:
-        """Counts, for each policy in :attr:`phases`, in how many of the steps ``begin`` to ``end - 1`` it holds.
+        """Counts in how many of the optimizer steps ``begin`` to ``end - 1``, counted from 0, each of the phases holds.
 
-        Returns a dict from the policy's index to this number.  Policies that hold in none of these steps are left out.
+        Returns a dict from the index in :attr:`phases` to this number.  Phases that hold in none of these steps are
+        left out.
         """
         counts, start = Counter[int](), 0
         rows = _compiled(self)[1] if self.schedule else ((math.inf, 1, 0, 0),)
@@ -626,11 +631,13 @@ class Policy:
         return {number: count for number, count in counts.items() if count}
 
     def policy_at(self, step: int) -> Policy:
-        """Returns the policy of the next step, if ``step`` optimizer steps are done; this policy has no schedule."""
+        """Returns the policy, without a schedule, that holds in optimizer step number ``step``, counted from 0."""
         return self.phases[self.phase_at(step)]
 
     def for_steps(self, steps: int) -> Policy:
-        """Returns this policy for a run of ``steps`` optimizer steps: each span of its schedule ends at a known step.
+        """Returns a copy of this policy for a run of ``steps`` optimizer steps.
+
+        In the copy, each span of the schedule ends at a known step, also if it was given as a share of the run.
 
         Raises PolicyError: if a span has no step, or if the spans do not end with the run.
         """
@@ -646,10 +653,10 @@ class Policy:
 
     @property
     def gathering(self) -> tuple[object, ...]:
-        """The values of the fields that decide how weights are gathered.
+        """The values of all fields that decide how weights are gathered.
 
-        If these values change from one step to the next, the first gather afterwards sends the weights themselves: it
-        uses neither differences nor hpZ's copy.
+        If these values change from one step to the next, the next gather sends the weights themselves, neither
+        differences nor hpZ's copy.
         """
         if self.own_gather is not None:
             return (self.gather,)
@@ -679,9 +686,9 @@ class Policy:
         }
 
     def with_choice(self, purpose: Budgeted, codec: Codec) -> Policy:
-        """Returns the policy after a budget has chosen ``codec`` for ``purpose``.
+        """Returns a copy of this policy in which ``codec`` is the codec for ``purpose``, as a budget has chosen it.
 
-        The new policy has the grain of this policy, so that the layout of units does not change.
+        The copy keeps the grain of this policy, so that the layout of units does not change.
         """
         sent: Any = {"weights": codec, "gradients": (self.gradients[0], codec)}[purpose]
         return replace(self, align=self.grain, **{purpose: sent})
@@ -695,14 +702,14 @@ class Policy:
 
     @property
     def own_codecs(self) -> tuple[OwnCodec, ...]:
-        """The policy's codecs that are published formats or users' own."""
+        """Those of the policy's codecs that have class ``OwnCodec``: published formats, and codecs of the user."""
         return tuple(codec for codec in self.codecs if isinstance(codec, OwnCodec))
 
     @property
     def readable(self) -> bool:
         """Whether the attributes of all codecs may be read.
 
-        To read the attributes of a user's codec, the user's module must be imported, which some commands must not do
+        Reading the attributes of a user's codec imports the user's module, which some commands must not do
         (:func:`impl.named_object.forbidden`).
         """
         return all(codec.readable for codec in self.own_codecs)
@@ -716,26 +723,28 @@ class Policy:
 
     @property
     def sends_copy(self) -> bool:
-        """Whether gathers in forward send hpZ's copy inside the hpZ group, as gathers in backward do.
+        """Whether forward passes, too, send hpZ's copy inside the group of ranks that share it.
 
-        Otherwise gathers in forward send the frames of the weights inside the group.
+        Backward passes always do.  If the result is False, forward passes send the encoded weights on, as the hops
+        between such groups have brought them.
         """
         return self.inside is not None or self.differences is not None
 
     @property
     def reduces_each_micro_batch(self) -> bool:
-        """Whether gradients are reduced after each micro-batch and added up in shards, not added up locally."""
+        """Whether gradients are reduced after each micro-batch; if not, they are added up locally, and reduced once."""
         return self.stage >= 2 if self.reduce_every == "stage" else self.reduce_every == "micro_batch"
 
     def for_kind(self, *, trainable: bool = True, persistent: bool = False) -> Policy:
         """Returns the policy of frozen units (``trainable=False``) or of persistent units (``persistent=True``).
 
-        Frozen units are sent in the codec ``frozen`` in which they are kept.  If ``frozen`` is None, they are kept in
-        fp32, and sent like other weights.  Persistent units hold small parameters, stay gathered, and are sent
-        unquantised: codecs that quantise are replaced with a cast to the compute type.
+        - Frozen units are sent in the codec ``frozen`` in which they are kept.  If ``frozen`` is None, they are kept in
+          fp32, and sent like other weights.
+        - Persistent units hold small parameters, stay gathered, and are sent unquantised: codecs that quantise are
+          replaced with a cast to the compute type.
 
-        A user's own gather is not used for either kind, nor a user's own reduction for persistent units.  With neither
-        argument, returns this policy itself.
+        A user's own gather is used for neither kind, and a user's own reduction is not used for persistent units.  With
+        neither argument, the method returns this policy itself.
 
         Raises PolicyError: for a policy with a schedule.
         """
@@ -761,7 +770,7 @@ class Policy:
         return codec if isinstance(codec, Raw) else Raw(self.compute)
 
     def for_unit(self, unit: UnitGeometry) -> Policy:
-        """Returns the policy of the laid-out ``unit``.
+        """Returns the policy with which ``unit`` is gathered and reduced.
 
         It depends on whether the unit is frozen or persistent (:meth:`for_kind`), and on the shapes of its parameters
         (:meth:`by_shape`).
@@ -773,15 +782,13 @@ class Policy:
     def by_shape(self, shapes: Sequence[Sequence[int]], world: int, shard: int = 0) -> Policy:
         """Returns the policy of a unit whose parameters have these ``shapes``.
 
-        With ``blocks='shape'``, the result has ``blocks='codec'``, and codecs with the block sizes that DeepSpeed would
-        use for these shapes.  If the unit has no matrix, its gradients are then cast, not quantised, and have neither
-        error feedback nor partial sums in another type than fp32.
-
-        With any ``blocks``, a unit without a matrix gets ``planes=1``.
+        With ``blocks='shape'``, the returned policy has ``blocks='codec'``, and its codecs have the block sizes that
+        DeepSpeed would use for these shapes.  If the unit has no matrix, its gradients are then cast, not quantised,
+        without error feedback, and summed in fp32.  With any ``blocks``, a unit without a matrix gets ``planes=1``.
 
         Args:
-            shapes: empty if only the size of the unit is known.  Then the gradients' blocks and ``planes`` do not
-                change.
+            shapes: the shapes; empty if only the size of the unit is known.  If empty, the gradients' blocks and
+                ``planes`` do not change.
             world: number of ranks that reduce the unit's gradient.
             shard: number of elements of a rank's shard; 0 before the unit is laid out.
         """
@@ -805,13 +812,13 @@ class Policy:
         return replace(self, **_NO_COPY)
 
     def secondary_ranks(self, topology: Topology) -> int:
-        """Returns the number of ranks that share one of hpZ's copies on ``topology``; 0 without hpZ."""
+        """Returns the number of ranks that share one copy of the weights kept by hpZ on ``topology``; 0 without hpZ."""
         return topology.ranks_per_node if self.secondary == "node" else self.secondary
 
     def check(self, topology: Topology) -> None:
         """Check that this policy can run on ``topology``.
 
-        Users' codecs are not checked where their modules must not be imported.
+        A user's codec is checked only if its module may be imported (:attr:`readable`).
 
         Raises PolicyError: in each of these cases:
 
@@ -819,7 +826,7 @@ class Policy:
         * local steps need several groups, and all ranks form one group;
         * a user's codec does not fit the policy;
         * a budget chooses the codec of gradients between nodes, and there is one node;
-        * the number of steps after which a span of the schedule ends is not known;
+        * a span of the schedule ends at a share of the run, and the run's number of steps is not known;
         * the last span of the schedule ends before the run ends.
         """
         if self.schedule:
@@ -891,10 +898,11 @@ class Policy:
         return topology.world if self.local_steps is None else self.group_ranks(topology)
 
     def gather_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], int]:
-        """Returns the axes of a weight gather's hops, first hop first, and the number of hops that hpZ's copy saves.
+        """Returns (axes, saved) for a weight gather, whose hops run over one axis of ranks after the other.
 
-        The saved hops are the first hops; without hpZ their number is 0.  If a user's class gathers the weights, there
-        are no axes, since its messages are not known here.
+        ``axes`` are the axes of the hops, first hop first.  ``saved`` is the number of first hops that a gather from
+        hpZ's copy leaves out; it is 0 without hpZ.  If a user's class gathers the weights, there are no axes, since its
+        messages are not known here.
         """
         if self.own_gather is not None:
             return (), 0
@@ -909,9 +917,8 @@ class Policy:
     def replica_axes(self, topology: Topology) -> tuple[tuple[Axis, ...], Codec]:
         """Returns the axes of the hops that gather a mean gradient between state groups, and the codec of these hops.
 
-        A state group is a group of ranks that share one copy of all sharded states.  There are no axes if all ranks
-        form one group.  There are none either if a user's class reduces the gradients, since every group then has the
-        mean already.
+        A state group is a group of ranks that share one copy of all sharded states.  There are no axes in two cases: if
+        all ranks form one group, and if a user's class reduces the gradients, since it brings the mean to every group.
         """
         if self.own_reduce is not None:
             return (), self.gradients[0]
@@ -945,7 +952,9 @@ _NO_COPY: Final[dict[str, Any]] = {  # the fields of a policy without hpZ
 
 @functools.lru_cache(maxsize=256)
 def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, int, int, int], ...]]:
-    """Returns the phases of a policy with a schedule, and one row (end, every, changed, own) for each span.
+    """Returns (phases, rows) for a policy with a schedule, where a phase is one of the policies that its steps have.
+
+    ``rows`` has one row (end, every, changed, own) for each span:
 
     - ``end`` is the number of steps after which the span ends.  It is infinite for the last span, and for a span whose
       end is not known yet.

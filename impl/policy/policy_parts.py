@@ -24,7 +24,7 @@ LARGEST_SCALE: Final = 2.0**126  # largest loss scale; it is finite in fp32
 
 
 class PolicyError(ValueError):
-    """A policy cannot be carried out, by itself or on a topology; the message gives the reason."""
+    """Raised if a policy's settings contradict one another or do not fit a topology; the message gives the reason."""
 
 
 @functools.cache
@@ -42,15 +42,15 @@ def check_literals(settings: object) -> None:
 
 
 def _read(text: str, heads: Iterable[str], forms: Mapping[str, str], allowed: str) -> dict[str, str] | None:
-    """Parse a text of a first word and options, such as ``loco:decay0.9:bf16``, into a dict of texts.
+    """Parse a text that consists of a first word and options, such as ``loco:decay0.9:bf16``, into a dict of texts.
 
     The example gives ``{"head": "loco", "decay": "0.9", "state": "bf16"}``.  Returns None for the text ``none``.
 
     Args:
-        text: the text.
+        text: the text to parse.
         heads: the first words that are allowed.
-        forms: for the name of each option a regular expression, whose first group is the option's value.
-        allowed: the end of the error message.
+        forms: for the name of each option, a regular expression whose first group is the option's value.
+        allowed: what is allowed, in words, for the end of the error message.
 
     Raises PolicyError: for another first word, or for an option that is unknown or given twice.
     """
@@ -155,19 +155,19 @@ class Offload:
 
     Whole units are offloaded, in model order, until at least the share is reached.
 
-    If the master of a trained unit is on the device, each gather encodes the master anew, and no encoded weights of
-    the unit are kept.  ``weights`` then moves only the frames of hpZ's copy of this unit to the host.
+    Encoded weights of a trained unit are kept only if its master (the fp32 shard) is on the host.  If the master is on
+    the device, each gather encodes it anew, and ``weights`` moves only hpZ's copy of this unit to the host.
 
     Raises PolicyError: for shares outside [0, 1].
     """
 
-    # The mean gradients of these elements are on the host too, and the optimizer steps their masters there.  The device
-    # keeps the encoded weights of these elements.
+    # For these elements, the mean gradients are on the host too, and the optimizer steps the masters on the host.  The
+    # device keeps their encoded weights.
     optimizer: float = setting(
         0.0, "share of trained elements whose masters and optimizer state are on the host", key="offload_optimizer",
         least=0, most=1, execution=True, label="optimizer on the host", in_words="{:g}".format,
     )  # fmt: skip
-    # For each gather, these shards and the frames of hpZ's copy are copied to the device.
+    # These shards, and hpZ's copy of them, are copied to the device for each gather.
     weights: float = setting(
         0.0, "share of elements whose encoded and frozen shards are on the host", key="offload_weights",
         least=0, most=1, execution=True, label="weights on the host", in_words="{:g}".format,
@@ -184,7 +184,7 @@ class LossScale:
 
     A dynamic scale halves at an overflow, and doubles after ``window`` steps without an overflow.
 
-    Raises PolicyError: for a negative window, or unless ``0 < least <= initial <= LARGEST_SCALE``.
+    Raises PolicyError: if ``window`` is negative, or if ``0 < least <= initial <= LARGEST_SCALE`` does not hold.
     """
 
     initial: float = 65536.0  # scale at the beginning, or the fixed scale
@@ -207,7 +207,7 @@ DYNAMIC: Final = LossScale()
 
 
 def parse_loss_scale(text: str) -> LossScale | None:
-    """Parse a loss scale's text, such as ``dynamic:from1024:window200`` or ``512`` (fixed).
+    """Parse the text of a loss scale: ``512`` for a fixed scale, ``dynamic:from1024:window200`` for a dynamic one.
 
     Returns None for ``none``.
 
@@ -232,9 +232,9 @@ class Feedback:
     (:class:`impl.codecs.reference.Carried`).  Classic feedback has decay 0.  LoCo (2407.04480) keeps a moving
     average of the errors; DeepSpeed's LoCo has decay 0.8 and is reset every 1024 steps.
 
-    With ``reduce="two_hop"``, a rank keeps ``padded / ranks_per_node`` errors of each unit for the last hop, which is
-    between nodes; ``padded`` is the number of elements of the unit with padding.  With ``hops="all"`` the rank also
-    keeps ``padded`` errors of the unit for the first hop.
+    With ``reduce="two_hop"``, let ``padded`` be the number of elements of a unit with padding.  A rank then keeps
+    ``padded / ranks_per_node`` errors of the unit for the last hop, which is between nodes.  With ``hops="all"`` it
+    also keeps ``padded`` errors of the unit for the first hop.
 
     Raises PolicyError: for a decay outside [0, 1) or a negative reset.
     """
@@ -287,9 +287,9 @@ class BitBudget:
     """A limit on the bits that units send, within which :mod:`impl.plan.bit_budget` chooses codecs while training.
 
     Training begins with the policy's own codecs.  In step 1, and then in every ``every``-th step after it, all
-    candidate codecs encode the step's weights and gradients, and their errors are measured.  After the step each unit
-    gets a new codec, so that all units together keep to the limit and the sum of their errors is small.  Frozen and
-    persistent units keep their codecs.
+    candidate codecs encode the step's weights and gradients, and their errors are measured.  After such a step, each
+    unit is given the codec with which all units together keep to the limit and the sum of their errors is small.
+    Frozen and persistent units keep their codecs.
 
     Raises PolicyError: for numbers out of range, no codecs, or neither weights nor gradients.
     """
@@ -297,7 +297,7 @@ class BitBudget:
     codecs: tuple[Codec, ...]  # candidates, in addition to the policy's own codec
     every: int = 50  # optimizer steps from one choice to the next
     # Most bits for each element that weight gathers send between nodes, as the mean over a step.  Scales and padding
-    # count.  0: as many bits as the policy's own codec takes; None: the codec of weights is not chosen.
+    # count.  0: as many bits as the policy's own codec takes.  None: weights keep the policy's codec.
     weights: float | None = None
     gradients: float | None = None  # the same for the elements that gradient reductions send between nodes
 

@@ -1,4 +1,4 @@
-"""Names policies: the stages of ZeRO, the techniques of ZeRO++ one by one and together, and methods of later papers.
+"""Defines presets, policies with a name: ZeRO's stages, ZeRO++'s techniques alone and combined, and later methods.
 
 Pure: no torch.
 """
@@ -48,10 +48,10 @@ TECHNIQUES: Final[dict[str, Policy]] = {
 SUCCESSORS: Final[dict[str, Policy]] = {
     # ZeRO++ with two more of DeepSpeed's choices: its scale rule for weights too, and hpZ's copy in 16 bits.
     "zeropp-deepspeed": _SHIPPED,
-    # Also with DeepSpeed's fp16 sums and block sizes.  What still differs from DeepSpeed: here scales are sent
-    # in the same message as the codes, gradients are averaged correctly (DeepSpeed's mean is larger by a factor of
-    # the ranks per node), vectors are quantised like the matrices of their unit, and no tensor is sent unquantised
-    # because of its size.
+    # In addition, DeepSpeed's fp16 sums and block sizes.  Four things still differ from DeepSpeed: here scales are sent
+    # in the same message as the codes; gradients are averaged correctly (DeepSpeed's mean is larger by a factor of the
+    # ranks per node); vectors are quantised like the matrices of their unit; and no tensor is sent unquantised because
+    # of its size.
     "zeropp-shipped": replace(_SHIPPED, sums="fp16", blocks="shape"),
     # LoCo (2407.04480): ZeRO++ with a moving average of the errors of both hops.
     "loco": Policy(weights=_INT8, secondary="node", gradients=_INT4, feedback=FEEDBACKS["loco"]),
@@ -71,20 +71,22 @@ SUCCESSORS: Final[dict[str, Policy]] = {
     # Weights in MXFP4, in which Megatron gathers 4-bit parameters.
     "fp4-gather": Policy(weights=FloatCodec("e2m1", MX_BLOCK, scale="e8m0")),
     # Weights in MXFP8 along rows and along columns in every gather, as in Megatron-FSDP, which keeps vectors in
-    # 16 bits.  With ``planes="phase"`` the values are the same and the bytes of gathers half as many, as in its v2.
+    # 16 bits.  With ``planes="phase"``, as in Megatron-FSDP's v2, the values are the same and gathers send half as many
+    # bytes.
     "mxfp8-planes": Policy(weights=FloatCodec("e4m3", MX_BLOCK, scale="e8m0"), planes=2),
 }
-"""Methods that others published.  Megatron's HFSDP (ZeRO-3 inside a node, ZeRO-1 across nodes) places
-weights and states as ``hpz`` does.
+"""Policies for methods that others published.
+
+Megatron's HFSDP (ZeRO-3 inside a node, ZeRO-1 across nodes) places weights and states as ``hpz`` does.
 """
 
 PRESETS: Final = TECHNIQUES | SUCCESSORS
 
 
 def preset(name: str, **changes: object) -> Policy:
-    """Returns the preset ``name`` with some fields replaced.
+    """Returns the preset policy with this ``name``, with the fields in ``changes`` replaced.
 
-    Raises PolicyError: for an unknown name or field.
+    Raises PolicyError: for an unknown name or an unknown field.
     """
     if name not in tuple(PRESETS):  # a tuple, so that names that cannot be hashed are refused too
         raise PolicyError(f"unknown policy {name!r}: expected one of {', '.join(PRESETS)}")

@@ -1,7 +1,7 @@
-"""Declares the fields of a policy: one :class:`Setting` for each field, beside its type and default.
+"""Declares the fields of a policy: one :class:`Setting` for each field, next to the field's type and default.
 
-Suites (keys ``policy.*``), names of configurations, refusals and the guide's tables read these records.  A new field
-is declared once, by :func:`setting`, and needs no line in any of these readers.
+Several parts of the project read these records: suites (keys ``policy.*``), the names of configurations, error
+messages and the guide's tables.  A new field is declared once, by :func:`setting`; none of these readers changes.
 
 Pure: no torch.
 """
@@ -31,25 +31,28 @@ def _in_words(value: object) -> str:
 class Setting:
     """Describes one field of a policy: how suites set it, which values it allows, and how names and tables show it.
 
-    :func:`setting` makes this record without its last three attributes ``name``, ``part`` and ``kind``.
-    :func:`settings` fills them in, and replaces an empty ``key`` and a missing ``label`` by the field's name.
+    The declaration of a field calls :func:`setting`, which makes this record without the last three attributes,
+    ``name``, ``part`` and ``kind``.  :func:`settings` fills them in, and replaces an empty ``key`` and a missing
+    ``label`` by the field's name.
     """
 
     # The values that a suite may give, and what the field does, in Markdown: ``kind of value: meaning``.  Empty if the
     # field has no key of its own in suites.
     says: str
-    key: str = ""  # in suites, after ``policy.``; empty: the field's name
+    key: str = ""  # the field's key in suites, after ``policy.``; empty: the field's name
     least: int | None = None  # smallest number; None: any value of the type is allowed
     most: int | None = None  # largest number
-    read: Callable[[str], Any] | None = None  # parser of a suite's text; None: a suite gives the value itself
+    # Parser of the text that a suite gives; None: the text is the value.
+    read: Callable[[str], Any] | None = None
     pair: bool = False  # whether a suite may give a list of two texts, one for each hop
-    unset: Any = None  # what a suite without the key has; None: the strategy's own value
+    unset: Any = None  # value of the field if a suite does not give the key; None: the strategy's own value
     or_none: bool = False  # whether a suite may also give ``none``, which keeps the strategy's own value
     # Name of the field in names of configurations; empty: in no name, because it is part of the layout only.
     label: str | None = None  # None: the field's name
     short: str = ""  # a shorter label, for places where a value follows at once: ``w int8:64``
     in_words: Callable[[Any], str] = _in_words  # text of a value in names of configurations
-    # Whether the field concerns only the execution, and is left out of names where all configurations share it.
+    # Whether the field says how a trial is executed, not which strategy trains.  Names of configurations leave such a
+    # field out if all configurations have the same value.
     execution: bool = False
     # ``alters(policy, value)``: whether a preset with this ``policy`` would become another strategy if a suite set the
     # field to ``value`` for all its strategies.  If so, the preset keeps its own value.
@@ -65,7 +68,7 @@ class Setting:
 
     @property
     def path(self) -> str:
-        """The field's name, preceded by the name of the policy's part if a part has the field: ``memory.prefetch``."""
+        """The field's name in the policy: ``stage``, or ``memory.prefetch`` for a field of the part ``memory``."""
         return f"{self.part}.{self.name}" if self.part else self.name
 
     @property
@@ -78,10 +81,10 @@ class Setting:
         return getattr(getattr(policy, self.part) if self.part else policy, self.name)
 
     def parsed(self, value: Any) -> Any:
-        """Returns the field's value for the ``value`` that a suite gives.
+        """Converts the ``value`` that a suite gives into the field's value.
 
-        Without a parser (``read``), this is ``value`` itself.  With a parser, a text is parsed, and a list of two texts
-        becomes a tuple of two parsed values.  If the field holds a tuple, a single text stands for both entries.
+        Without a parser (``read``), the result is ``value`` itself.  With a parser, a text is parsed, and a list of two
+        texts becomes a tuple of two parsed values.  If the field holds a tuple, a single text stands for both entries.
         """
         if self.read is None:
             return value
@@ -91,16 +94,16 @@ class Setting:
 
 
 def setting(default: _Value, says: str = "", **known: Any) -> _Value:
-    """Returns a dataclass field with the default ``default``, and with ``Setting(says=says, **known)`` as metadata."""
+    """Returns a dataclass field with this default, and with ``Setting(says=says, **known)`` in its metadata."""
     return field(default=default, metadata={_RECORD: Setting(says=says, **known)})
 
 
 @functools.cache
 def settings(kind: type) -> tuple[Setting, ...]:
-    """Returns the settings of the fields of ``kind``, the class of a policy or of a part, in the order of declaration.
+    """Returns the settings of all fields of ``kind``, which is the class of a policy or of a part of a policy.
 
-    A part of a policy is a field whose default is a dataclass with settings, such as ``memory``.  The settings of the
-    part's fields stand in its place.
+    The settings are in the order of declaration.  A part of a policy is a field whose default is a dataclass with
+    settings, such as ``memory``; it is replaced by the settings of its own fields.
     """
     return tuple(_settings(kind))
 
@@ -117,7 +120,7 @@ def _settings(kind: Any, part: str = "") -> Iterator[Setting]:
 
 
 def texts(policy: object) -> dict[str, str]:
-    """Returns the value of each field of ``policy`` as text, by the field's path."""
+    """Returns the value of each field of ``policy`` as text; the keys are paths, such as ``memory.prefetch``."""
     values = {each: each.of(policy) for each in settings(type(policy))}  # type: ignore[arg-type]  # a class is hashable
     return {
         each.path: each.in_words(value) if isinstance(value, tuple) else str(value)
@@ -126,9 +129,9 @@ def texts(policy: object) -> dict[str, str]:
 
 
 def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
-    """Returns an error message for the first field that differs between the policies of ranks; None if all are equal.
+    """Returns an error message for the first field in which the policies of ranks differ; None if all are equal.
 
-    ``ranks`` has the values of each rank's policy (:func:`texts`), in rank order.
+    ``ranks[rank]`` has the values of this rank's policy, as :func:`texts` returns them.
     """
     for path in {path: None for values in ranks for path in values}:
         alike = defaultdict[str, list[int]](list)  # value -> the ranks that have it
@@ -144,9 +147,10 @@ def difference(ranks: Sequence[Mapping[str, str]]) -> str | None:
 
 
 def out_of_range(values: Any) -> Iterator[tuple[Setting, Any]]:
-    """Yield (setting, number) for each field of ``values`` whose number is out of the setting's range.
+    """Yield (setting, number) for each field of ``values`` whose number is outside the range that its setting allows.
 
-    ``values`` is a policy or a part of a policy; the fields of a policy's parts are not checked.  NaN is out of range.
+    ``values`` is a policy or a part of a policy.  For a policy, the fields of its parts are not checked.  NaN is
+    outside every range.
     """
     for each in settings(type(values)):  # type: ignore[arg-type]  # a class is hashable
         number = None if each.part or each.least is None else each.of(values)

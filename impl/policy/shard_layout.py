@@ -1,8 +1,9 @@
 """Lays out units: where each parameter, each rank's shard and the padding lie in a unit's flat buffer.
 
-A unit holds the parameters of one block of the model in one flat buffer, which is cut into equal shards, one
-for each rank.  Every parameter and every shard starts on a multiple of the grain, which is a common multiple
-of all codecs' blocks.  So no block spans two parameters, and no shard boundary cuts a block.
+A unit holds the parameters of one block of the model in one flat buffer, which is cut into equal shards, one for each
+rank.  Every parameter and every shard starts on a multiple of the *grain*, a number of elements that is a common
+multiple of all codecs' quantisation blocks.  So no quantisation block spans two parameters, and no shard boundary cuts
+one.
 
 Pure: no torch.
 """
@@ -22,11 +23,11 @@ MUCH_PADDING: Final = 0.05  # share of padding in a model beyond which report pa
 
 
 class GeometryError(ValueError):
-    """A unit cannot be laid out; the message names the unit and the numbers."""
+    """Raised if a unit cannot be laid out; the message names the unit and the numbers."""
 
 
 class PaddingError(GeometryError):
-    """A unit would have too much padding; ``needed`` is the smallest ``max_padding`` that allows it."""
+    """Raised if a unit would have too much padding; ``needed`` is the smallest ``max_padding`` that allows the unit."""
 
     def __init__(self, message: str, needed: float) -> None:
         super().__init__(message)
@@ -35,7 +36,7 @@ class PaddingError(GeometryError):
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """A parameter before it is laid out."""
+    """A parameter whose place in its unit is not decided yet."""
 
     name: str  # qualified, as in ``named_parameters()``
     shape: tuple[int, ...]
@@ -121,7 +122,7 @@ class UnitGeometry:
 
     @property
     def piece(self) -> int:
-        """Number of elements of the mean gradient that one rank receives: its shard, or a part of its shard."""
+        """Number of elements of the mean gradient that one rank receives; with several groups, a part of its shard."""
         return self.padded // self.world
 
     def bounds(self, rank: int) -> tuple[int, int]:

@@ -1,8 +1,9 @@
 """Defines :class:`Span`, a part of a run in which some fields of a policy have other values.
 
-``Policy(schedule=(Span(until="50 %", gradients=...), Span()))`` changes while it trains.  A schedule may change what
-is sent, but nothing that would move memory between ranks or give it another layout (:data:`FIXED`).  So the messages
-of a step follow from the step's number alone: :meth:`impl.policy.policy.Policy.policy_at` returns the step's policy.
+A policy with ``schedule=(Span(until="50 %", gradients=...), Span())`` changes while it trains.  A schedule may change
+what is sent, but nothing that would move memory between ranks or give it another layout (:data:`FIXED`).
+Therefore the number of a step alone determines the step's messages: :meth:`impl.policy.policy.Policy.policy_at` returns
+the policy of a step.
 
 Pure: no torch.
 """
@@ -37,22 +38,22 @@ FIXED: Final = {
     "budget": "it chooses codecs by itself",
     "order_every": "it counts the passes of the whole run",
     "local_steps": "groups count their steps from the beginning of the run",
-    "local_fragments": "units are dealt into fragments once",
+    "local_fragments": "units are divided into fragments once",
     "outer_rate": "the outer step belongs to the whole run",
     "outer_momentum": "the outer step keeps it for the whole run",
-    "owned": "the buffers of owners hold for the whole run",
+    "owned": "the buffers for these messages are made once for the whole run",
     "align": "it changes the layout of units",
     "schedule": "a span has no spans of its own",
 }
-"""The fields of a policy that a span must not change, with the reasons."""
+"""The fields of a policy that a span must not change, each with the reason as error messages give it."""
 
 
 class SpanError(ValueError):
-    """The spans of a schedule cannot be carried out; the message gives the reason."""
+    """Raised if the spans of a schedule cannot be carried out; the message gives the reason."""
 
 
 def refusal(name: str) -> str | None:
-    """Returns why a span must not set the field ``name`` of a policy; None if a span may set it."""
+    """Returns the error message that says why a span must not set the field ``name``; None if a span may set it."""
     if name in VARYING:
         return None
     why = FIXED.get(name, "it holds for the whole run")
@@ -64,10 +65,10 @@ class Span:
     """A part of a run, from the end of the span before it to ``until``, in which fields of the policy are changed.
 
     Args:
-        until: the number of optimizer steps at which the span ends, or a share of the run such as ``"50 %"``.  None,
-            for the last span only, stands for the end of the run.
-        every: the changes hold only in the span's first step and in each ``every``-th step after it; the other steps
-            have the policy's own fields.  With 2, steps alternate.
+        until: the number of optimizer steps at which the span ends, counted from the beginning of the run, or a share
+            of the run such as ``"50 %"``.  The last span may have None, which stands for the end of the run.
+        every: with 1, the changes hold in all steps of the span.  With 2, they hold in its first, third, fifth step and
+            so on; with 3, in its first, fourth and so on.  The steps between have the policy's own fields.
         changes: values of fields of the policy.  ``secondary=0`` also removes the fields that need hpZ.
 
     Raises:
@@ -77,8 +78,8 @@ class Span:
     until: int | str | None
     every: int
     changes: tuple[tuple[str, Any], ...]
-    # Number of optimizer steps after which the span ends; None if this number is not known, or if the span ends with
-    # the run.
+    # Number of optimizer steps after which the span ends.  None if ``until`` is a share of a run whose number of steps
+    # is not known, or if the span ends with the run.
     end: int | None
 
     def __init__(self, *, until: int | str | None = None, every: int = 1, **changes: Any) -> None:
@@ -97,7 +98,7 @@ class Span:
                 hash(value)
             except TypeError:
                 raise SpanError(
-                    f"{name} = {value!r}: expected a value that the policy's field {name} can have"
+                    f"{name} = {value!r}: a span cannot hold such a value; use a value that policy.{name} allows"
                 ) from None
         values = {
             "until": until,
@@ -116,14 +117,14 @@ class Span:
 
     @property
     def text(self) -> str:
-        """The changes, such as ``gradients int8:256``, and in which steps they hold; empty without changes."""
+        """The changes as text, such as ``gradients int8:256 in every 2nd step``; empty without changes."""
         return changes_in_words(dict(self.changes), self.every)
 
 
 def _share(until: Any) -> Fraction:
-    """Returns the share of a run, above 0 and at most 1, that a text such as ``"50 %"`` gives.
+    """Returns the share of a run that a text such as ``"50 %"`` gives, as a number above 0 and at most 1.
 
-    Raises SpanError: for anything else.
+    Raises SpanError: for any other value of ``until``, and for a share outside this range.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*", until) if isinstance(until, str) else None
     if match is None:
@@ -135,11 +136,12 @@ def _share(until: Any) -> Fraction:
 
 
 def check_order(spans: Sequence[Span]) -> Iterator[str]:
-    """Yield an error message for each span that cannot follow the span before it.
+    """Yield an error message for each error in the order of ``spans``.
 
-    Yields a message also for a span without ``until`` that is not the last, and for a last span with a share below
-    100 %.  Errors that depend on the run's number of steps are not found here, but by :func:`over`.  For example,
-    ``until=100`` after ``until="50 %"`` is possible in a run of 150 steps, and impossible in a run of 300.
+    These are errors: a span that does not end after the span before it, a span without ``until`` that is not the last,
+    and a last span that ends before 100 % of the run.  Errors that depend on the run's number of steps are found by
+    :func:`over`.  For example, ``until=100`` after ``until="50 %"`` is possible in a run of 150 steps, and impossible
+    in a run of 300.
     """
     for number, (span, after) in enumerate(itertools.pairwise(spans), 1):
         if span.until is None:
@@ -166,11 +168,13 @@ def _overlap(number: int, end: str, before: str) -> str:
 
 
 def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
-    """Returns the spans for a run of ``steps`` optimizer steps: each span gets the number of steps after which it ends.
+    """Returns copies of the ``spans`` that know at which of the ``steps`` optimizer steps of a run they end.
 
-    A share of the run is rounded to the nearest step.  A span that ends with the run gets None.
+    Each copy has this number in its attribute ``end``, or None if it ends with the run.  A share of the run is rounded
+    to the nearest step.
 
-    Raises SpanError: if a span has no step, if the spans do not end with the run, or for an impossible ``steps``.
+    Raises SpanError: if a span has no step, if the spans do not end with the run, or if ``steps`` is not a whole number
+    of 1 or more.
     """
     number_of_steps: object = steps
     if isinstance(steps, bool) or not isinstance(number_of_steps, int) or steps < 1:
@@ -207,10 +211,8 @@ def changes_in_words(changes: Mapping[str, Any], every: int) -> str:
 def in_words(spans: Iterable[tuple[str, int | str | None]]) -> str:
     """Returns a schedule on one line, such as ``gradients int4:256 until 50 %, then gradients bf16``.
 
-    Returns ``unchanged`` if no span changes anything.
-
-    Args:
-        spans: for each span its text (:attr:`Span.text`) and its ``until``.
+    ``spans`` has (text, until) for each span: the span's changes (:attr:`Span.text`), and where it ends.  Returns
+    ``unchanged`` if no span changes anything.
     """
     texts, before = list[str](), None
     for text, until in spans:
@@ -229,13 +231,13 @@ def _when(until: int | str) -> str:
 
 
 def _text(value: Any) -> str:
-    """Returns the value of a policy's field as text.  Two equal codecs of two hops are named once."""
+    """Returns the value of a policy's field as text; a pair of equal codecs, one for each hop, becomes one name."""
     if isinstance(value, tuple | list):
         return "/".join(dict.fromkeys(map(str, value)))
     return "none" if value is None else str(value)
 
 
 def ordinal(number: int) -> str:
-    """Returns ``2nd`` for 2, and so on."""
+    """Returns ``number`` as an English ordinal: ``2nd`` for 2, ``11th`` for 11."""
     last = number % 10 if number % 100 not in (11, 12, 13) else 0
     return f"{number}{({1: 'st', 2: 'nd', 3: 'rd'}).get(last, 'th')}"

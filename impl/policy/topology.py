@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 
 class Axis(NamedTuple):
-    """One digit of the rank number in a mixed radix; the ranks that differ only in this digit form a group.
+    """A way to divide all ranks into groups of equal size: the ranks of a group are ``stride`` apart.
 
-    With 2 nodes of 4 ranks, the axis ``node`` (size 2, stride 4) has the groups (0, 4), (1, 5), (2, 6) and (3, 7).
+    A rank's number is read in a mixed radix, and an axis is one digit of it: the ranks of a group differ only in this
+    digit.  With 2 nodes of 4 ranks, the axis ``node`` (size 2, stride 4) has the groups (0, 4), (1, 5), (2, 6), (3, 7).
     """
 
-    name: str  # for the ledger and the process groups
+    name: str  # the name under which the ledger and the process groups list the axis
     size: int  # number of ranks in a group
-    stride: int  # difference between neighbouring ranks of a group
+    stride: int  # difference between the numbers of neighbouring ranks of a group
 
     def digit(self, rank: int) -> int:
         """Returns the index of ``rank`` inside its group along this axis."""
@@ -92,17 +93,18 @@ class Topology:
             )
 
     def gather_axes(self, secondary: int) -> tuple[tuple[Axis, ...], int]:
-        """Returns the axes of a hierarchical gather's hops, first hop first, and the number of hops before hpZ's copy.
+        """Returns (axes, before) for a hierarchical all-gather that runs over one axis of ranks after the other.
 
-        After the hops before hpZ's copy, a rank holds its part of the copy.  A backward gather repeats only the hops
-        that follow.  The product of the axes' sizes is the number of all ranks.  The hop along an axis of one rank
-        sends nothing.
+        ``axes`` are the axes of the gather's hops, first hop first.  The first ``before`` hops bring each rank its part
+        of hpZ's copy of the weights, and a backward gather repeats only the hops after them.  The product of the axes'
+        sizes is the number of all ranks.  The hop along an axis of one rank sends nothing.
 
         With 2 nodes of 4 ranks, ``secondary=4`` gives ((node, local), 1), and ``secondary=2`` gives
         ((node, outer, inner), 2).
 
         Args:
-            secondary: number of ranks that share one copy; 0 if there is no copy.  It must pass :meth:`check_group`.
+            secondary: number of ranks that share one copy; 0 if there is no copy, and ``before`` is then 0.  It must
+                pass :meth:`check_group`.
         """
         per_node = self.ranks_per_node
         if secondary in (0, per_node):
@@ -115,6 +117,6 @@ class Topology:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Returns the ``ranks`` as text in ascending order: ``rank 3``, or ``ranks 0, 2 and 5``."""
+    """Returns the ``ranks`` as text in ascending order, such as ``rank 3`` or ``ranks 0, 2 and 5``."""
     *others, last = map(str, sorted(ranks))
     return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"

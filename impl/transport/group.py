@@ -1,4 +1,4 @@
-"""Defines the group of ranks along one axis of a mesh, which transports and collectives use."""
+"""Defines :class:`Group`, the ranks along one axis of a mesh, among which transports and collectives send messages."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from impl.policy.topology import Axis
 
 
 class MeshError(RuntimeError):
-    """A mesh cannot be made, or its process groups cannot be used; the message names the cause and the way out."""
+    """Raised if a mesh cannot be made or its process groups cannot be used; the message says why, and what to do."""
 
 
 def no_group() -> None:
-    """Return None in place of torch's process group, which ranks that are threads do not have."""
+    """Return None; stands for :attr:`Group.handle` if the ranks are threads, which have no process groups."""
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Describes, for one axis, the group of ranks along this axis that contains this rank."""
+    """The group of ranks along one axis of a mesh that contains this rank."""
 
     axis: Axis
     ranks: tuple[int, ...]  # the ranks of the group as the mesh counts them, ascending
     index: int  # the index of this rank in ``ranks``
     same_node: bool  # whether all ranks of the group are on this rank's node
-    # Returns torch's process group, or None once it was destroyed.  It is a weak reference, so that only torch keeps
-    # the group alive.  If the ranks are threads, it is the function no_group().
+    # A function that returns torch's process group, or None once the group was destroyed.  It is a weak reference, so
+    # that only torch keeps the group alive.  If the ranks are threads, it is the function no_group().
     handle: Callable[[], dist.ProcessGroup | None]
     counting: str = ""  # added to errors that name ranks: says how the mesh counts ranks
-    # Indices of the other ranks, from the next rank on; for index 2 of 4 ranks: [3, 0, 1].
+    # Indices in ``ranks`` of all other ranks, from the next rank on; for index 2 of 4 ranks: [3, 0, 1].
     others: Sequence[int] = field(init=False)
 
     def __post_init__(self) -> None:

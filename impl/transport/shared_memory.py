@@ -1,11 +1,11 @@
 """Exchanges messages between the ranks of a node in shared memory, on a CPU.
 
-This is not a process-group backend.  The ranks of a group share one *arena* with a number of *slots*, and each
-slot has one row for each rank.  For an exchange, a rank writes its row of a slot, sets a flag to the number of the
-exchange, and reads the other ranks' rows *in place* once their flags are set.  A slot is written again only after
-all ranks have marked it as read.  Each rank chooses the slot of an exchange by itself: the slot with the lowest index
-in which it has no exchange under way.  Since all ranks open and finish exchanges in the same order, they choose the
-same slot.
+This is not a process-group backend.  The ranks of a group share one *arena*, memory that is divided into *slots*.  A
+slot holds the messages of one exchange, with one row for each rank.  For an exchange, a rank writes its row of a slot,
+sets a flag to the number of the exchange, and reads the other ranks' rows *in place* once their flags are set.  A slot
+is written again only after all ranks have marked it as read.  Each rank chooses the slot of an exchange by itself: the
+slot with the lowest index in which it has no exchange under way.  Since all ranks start and finish exchanges in the
+same order, they choose the same slot.
 
 A flag must not become visible before the row that it announces.  The C++ library of :mod:`impl.cpu` sets flags
 with release and reads them with acquire order.  x86 processors keep this order by themselves; therefore, if the
@@ -54,7 +54,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 class SharedMemoryError(RuntimeError):
-    """The memory that the ranks of a node share cannot be made, or has no room for one more exchange."""
+    """Raised if the memory that ranks of a node share cannot be made, or has no room for one more exchange."""
 
 
 class FlagFunctions(ctypes.PyDLL):
@@ -93,7 +93,7 @@ def flag_functions() -> FlagFunctions | None:
 
 
 def patience(backend: str, limit: timedelta) -> tuple[timedelta, ...]:
-    """Return the arguments to call ``Work.wait()`` with: ``(limit,)`` for gloo, ``()`` for every other backend.
+    """Return the arguments with which ``Work.wait()`` is called: ``(limit,)`` for gloo, ``()`` for other backends.
 
     With a limit, NCCL's ``wait()`` would block the host, and the ``wait()`` of ranks that are threads would raise an
     error.
@@ -107,8 +107,8 @@ def shared_file(group: Group, timeout: float, total: int) -> int:
     The file has ``total`` bytes, all zero.  All ranks of the group must call this within ``timeout`` seconds.
 
     Raises:
-        SharedMemoryError: if the system has no memfd or futex, if a rank cannot open the first rank's file, or as
-            :func:`flag_functions`.
+        SharedMemoryError: if the system has no memfd or futex, if a rank cannot open the first rank's file, or if the
+            C++ functions that set flags are needed and missing (:func:`flag_functions`).
     """
     if _libc is None or not _FUTEX:
         raise SharedMemoryError(f"transport 'shm' needs Linux's memfd and futex: {_INSTEAD}")
@@ -147,7 +147,7 @@ class Arena:
         timeout: seconds that a rank waits for the other ranks, here and in every exchange.
 
     Raises:
-        SharedMemoryError: as :func:`shared_file`.
+        SharedMemoryError: if the ranks cannot make or open the shared memory (:func:`shared_file`).
     """
 
     def __init__(self, row_bytes: int, group: Group, timeout: float) -> None:
@@ -172,11 +172,11 @@ class Arena:
     def claim(self) -> int:
         """Take a slot for the next exchange, and return the number of this exchange, counted from 1.
 
-        Waits until all ranks have read the last exchange in the slot.
+        Waits until all ranks have read the messages of the exchange that used the slot before.
 
         Raises:
             SharedMemoryError: if this rank has :data:`SLOTS` exchanges under way.
-            TimeoutError: if a rank has not read the last exchange in the slot when the timeout ends.
+            TimeoutError: if a rank has not read these messages when the timeout ends.
         """
         if not self._free:
             axis = self.group.axis.name
@@ -193,13 +193,14 @@ class Arena:
         return number
 
     def row(self, number: int, nbytes: int) -> Tensor:
-        """Return the first ``nbytes`` bytes (nbytes,) uint8 of this rank's row in the slot of exchange ``number``."""
+        """Return this rank's row (nbytes,) uint8 in the memory of exchange ``number``, to write its message to."""
         return self._rows[self._slots[number]][:nbytes]
 
     def post(self, number: int, mark: int) -> None:
         """Announce that this rank has written its row of exchange ``number``.
 
-        ``mark`` is a 64-bit number that says which exchange this rank takes part in; :meth:`agree` compares the marks.
+        ``mark`` is a 64-bit number that identifies the exchange in which this rank takes part.  :meth:`agree` compares
+        the ranks' marks.
         """
         self._marks[self._slots[number], self.group.index] = mark
         self._posted.set(self._slots[number], self.group.index, number)
@@ -217,7 +218,7 @@ class Arena:
         return self._whole[slot]
 
     def agree(self, number: int, mark: int) -> bool:
-        """Return whether all ranks have posted ``mark`` in exchange ``number``; to be called after :meth:`wait`."""
+        """Return whether every rank's mark in exchange ``number`` equals ``mark``; call it after :meth:`wait`."""
         marks = self._marks[self._slots[number]].tolist()
         return bool(marks.count(mark) == len(marks))
 
@@ -229,10 +230,10 @@ class Arena:
 
 
 class Flags:
-    """Flags in shared memory: one for each slot (the memory of one exchange) and rank.
+    """Flags in shared memory: one for each rank in each slot, where a slot is the memory of one exchange.
 
-    A flag is the number of the last exchange in which the rank has written its row of the slot, or has read the slot;
-    so it only grows.
+    A flag is the number of the last exchange in which the rank has written its row of the slot (for other flags: has
+    read the slot).  Therefore a flag only grows.
 
     Args:
         lines: (slot, rank, 8) int64, the memory of the flags, one cache line for each flag.

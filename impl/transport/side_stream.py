@@ -11,22 +11,22 @@ import torch
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """Marks the end of some work on a side stream.
+    """The end of some work that is enqueued on a side stream, for which other streams or the host can wait.
 
-    ``event`` is None while the work is being enqueued, and in an Arrival without any work.  :meth:`join` and
-    :meth:`finish` then do not wait.
+    ``event`` is None while the work is still being enqueued, and if there is no work.  :meth:`join` and :meth:`finish`
+    then return at once.
     """
 
     event: torch.cuda.Event | None = None  # recorded on the side stream after the work
     joined: bool = False  # whether the stream of the computation has been made to wait for the event
 
     def join(self) -> None:
-        """Make later work of the current stream wait until the side stream has finished the work."""
+        """Make all later work of the current stream wait until the side stream has finished this work."""
         if self.event is not None:
             self.event.wait()
 
     def is_completed(self) -> bool:
-        """Return whether the work has ended; False if there is no event."""
+        """Return whether the work has ended; False if ``event`` is None."""
         return self.event is not None and bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def finish(self) -> None:
@@ -46,12 +46,12 @@ class SideStream:
     def beside(self, *, posted: bool = False) -> Iterator[Arrival]:
         """Context that enqueues the GPU work of its body on this stream, after all earlier work of the current stream.
 
-        Yields an :class:`Arrival` for the end of the body's work.  It gets its event when the context is left.
+        Yields an :class:`Arrival` for the end of the body's work.  Its ``event`` is set when the context is left.
 
         Args:
-            posted: whether the body begins by waiting for messages that the current stream has just posted.  Such
-                messages are sent after all earlier work of the current stream.  So the body itself waits for this
-                work, and the method adds no second wait.
+            posted: True if the body begins by waiting for messages that the current stream has just posted.  Since such
+                messages are sent after all earlier work of the current stream, this wait also covers that work, and
+                the context adds no wait of its own.
         """
         arrival = Arrival()
         if not posted:

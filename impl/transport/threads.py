@@ -49,11 +49,11 @@ here = threading.local()  # its attribute ``rank`` is the ThreadRank that runs i
 
 
 class ThreadRankError(RuntimeError):
-    """Ranks that are threads cannot start or go on; the message gives the reason, and the rank if there is one."""
+    """Raised if ranks that are threads cannot start or go on; the message says why, and names the rank if possible."""
 
 
 class TurnError(ThreadRankError):
-    """A rank that is a thread has run for too long without waiting for a message, so that no other rank could run.
+    """Raised if a rank that is a thread has run for too long without waiting, so that no other rank could run.
 
     ``where`` names the functions that the rank runs, the innermost first.
     """
@@ -67,16 +67,16 @@ class TurnError(ThreadRankError):
 
 
 class Stopped(BaseException):  # no error of the rank, and not to be caught as one
-    """Ends a rank whose turn will not come again, because another rank has failed or the caller was interrupted."""
+    """Ends the thread of a rank because the run has failed elsewhere: in another rank, or by the caller's interrupt."""
 
 
 def current() -> ThreadRank | None:
-    """Return the rank that runs in this thread; None in a thread that is no rank."""
+    """Return the rank that runs in this thread; None if the thread is not a rank's."""
     return getattr(here, "rank", None)
 
 
 class Event:
-    """Something for which ranks wait, such as the last message of an exchange; it happens once."""
+    """Something for which ranks wait, such as the last message of an exchange; it happens at most once."""
 
     __slots__ = ("happened", "waiting")
 
@@ -86,26 +86,26 @@ class Event:
 
 
 class ThreadRank:
-    """One rank as a thread: passes the turn to other ranks while it waits.  Made by :class:`ThreadWorld`."""
+    """One rank that runs as a thread, and lets other ranks run while it waits.  Made by :class:`ThreadWorld`."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self.world, self.rank = world, rank
         self.turn = threading.Lock()  # released to give this rank the turn
         self.turn.acquire()
-        self.patience = 0.0  # the ``patience`` with which wait() was last called
+        self.patience = 0.0  # the argument ``patience`` of the last call of wait()
         self.generators: list[Tensor] = []  # states of torch's generators while other ranks run
         # For each group, given by its ranks: how many arenas this rank has constructed.
         self.arenas: Counter[tuple[int, ...]] = Counter()
         self.shared = 0  # how often this rank has called share()
 
     def wait(self, event: Event, patience: float = math.inf) -> bool:
-        """Let other ranks run until ``event`` has happened, and return True.
+        """Let other ranks run until ``event`` has happened, and return True; return False if it can never happen.
 
-        Returns False if no rank can go on, because the event can then never happen.  If several ranks wait at that
-        moment, only the ranks with the largest ``patience`` (seconds) get False; the other ranks wait on.
+        An event can never happen if no rank can go on.  Several ranks may then be waiting.  Only the ranks with the
+        largest ``patience`` (seconds) get False, and the other ranks wait on.
 
-        Thus a rank that waits for a message, with a large patience, fails before a rank that waits only for other
-        ranks' error reports, with a small patience.  The second rank then still gets the report of the first.
+        This order matters for error reports.  A rank that waits for a message has a large patience, and fails first.  A
+        rank that waits for the error reports of others has a small patience, and still gets the report of the first.
         """
         self.world.check()
         if not event.happened:
@@ -119,8 +119,9 @@ class ThreadRank:
     def share(self, value: T) -> list[T]:
         """Exchange values between all ranks: return the ``value`` of every rank, in rank order.
 
-        All ranks must call this equally often: the second call of one rank belongs to the second calls of all others.
-        The values are handed over without a copy, so nobody may change them afterwards.
+        All ranks must call this equally often: the first call of one rank belongs together with the first calls of all
+        other ranks, the second with the second calls, and so on.  The values are handed over without a copy, so nobody
+        may change them afterwards.
 
         Raises:
             ThreadRankError: if another rank never makes its call.
@@ -149,13 +150,13 @@ class _Shared:
 
 
 class ThreadWorld:
-    """The ranks that run as threads of one process; used for one :meth:`run`.
+    """All ranks that run as threads of one process; used for one :meth:`run`.
 
     Args:
         size: number of ranks.
         device: the device of all ranks: the CPU or one GPU.
-        timeout: seconds after which a rank that computes, and has not waited for a message, counts as stuck
-            (:class:`TurnError`).  The waits themselves have no limit.
+        timeout: seconds for which a rank may run without waiting for a message.  After this time the run fails with a
+            :class:`TurnError`.  The waits themselves have no limit.
     """
 
     def __init__(self, size: int, device: torch.device, timeout: float) -> None:
@@ -180,11 +181,11 @@ class ThreadWorld:
     def run(self, body: Callable[[ThreadRank], T]) -> list[T]:
         """Run ``body(rank)`` on every rank, and return the results in rank order.
 
-        Every rank begins with the state of torch's random generators that the caller has.
+        Every rank begins with the state that torch's random generators have when this method is called.
 
         Raises:
             ThreadRankError: if a rank runs for longer than the timeout without waiting for a message.
-            BaseException: the error that the first failing rank has raised, with a note that names this rank.
+            BaseException: the first error that a rank raises, with a note that names the rank.
         """
         results: list[Any] = [None] * self.size
         before = self._states()
@@ -232,7 +233,7 @@ class ThreadWorld:
             raise Stopped
 
     def stop(self, error: BaseException) -> None:
-        """End all ranks: the waiting ranks at once, and the running rank when it next waits or sends."""
+        """Let the run fail with ``error``: waiting ranks end at once, the running rank when it next waits or sends."""
         if self._failure is None:
             self._failure = error
         self._ended.set()
@@ -250,7 +251,7 @@ class ThreadWorld:
         event.waiting.clear()
 
     def pass_turn(self, rank: ThreadRank) -> None:
-        """Let other ranks run until ``rank`` can go on or has to give up.
+        """Let other ranks run until ``rank`` can go on, or until no rank can go on and ``rank`` must give up its wait.
 
         Raises :class:`Stopped` if the run has failed meanwhile.
         """
@@ -264,7 +265,8 @@ class ThreadWorld:
     def _give_turn(self) -> None:
         """Give the turn to the next rank that can go on.
 
-        If no rank can go on, the waiting ranks with the largest patience give up, and get the turn one after the other.
+        If no rank can go on, the waiting ranks with the largest patience must give up.  They get the turn one after the
+        other.
         """
         if not self._ready:
             most = max(rank.patience for rank in self._waiting)
@@ -307,7 +309,7 @@ class ThreadWorld:
 
 @dataclass(slots=True, eq=False)
 class ThreadStore:
-    """A store of keys and values for ranks that are threads, with the methods of torch's ``Store`` that we use.
+    """A store of keys and values for ranks that are threads, with those methods of torch's ``Store`` that are needed.
 
     While a rank waits for a key, other ranks run.
     """
@@ -325,7 +327,7 @@ class ThreadStore:
     def get(self, key: str) -> bytes:
         """Wait until ``key`` is set, and return its value.
 
-        Raises a RuntimeError if the key is never set, as :meth:`wait` says.
+        Raises a RuntimeError if the key is never set, because no rank can go on (:meth:`wait`).
         """
         self.wait([key])
         return self._values[self.prefix + key]
@@ -337,7 +339,7 @@ class ThreadStore:
         return total
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set ``key`` to ``desired`` if its value is ``expected``; returns the value that the key has afterwards.
+        """Set ``key`` to ``desired`` if its value is ``expected``; return the value that the key has afterwards.
 
         A missing key counts as an empty value.
         """
@@ -358,8 +360,8 @@ class ThreadStore:
         """Wait until all ``keys`` are set.
 
         Raises a RuntimeError if no rank can go on, because a missing key is then never set.  If several ranks wait at
-        that moment, the ranks with the longest ``timeout`` get the error first; otherwise the timeout has no effect.
-        A thread that is no rank does not wait: if a key is missing, the error is raised at once.
+        that moment, the ranks with the longest ``timeout`` get the error first.  The timeout has no other effect.  In a
+        thread that is not a rank's, the error is raised at once if a key is missing.
         """
         missing = {self.prefix + key for key in keys} - self._values.keys()
         if not missing:
@@ -389,7 +391,7 @@ class _Awaited:
 
 
 def under(store: Store | ThreadStore, prefix: str) -> Store | ThreadStore:
-    """Return a view of ``store`` that puts ``prefix`` and a slash before every key."""
+    """Return a view of ``store`` in which every key is preceded by ``prefix`` and a slash."""
     if isinstance(store, ThreadStore):
         return replace(store, prefix=f"{store.prefix}{prefix}/")
     return PrefixStore(prefix, store)
@@ -399,7 +401,7 @@ def under(store: Store | ThreadStore, prefix: str) -> Store | ThreadStore:
 class _Round:
     """One exchange of a group: a tensor with the messages of all ranks, and which ranks have posted and read.
 
-    On a GPU, each use of the tensor records an event on the stream of the rank that uses it.
+    On a GPU, each rank that writes or reads the tensor records an event on its stream afterwards.
     """
 
     whole: Tensor  # (ranks, bytes) uint8
@@ -408,7 +410,7 @@ class _Round:
     marks: dict[int, int] = field(default_factory=dict)
     event: Event = field(default_factory=Event)  # happens when all ranks have posted
     done: int = 0  # number of ranks that have read all messages
-    # After the ranks' reads in the exchange that used the same tensor before.
+    # The events after the ranks' reads in the exchange that used the same tensor before.
     before: list[torch.cuda.Event] = field(default_factory=list)
     written: list[torch.cuda.Event] = field(default_factory=list)  # after each rank's write of its row
     read: list[torch.cuda.Event] = field(default_factory=list)  # after each rank's reads
@@ -420,8 +422,8 @@ _Rounds = dict[int, _Round]  # by number of the exchange in its arena
 class Arena:
     """Lets one rank that is a thread exchange messages with a group of ranks, in memory that all of them share.
 
-    Every rank of the group constructs its own arena for these exchanges.  If a rank constructs several arenas for the
-    same group, all ranks of the group must do so in the same order.
+    Each rank of the group constructs an arena of its own, and these arenas belong together.  If a rank constructs
+    several arenas for the same group, all ranks of the group must do so in the same order.
 
     Args:
         rank: this rank.
@@ -439,20 +441,20 @@ class Arena:
         self._cuda = rank.world.device.type == "cuda"
 
     def claim(self) -> int:
-        """Return the number of the next exchange, counted from 1."""
+        """Begin the next exchange, and return its number, counted from 1."""
         self._world.check()
         self._count += 1
         return self._count
 
     def row(self, number: int, nbytes: int) -> Tensor:
-        """Return this rank's row (nbytes,) uint8 of exchange ``number``, for the message that this rank sends.
+        """Return this rank's row (nbytes,) uint8 of exchange ``number``, to write its message to.
 
-        If another rank has opened the exchange with another size, the result is memory that no other rank reads.
-        :meth:`agree` returns False for such an exchange, since the ranks' marks then differ.
+        If another rank has started this exchange with messages of another size, the ranks do not run the same program.
+        The result is then memory that no other rank reads, and :meth:`agree` returns False.
         """
         if (found := self._rounds.get(number)) is None:
             found = self._rounds[number] = self._fresh(nbytes)
-        if found.whole.shape[1] != nbytes:  # ranks have opened different exchanges, which agree() finds
+        if found.whole.shape[1] != nbytes:  # the ranks' exchanges differ, which agree() finds
             return torch.empty(nbytes, dtype=torch.uint8, device=self._world.device)
         for event in found.before:
             event.wait()
@@ -461,7 +463,8 @@ class Arena:
     def post(self, number: int, mark: int) -> None:
         """Announce that this rank has written its row of exchange ``number``.
 
-        ``mark`` is a 64-bit number that says which exchange this rank takes part in; :meth:`agree` compares the marks.
+        ``mark`` is a 64-bit number that identifies the exchange in which this rank takes part.  :meth:`agree` compares
+        the ranks' marks.
         """
         self._world.check()
         found = self._rounds[number]
@@ -488,7 +491,7 @@ class Arena:
         return found.whole
 
     def agree(self, number: int, mark: int) -> bool:
-        """Return whether all ranks have posted ``mark`` in exchange ``number``; to be called after :meth:`wait`."""
+        """Return whether every rank's mark in exchange ``number`` equals ``mark``; call it after :meth:`wait`."""
         marks = list(self._rounds[number].marks.values())
         return marks.count(mark) == len(marks)
 
@@ -503,9 +506,9 @@ class Arena:
             self._world.free[found.whole.numel()].append(found)
 
     def _fresh(self, nbytes: int) -> _Round:
-        """Return a new exchange with messages of ``nbytes`` bytes.
+        """Return a new exchange whose messages have ``nbytes`` bytes each.
 
-        It takes the tensor of a finished exchange of this size, if there is one; otherwise a new tensor is made.
+        Its tensor is that of a finished exchange of this size if there is one, and otherwise a new tensor.
         """
         size = len(self._ranks)
         if free := self._world.free[size * nbytes]:

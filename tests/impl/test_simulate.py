@@ -187,7 +187,7 @@ def _alone_outside(mesh: Mesh) -> None:
         (
             _parts,
             WireError,
-            ["found that the ranks' exchanges differ", "ranks 0 and 2 opened", "rank 1 opened"],
+            ["found that the ranks' exchanges differ", "ranks 0 and 2 started", "rank 1 started"],
         ),
         (_skips_a_call, WireError, ["all ranks must call grad_norm(): ranks 0 and 2 did, rank 1 did not"]),
         (

@@ -104,7 +104,7 @@ def test_a_cost_that_measurements_do_not_need_is_left_out_in_an_alternative() ->
         ("[codecs.bf16]\nencode = 1", "codecs.bf16.decode"),
         (
             "[[alternatives]]\nspread = 0.1",
-            "alternative 1 changes 'spread', expected one of fixed, per_token",
+            "alternative 1 changes 'spread', but may change only fixed, per_token",
         ),
         (
             "[[alternatives]]\nsent = 1.0\n[[alternatives]]\nefficiency = 2.0",

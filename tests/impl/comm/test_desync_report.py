@@ -150,7 +150,7 @@ def test_what_ranks_say_survives_the_store_and_is_told_of_those_alike_together()
     shift = "shift of 8 B along node (2 ranks) for step state"
     assert str(dogs[0].error("could not go on", "nobody came\nhere", step)).splitlines() == [
         "rank 0 could not go on: nobody came",
-        f"the ranks part at exchange 1: rank 0 opened {shift} v; ranks 1 and 2 opened {shift} u",
+        f"the ranks' exchanges first differ at exchange 1: rank 0 started {shift} v; ranks 1 and 2 started {shift} u",
         f"rank 0: gave up waiting for exchange 3, {shift} u",
         "ranks 1 and 2: closed its wire after 3 exchanges",
     ]

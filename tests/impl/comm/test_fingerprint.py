@@ -56,10 +56,10 @@ def test_the_first_exchange_that_differs_is_found(common: list[Fields], rests: l
         assert sentence is None
     else:
         first, _, sides = sentence.partition(": ")
-        assert first == f"the ranks part at exchange {expected + 1}"
+        assert first == f"the ranks' exchanges first differ at exchange {expected + 1}"
         opened = {rank: order[expected] for rank, order in enumerate(orders) if expected < len(order)}
         alike = {fields: [rank for rank in opened if opened[rank] == fields] for fields in opened.values()}
-        texts = [f"{ranks_in_words(ranks)} opened {describe(fields)}" for fields, ranks in alike.items()]
+        texts = [f"{ranks_in_words(ranks)} started {describe(fields)}" for fields, ranks in alike.items()]
         assert sides == "; ".join(texts)
 
 
@@ -85,10 +85,10 @@ def test_thread_ranks_that_differ_are_told_apart_by_their_fingerprints(mesh: Mes
         wire.check_order()
     text, start = (
         str(caught.value),
-        "found that the ranks' exchanges differ: rank 0 opened 2 exchanges (fingerprint ",
+        "found that the ranks' exchanges differ: rank 0 started 2 exchanges (fingerprint ",
     )
     assert text.startswith(f"rank {mesh.rank} {start}")
-    assert "rank 1 opened 2 exchanges (fingerprint " in text
+    assert "rank 1 started 2 exchanges (fingerprint " in text
 
 
 PLAN: Plan = [
@@ -124,7 +124,7 @@ def test_the_first_differing_exchange_is_named_whatever_the_transport() -> None:
             assert first.startswith(f"rank {rank} {differ if transport == 'shm' and rank >= 2 else waited}")
             gather = "all_gather of 16 B along local (2 ranks) for forward weights"
             assert second == (
-                f"the ranks part at exchange 6: ranks 0, 1 and 3 opened {gather} blocks.0; "
-                f"rank 2 opened {gather} blocks.1"
+                f"the ranks' exchanges first differ at exchange 6: ranks 0, 1 and 3 started {gather} blocks.0; "
+                f"rank 2 started {gather} blocks.1"
             )
     assert len(marks) == 1

@@ -300,7 +300,7 @@ def _refusals(mesh: Mesh) -> dict[str, str]:
 
 REFUSED = {
     "size": "topology 1x2 needs 2 ranks, but the process group has 3",
-    "list": "group is a list: expected what dist.new_group",
+    "list": "group is a list: expected a process group, as dist.new_group",
     "text": "mesh is a str: expected zeropp.mesh(...), torch's DeviceMesh, a process group, or a Topology",
     "names": "the device mesh has dimensions 'node' and 'dp': name the dimension between nodes 'node', 'inter', "
     "'replicate' or 'dp_replicate', and the dimension inside a node 'local', 'intra', 'shard' or 'dp_shard', or pass ",
@@ -366,7 +366,7 @@ def test_errors_in_a_group_say_how_ranks_are_counted(tmp_path: Path) -> None:
         mine = counted if number % 2 else counted.replace("1, 3", "0, 2")
         assert "starts from other values on rank 1 than on rank 0" in said["start"]
         assert said["modifier"] == f"modifier_rank=2 on 2 ranks: expected 0 to 1, or None {mine}"
-        assert "rank 0 opened all_gather of 64 B" in said["parted"]
+        assert "rank 0 started all_gather of 64 B" in said["parted"]
         assert all(said[name].endswith(mine) for name in ("start", "parted"))
         if number % 2:
             assert re.search(

@@ -240,6 +240,7 @@ def test_a_number_of_steps_is_a_whole_number(steps: Any) -> None:
 def test_a_span_holds_values_of_fields(value: Any) -> None:
     """A value that no field of a policy can have is refused with the field's name."""
     with pytest.raises(
-        SpanError, match=r"^weights = .*: expected a value that the policy's field weights can have$"
+        SpanError,
+        match=r"^weights = .*: a span cannot hold such a value; use a value that policy\.weights allows$",
     ):
         Span(weights=value)

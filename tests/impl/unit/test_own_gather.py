@@ -375,7 +375,9 @@ def test_a_rank_that_sends_more_than_others_is_reported() -> None:
     def body(mesh: Mesh) -> None:
         Training(mesh, model(), Policy(gather=method(Wrong, how="hang"))).step(0)
 
-    with pytest.raises(RuntimeError, match=r"exchange 3, .*weights blocks.0\nthe ranks part at") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"exchange 3, .*weights blocks.0\nthe ranks' exchanges first"
+    ) as caught:
         simulate(2, 2)(body)
     assert f"() of method {Wrong.__module__}:Wrong(how='hang')" in caught.value.__notes__[0]
 
