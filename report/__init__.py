@@ -16,13 +16,17 @@ __all__ = ["load"]
 
 
 def load(where: str | Path) -> pd.DataFrame:
-    """Return one row per trial that trained, with the metrics of :func:`report.data.metrics.trials`.
+    """Load records, and return a table with one row for each finished trial that trained.
 
-    Times are in s and sizes in B, both per optimizer step (``report/quantities.csv``).  Column ``trial`` holds the
-    trial's definition in its canonical form.  Column ``losses`` holds the list of the trial's validations, each a dict
-    with ``step``, ``loss``, ``train_seconds`` and ``inter_bytes``.
-    ``where`` is a suite's results folder, or an archive of a results folder (``.tar.xz``), or a folder that holds
-    several results folders or archives.
+    The columns are the metrics of :func:`report.data.metrics.trials` and two more: ``trial`` holds the trial's
+    definition in its canonical form, and ``losses`` the list of the trial's validations, each a dict with ``step``,
+    ``loss``, ``train_seconds`` and ``inter_bytes``.  Times are in s and sizes in B, both per optimizer step
+    (``report/quantities.csv``).
+
+    Args:
+        where: One of three places: a suite's results folder; an archive of such a folder (``.tar.xz``); or a folder
+            with several results folders or archives.  If this folder has a results folder and an archive of the same
+            name, only the archive is read.
 
     Raises:
         ReportError: If ``where`` does not exist or holds no records, or if the records of one results folder must not

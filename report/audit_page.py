@@ -1,4 +1,8 @@
-"""Writes the page of an audit: what a program's ranks sent, the known scheme that this fits, and its expectations."""
+"""Writes the page of ``zeropp audit``, which records the collectives that the ranks of any program call.
+
+The page shows what the ranks sent, which known scheme (such as ZeRO-3) the bytes fit, and which of the user's
+expectations about the messages are broken.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,24 @@ from harness.records.trial_record import write_whole
 from harness.terminal_table import Column, filled
 from report.page import render_template
 
-_STEPS_SHOWN: Final = 4  # kinds of steps with a table of their own
+_STEPS_SHOWN: Final = 4  # the page has tables of at most so many classes of steps with equal calls
 
 
 def write(report: Report, folder: Path, command: Sequence[str]) -> Path:
-    """Write the page of an audit into ``folder`` and return the page's path; ``command`` is the audited command."""
+    """Write the page of an audit into ``folder``, and return the page's path.
+
+    ``report`` is the audit's result, and ``command`` the command line of the audited program, as a list of words.
+    """
     path = folder / PAGE
     write_whole(path, page(report, command))
     return path
 
 
 def page(report: Report, command: Sequence[str]) -> str:
-    """Return the page of an audit as HTML, in which all text that comes from the audited program is escaped."""
+    """Return the page of an audit as HTML; text that comes from the audited program is escaped.
+
+    ``report`` is the audit's result, and ``command`` the command line of the audited program, as a list of words.
+    """
     shown = [
         _table(f"Calls of steps {spans(steps)}", tables.call_rows(report, steps[0]), tables.COLUMNS)
         for steps in report.classes[:_STEPS_SHOWN]

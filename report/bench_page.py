@@ -1,6 +1,7 @@
 """Shows records of ``zeropp bench`` as tables, in a terminal and on the page ``report.html`` of their folder.
 
-Each ratio divides two times of the same round.  A row of a table holds the median of each quantity over all rounds.
+A benchmark runs in rounds: a round times an operation and its reference, such as a copy in memory.  A ratio divides
+two times of the same round.  A row of a table holds the median of each quantity over all rounds.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ OPERATIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Describes the table of one kind of benchmark: its texts, its columns, and the function that computes values."""
+    """Describes the table of one kind of benchmark: its texts and columns, and how values follow from a sample."""
 
     name: str  # of the table's files
     title: str
     notes: str  # sentences below the table
-    # From one sample, returns its labels (text), among them ``where`` and ``configuration``, and its measures, each
-    # with one number per round as an array (rounds,).
+    # Returns the labels and the measures of one sample, by column.  Labels are equal in all rounds: texts such as
+    # ``where`` and ``configuration``, and sizes such as ``sent_mb``.  A measure is an array (rounds,).
     values: Callable[[Sample], dict[str, Any]]
     columns: tuple[Column, ...]
 
@@ -204,12 +205,12 @@ KINDS: Final[dict[Kind, Measured]] = {
 
 
 def tables_of(benches: Sequence[Bench]) -> list[Table]:
-    """Return a table for each kind of sample that occurs in the records.
+    """Return one table for each kind of benchmark (codec, collective, step, hops) that occurs in the records.
 
-    A table has one row for all samples with equal labels.  Labels are the setting (``where``), the configuration and,
-    for codecs, the number of elements and so on.  For each measure, a row holds the median over all rounds of all
-    records, with its interval.  Column ``id`` holds the ids of the records from which the row was computed, joined by
-    spaces.
+    All samples with equal labels share a row.  The labels say what was timed and where: the setting (``where``), the
+    configuration and, for some kinds, sizes such as the number of elements.  For each measure, the row holds the median
+    over all rounds of these samples, with its interval.  Column ``id`` holds the ids of the records from which the row
+    was computed, joined by spaces.
     """
     tables = []
     for name, kind in KINDS.items():
@@ -264,7 +265,7 @@ def build(results: Path) -> Path:
 
 
 def _facts(benches: Sequence[Bench]) -> list[tuple[str, str]]:
-    """Return the facts in the page's head, as pairs (name, value): when, on which machine and with what code it ran.
+    """Return the facts in the page's head, as pairs (name, value): when, where and with what code the benchmark ran.
 
     Machine and code are those of the last record.  A fact without a value is left out.
     """
@@ -292,9 +293,10 @@ def show(benches: Sequence[Bench], out: Console) -> None:
 
 
 def show_run(record: Path) -> None:
-    """Print the tables of one benchmark record and the list of what it could not measure; build its folder's page.
+    """Print the tables of one record of ``zeropp bench``, and build the page of the folder that holds the record.
 
-    The last line that is printed is the path of the page, which shows all records of the folder.
+    ``record`` is the path of the record's JSON file.  A line for each thing that could not be measured follows the
+    tables.  The last line is the path of the page, which shows all records of the folder.
     """
     (bench,) = [bench for bench in read_all(record.parent) if bench.id == record.stem]
     out = console()

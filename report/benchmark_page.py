@@ -67,13 +67,16 @@ def tables_of(files: Sequence[BenchmarkFile]) -> list[Table]:
 
 
 def _row(timed: Timed, *, reference: Timed | None, before: dict[str, float]) -> dict[str, Any]:
-    """Return the row of one benchmark: for each column (``_COLUMNS``) its cell.
+    """Return the row of one benchmark: its cells, by the keys of ``_COLUMNS``.
 
-    ``reference`` is the benchmark that the others of the group are compared with, and ``before`` maps the names of
-    benchmarks to their median seconds in the previous run.
-    Cell ``rate`` is None if the test did not note how many bytes a call reads and writes, and ``sent_mb`` is None if
-    the test did not note how many bytes are sent.  Cell ``times`` is None if there is no reference, or if the reference
-    has another number of elements.  Cell ``change`` is None if the previous run did not have the benchmark.
+    ``reference`` is the benchmark with which all benchmarks of the group are compared; None if the group has none.
+    ``before`` maps the names of benchmarks to their median seconds in the previous run.
+    These cells are None if something is missing:
+
+    * ``times``: there is no reference, or the reference has another number of elements;
+    * ``rate``: the test did not note how many bytes a call reads and writes;
+    * ``sent_mb``: the test did not note how many bytes are sent;
+    * ``change``: the previous run did not have the benchmark.
     """
     stats, moved, sent = timed.stats, timed.noted("moved_bytes"), timed.noted("sent_bytes")
     alike = reference is not None and reference.noted("elements") == timed.noted("elements")

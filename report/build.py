@@ -1,7 +1,8 @@
 """Builds the report of a results folder: ``report.html``, with ``figures/`` and ``tables/`` beside it.
 
-A new report is first written into a hidden folder inside the results folder; its files are then renamed one by one.
-If the disk is full or the writing is interrupted, the previous report therefore stays.
+A new report is first written into a hidden folder inside the results folder.  Then its files are renamed one by one,
+and so replace those of the previous report.  If the disk is full or the writing is interrupted, the previous report
+therefore stays.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ def build(
 
     Args:
         results: The results folder.
-        columns: Which columns a table prints after the configuration, by the name of the table.  A column is given by
-            its title or by its name in the CSV.  Tables that are not named print all their columns.
+        columns: For each named table, the columns that it prints after the columns for setting and configuration.  A
+            column is given by its title or by its name in the CSV.  Tables that are not named print all their columns.
         width: Width of the figures in mm.
         forms: Formats in which figures are drawn besides SVG: "pdf", "png".  Each format takes about as long as the
             page.
-        steps: Other records, or a machine file, that give the seconds of a step for net speed-ups.  By default, the
-            key ``seconds`` in the suite file may name another suite, whose records give these seconds.
+        steps: Other records, or a machine file, from which net speed-ups take the seconds of a step.  (A net speed-up
+            says how many times as fast, in seconds of training, a configuration reaches its baseline's final loss.)
+            By default, the records of the suite that the suite file names with its key ``seconds``, if it names one.
 
     Raises:
         Refusal: If a table or column is unknown, or the machine file cannot be read.
@@ -91,7 +93,8 @@ def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -
     """Return all tables ``shown``, with only the requested columns in each table that is a key of ``columns``.
 
     In such a table, the columns that name the setting and the configuration come first.  The requested columns follow
-    in the order in which ``columns`` lists them.
+    in the order in which ``columns`` lists them, each by its title or by its name in the CSV.
+    Raises a Refusal if a table or a column is unknown.
     """
     tables = {table.name: table for table in shown}
     for name, requested in columns.items():
@@ -106,7 +109,7 @@ def explanation(folder: Path, table: str, row: str, column: str, steps: StepsFro
     """Return a text that explains one number of a page: its records, its raw values and its definition.
 
     ``table`` is the table's name, ``row`` is text from the row's cells (:meth:`Table.row`), and ``column`` is the
-    column's title.  ``steps`` has the same meaning as in :func:`build`.
+    column's title.  ``steps`` are other sources of the seconds of a step, as for :func:`build`.
     Raises a Refusal if the table, row or column is unknown; the message lists the tables, rows or columns that exist.
     """
     derived = derive_folder(folder, steps)

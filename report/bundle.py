@@ -53,8 +53,8 @@ def bundle(folder: Path, into: Path) -> Path:
     Raises a RecordError in these cases:
 
     * The folder has no records.
-    * An older version wrote the records, so that they do not say which run wrote them, or the run does not say which
-      suite it ran.
+    * The records do not say which run wrote them, because an older version wrote the records.
+    * The run does not say which suite it ran, because an older version wrote the run's file.
     * The suite names a file outside of the suite's folder.
     """
     records = read_all(folder)

@@ -87,7 +87,7 @@ def report(
     if check:
         if not (ROOT / "docs" / "build.py").is_file():
             raise Refusal(
-                f"--check compares README and docs of a checkout: {ROOT} has no docs; run it in a clone"
+                f"--check needs the README and docs of the sources, and {ROOT} has no docs: run it in a clone"
             )
         sys.path.insert(0, str(ROOT))
         from docs.build import differences
@@ -104,7 +104,9 @@ def report(
         if requested or explain or steps:
             many = f"{folder} holds {len(archives)} archives"
             needing = "--columns, --explain, --seconds and --machine"
-            raise Refusal(f"{many}: {needing} need the records of one suite; name a suite's results folder")
+            raise Refusal(
+                f"{many}: {needing} need the records of one suite; name one suite's results folder, or remove them"
+            )
         _build_archives(archives, width, forms)
         return
     if explain is not None:
@@ -189,7 +191,7 @@ def _build_archive(packed: Path, width: float, forms: Sequence[str]) -> Path:
     """Unpack an archive of records, build its page in this child process, and return the page's path."""
     from report.build import build
 
-    with named_object.forbidden():  # in this process, too
+    with named_object.forbidden():  # no import of users' modules in the child process either
         return build(archive.unpack(packed), width=width, forms=forms)
 
 
@@ -202,9 +204,17 @@ def build_report(
 ) -> None:
     """Build the page of a results folder, and print the page's path.
 
-    The folder holds records of a suite, records of ``zeropp bench``, or files of pytest-benchmark.  ``columns``,
-    ``width``, ``forms`` and ``steps`` have the same meaning as in :func:`report.build.build`, and are for suites only.
-    Raises a Refusal if the folder holds benchmarks, and any of these four is given.
+    The folder holds records of a suite, records of ``zeropp bench``, or files of pytest-benchmark.
+
+    Args:
+        folder: The results folder.
+        columns: For suites: the columns that a table prints, by the name of the table.
+        width: For suites: width of figures in mm.
+        forms: For suites: formats of figures besides SVG, ``pdf`` and ``png``.
+        steps: For suites: other sources of the seconds of a step, for net speed-ups.
+
+    Raises:
+        Refusal: If the folder holds benchmarks, and an argument for suites is given.
     """
     interrupts.take_over()
     of_bench, of_tests = bench_record.holds(folder), benchmark_file.holds(folder)
@@ -231,8 +241,8 @@ def build_report(
 def report_after_run(folder: Path) -> None:
     """Print the path of a suite's page and, on standard error, the sentences in the page's head.
 
-    The page is built first, unless the folder already has a page that this version of the code built from the same
-    records (:mod:`report.stamp`).
+    The page is built first.  It is not built again if the folder already has a page that this version of the code built
+    from the same records (:mod:`report.stamp`).
     """
     interrupts.take_over()
     if (sentences := stamp.sentences_of(folder)) is None:
@@ -247,7 +257,7 @@ def report_after_run(folder: Path) -> None:
 
 
 def _columns(options: Sequence[str]) -> dict[str, list[str]]:
-    """Parse the values of ``--columns``, of the form ``TABLE=COLUMN;COLUMN``: return the columns of each named table.
+    """Return the columns of each table that ``--columns`` names; ``options`` are texts ``TABLE=COLUMN;COLUMN``.
 
     For example, ``["summary=Step, s;Tokens/s"]`` gives ``{"summary": ["Step, s", "Tokens/s"]}``.
     """
@@ -263,9 +273,16 @@ def _columns(options: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _steps_from(seconds: Sequence[str], machine: Path | None, rate: str, results: Path) -> StepsFrom | None:
-    """Return where the seconds of a step come from, as ``--seconds``, ``--machine`` and ``--rate`` say.
+    """Return the sources of the seconds of a step that ``--seconds``, ``--machine`` and ``--rate`` name.
 
-    Returns None if neither ``--seconds`` nor ``--machine`` is given.
+    Args:
+        seconds: Values of ``--seconds``: suites, results folders or archives, whose records have the seconds.
+        machine: Value of ``--machine``: the file of a machine, by which seconds are predicted; None without it.
+        rate: Value of ``--rate``: the rate of the machine's link, such as ``50 Mbit/s``; empty without it.
+        results: Folder of all suites' results, in which names of suites are looked up.
+
+    Returns:
+        The sources.  None if neither ``--seconds`` nor ``--machine`` is given.
     """
     if rate and machine is None:
         raise Refusal("--rate sets the link of a machine: add --machine MACHINE.toml, or remove --rate")

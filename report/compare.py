@@ -40,10 +40,12 @@ class Comparison:
     """The comparison of two results folders: a table and notes."""
 
     names: tuple[str, str]  # paths of the first and the second folder
-    # One row per setting and configuration.  ``step`` (an :class:`Interval`) is a ratio: the seconds of a step in the
-    # second folder over the seconds in the first; ``verdict`` is the verdict on this ratio.  ``bytes`` is the same
-    # ratio of the bytes between nodes.  ``loss`` is a difference in nats: the last validation loss in the second folder
-    # minus the last validation loss in the first; it is NaN if no trial was validated in both.
+    # One row per setting and configuration, with these columns besides:
+    # - ``step``, an :class:`Interval`: the seconds of a step in the second folder over those in the first.
+    # - ``verdict``: the verdict on this ratio.
+    # - ``bytes``: the bytes between nodes in the second folder over those in the first.
+    # - ``loss``: the last validation loss in the second folder minus that in the first, in nats; NaN if no trial was
+    #   validated in both.
     table: Table
     notes: tuple[str, ...]  # sentences above the table, beginning with the counts of verdicts
 

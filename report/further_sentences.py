@@ -21,9 +21,9 @@ def further_sentences(head: Head, likewise: Sequence[str]) -> list[str]:
     """Return up to :data:`MOST` sentences that follow the first sentence of a page, the most important first.
 
     Args:
-        head: The quantity of the page's head, and its effects.
-        likewise: Sentences on a few differences that readers compare with the first sentence's difference
-            (:func:`report.sentence.likewise`).
+        head: What the first sentence is about: a quantity, a configuration, and the configuration's difference from
+            its baseline.
+        likewise: Sentences on a few other differences in this quantity (:func:`report.sentence.likewise`).
     """
     if head.asked in ("size", "nodes", "trials"):
         return [*likewise][:MOST]

@@ -75,9 +75,10 @@ def render(derived: Derived, drawn: Sequence[Drawn], tables: Sequence[Table]) ->
 
 
 def _head_table(head: Verdicts, table: Table) -> tuple[Table, Table, str]:
-    """Split the table of verdicts into the rows that the page shows and the rows behind a fold.
+    """Split the table of verdicts into the rows that the page shows and the rows that a reader has to unfold.
 
-    Return both parts as tables, and the label of the fold, such as ``3 more rows``.
+    Returns both parts as tables, and the label of the fold, such as ``3 more rows``.  ``head`` says which rows are
+    shown, and ``table`` is the table of verdicts, possibly with other columns.
     """
     shown, rest = head.parts(table)
     noun = "more row" if table.places else "more configuration"
@@ -104,10 +105,9 @@ def render_template(template: str, parts: Mapping[str, Any]) -> str:
 
 
 def unbroken(cell: str) -> str:
-    """Return a cell of numbers in which spaces inside the interval are non-breaking, so that no line breaks there.
+    """Return a cell's text with non-breaking spaces inside its interval, so that a browser breaks no line there.
 
-    For example, the only space of ``2.36 (2.05 to 2.72) ▲`` that remains a breaking space is the one before the
-    parenthesis.
+    For example, in ``2.36 (2.05 to 2.72) ▲`` only the space before the parenthesis stays an ordinary space.
     """
     return _INTERVAL.sub(lambda found: found[0].replace(" ", "\u00a0"), cell)
 

@@ -1,6 +1,7 @@
-"""Finds the records of the suite that another suite's key ``seconds`` names.  Imports no pandas.
+"""Finds the records of the suite that a suite file names with its key ``seconds``.
 
-A suite takes the seconds of a step from these records, to compute net speed-ups.
+The net speed-ups of the one suite are then computed with the seconds of a step from the other suite's records.  This
+module imports no pandas.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from harness.suites.suite import NAME
 
 
 def named(results: Path, run: str) -> str:
-    """Return the name of the suite that a run's suite file gives in its key ``seconds``.
+    """Return the value of the key ``seconds`` in the suite file of a run: the name of another suite.
 
-    ``run`` is the id of a run of the suite whose results folder is ``results``.
-    Returns an empty name if the suite file has no such key, or a value that is no name of a suite.  The name is also
-    empty if the run's file is missing or damaged, or does not hold the suite file.
+    ``results`` is a results folder, and ``run`` the id of a run that wrote records into it.  The name is empty in each
+    of these cases:
+
+    * The suite file has no such key, or its value cannot be the name of a suite.
+    * The run's file is missing or damaged, or does not hold the suite file.
     """
     try:
         suite = run_record.read(results, run).suite
@@ -30,10 +33,10 @@ def named(results: Path, run: str) -> str:
 
 
 def beside(results: Path, suite: str) -> Path | None:
-    """Return the path of the records of ``suite``, which are looked for next to ``results``, another suite's folder.
+    """Return the path of the records of ``suite``: its results folder or, if that has no records, its archive.
 
-    The path is that of the suite's results folder or, if this folder has no records, of the suite's archive.
-    Returns None if there is neither.
+    Both are looked for in the folder that holds ``results``, the results folder of another suite.  Returns None if
+    there is neither.
     """
     folder = results.absolute().parent / suite
     packed = folder.with_name(f"{suite}{archive.SUFFIX}")
@@ -41,9 +44,10 @@ def beside(results: Path, suite: str) -> Path | None:
 
 
 def files(results: Path) -> list[Path]:
-    """Return the files with the records of all suites that the runs of a results folder name in ``seconds``.
+    """Return the files that hold the records of the suites named with the key ``seconds``, in sorted order.
 
-    These are JSON files of results folders, or archives, in sorted order.
+    The suites are those that the suite files of all runs in ``results`` name.  The files are JSON files of their
+    results folders, or their archives.
     """
     runs = sorted((results / run_record.RUNS).glob("*.json"))
     places = {beside(results, name) for run in runs if (name := named(results, run.stem))}

@@ -1,11 +1,12 @@
-"""The sentences in the head of a page: the largest significant difference in the quantity that the suite asks for.
+"""Writes the first sentence in the head of a page, on the quantity that the suite asks for, such as step time or loss.
 
-The first sentence fills a template that the suite's quantity chooses (:mod:`harness.suites.answering_quantity`); the
-words of the suite's question are never parsed.  If several configurations are compared, the sentence is about a single
-configuration, which :func:`foremost` chooses: usually the largest significant difference of a strategy without changes.
-The sentence then ends with the numbers of better and worse comparisons, so that readers see what the choice leaves out.
+The sentence fills a template of this quantity (:mod:`harness.suites.answering_quantity`); the words of the suite's
+question are never parsed.  The sentence states how much a configuration differs from its baseline.  If several
+configurations are compared, it is about the one that :func:`foremost` chooses: usually, among the strategies without
+changes, the one with the largest significant difference.  The sentence then ends with the numbers of better and worse
+comparisons, so that readers see what the choice leaves out.
 
-At most three further sentences follow where the records have more to say (:mod:`report.further_sentences`).
+Up to three sentences may follow (:mod:`report.further_sentences`).
 Definitions: docs/reference/metrics.md, Verdicts.
 """
 
@@ -35,8 +36,8 @@ _IN_WORDS: Final = {  # what configurations are compared in
 _SPEEDS: Final = ("step", "tokens", "net")
 NOT_SIGNIFICANT: Final = ", not significant"
 _MOST_OTHERS: Final = 2  # differences that follow the largest one, in a sentence each
-# Settings that differ in the rate of the link alone form a group.  With more groups than these, a sentence gives the
-# break-even rates of a single group.
+# Settings that differ in the rate of the link alone form a group, which has break-even rates of its own.  If there are
+# more groups than this number, only the rates of one group are given.
 _MOST_SIZES: Final = 4
 _three_digits: Final = number(3)
 
@@ -48,7 +49,7 @@ def two_digits(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The effect of one configuration in one setting, and the words that describe it in a sentence."""
+    """How one configuration differs from its baseline in one setting, and the words of a sentence on this."""
 
     effect: Effect
     name: str  # of the configuration
@@ -56,16 +57,17 @@ class Difference:
     place: str = ""  # words for the setting, if there are several settings: ``with 50 Mbit/s, ``
     notes: str = ""  # clauses that follow the claim and its interval in the same sentence
     sequel: str = ""  # sentences at the end, on break-even rates; a space precedes each
-    preset: bool = True  # whether the configuration is a strategy without changes, or a control
+    # Whether the configuration is a strategy without changes, or a control, which has a deliberate fault.
+    preset: bool = True
 
     @property
     def known(self) -> bool:
-        """Whether the effect has an interval, and nothing else (``effect.why``) makes its verdict inconclusive."""
+        """Whether a verdict is possible: the effect has an interval, and no reason against one (``effect.why``)."""
         return self.effect.change.known and not self.effect.why
 
 
 class Sentence(NamedTuple):
-    """The first sentence of a page's head, the difference that it states, and sentences on similar differences."""
+    """The first sentence of a page's head, the difference that it states, and sentences on a few other differences."""
 
     text: str
     top: Difference | None = None  # None if the sentence states none of the differences that are compared
@@ -101,7 +103,7 @@ def sentence(
     text = on_largest(shown, differences, controls=[effect.verdict for effect in left_out])
     top = foremost(shown, differences)
     others = [each for each in differences if each.name == top.name and each is not top]
-    if asked == "size":  # in which a limit is the place
+    if asked == "size":  # the places of its differences are memory limits
         others = [each for each in differences if each.place == top.place and each is not top]
     return Sentence(text, top, tuple(likewise(shown, top, others)))
 
@@ -119,11 +121,13 @@ def on_largest(
     Args:
         kind: The quantity that is compared.
         differences: The differences to choose from, at least one.
-        controls: The verdicts on compared controls that ``differences`` leaves out.
-        among: Text that begins the sentence if only some configurations are compared: ``where only policy.schedule
+        controls: The verdicts on controls, which are configurations with a deliberate fault.  ``differences`` leaves
+            these configurations out; the sentence counts their verdicts separately.
+        among: Empty if the differences are from baselines.  If they are from counterparts
+            (:mod:`report.effects.counterparts`), text that begins the sentence: ``where only policy.schedule
             differs, ``.
-        steps: A number of training steps that the sentence before names.  A loss after so many steps is given without
-            the number.
+        steps: The number of training steps that the previous sentence names; -1 if it names none.  The sentence does
+            not repeat this number.
     """
     count = len(differences)
     of_all = f", the largest of {count} differences" if count > 1 else ""
@@ -152,9 +156,10 @@ def on_largest(
 
 
 def on_peers(found: Sequence[Interval]) -> str:
-    """Return the sentence on our engine's speed-ups over the best configuration of each library in the same data types.
+    """Return the sentence on our engine's speed-ups over DDP, FSDP2 and DeepSpeed.
 
-    ``found`` has these speed-ups, at least one, as :func:`report.tables.peers.ours_over_peers` computes them.
+    ``found`` has at least one speed-up.  Each is over the fastest configuration of one library that uses the same data
+    types (:func:`report.tables.peers.ours_over_peers`).
     """
     verdicts: list[Verdict] = [_over_peer(each) for each in found]
     ratios = [each.estimate for each in found]
@@ -185,9 +190,10 @@ def capitalised(text: str) -> str:
 
 
 def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> list[str]:
-    """Return a sentence for each difference in ``others``, which readers compare with ``top``; or an empty list.
+    """Return a sentence for each difference in ``others``, if these are few and ``top`` is worth comparing with.
 
-    The list is empty in each of these cases:
+    ``top`` is the difference that the page's first sentence states, and ``kind`` the quantity of all differences.  The
+    list is empty in each of these cases:
 
     * ``others`` has more than :data:`_MOST_OTHERS` differences.
     * ``top`` has an interval and is not significant.
@@ -200,7 +206,10 @@ def likewise(kind: str, top: Difference, others: Sequence[Difference]) -> list[s
 
 
 def on_one(kind: str, difference: Difference, *, steps: int = -1) -> str:
-    """Return a sentence that states one difference, whatever its verdict; ``steps`` is as in :func:`on_largest`."""
+    """Return a sentence that states one difference in the quantity ``kind``, whatever its verdict.
+
+    ``steps`` is the number of training steps that the previous sentence names, or -1; it is not repeated.
+    """
     claim, interval = _claim(kind, difference, steps)
     if not difference.known:
         return f"Inconclusive ({_why(kind, difference.effect)}): {difference.place}{claim}."
@@ -209,14 +218,15 @@ def on_one(kind: str, difference: Difference, *, steps: int = -1) -> str:
 
 
 def foremost(kind: str, differences: Sequence[Difference], *, gains: bool = False) -> Difference:
-    """Return the largest significant difference.
+    """Return the difference that a sentence states: the largest significant one.
 
     If no difference is significant, return the largest difference that has an interval.  If none has an interval,
     return the largest of all.
-    Two restrictions apply to significant differences, in this order; each is dropped if it would leave none:
+    Two rules narrow the choice among significant differences, in this order.  A rule that would leave none is skipped:
 
-    * In speeds and losses, the configuration must be a strategy without changes, or a control.
-    * In speeds, or in any quantity if ``gains`` is true, the difference must be an improvement.
+    * If ``kind`` is a speed (step time, tokens/s, net speed-up) or the loss: only strategies without changes, and
+      controls, are considered.
+    * If ``kind`` is a speed, or if ``gains`` is true: only improvements are considered.
     """
     known = [each for each in differences if each.known]
     shown = [each for each in known if each.effect.significant]
@@ -268,9 +278,10 @@ def _verdicts_in_words(found: Sequence[Verdict]) -> str:
 
 
 def _claim(kind: str, difference: Difference, steps: int = -1) -> tuple[str, str]:
-    """Return a clause that states a difference, and its interval with the number of values, in parentheses.
+    """Return two texts: a clause that states a difference in the quantity ``kind``, and its interval in parentheses.
 
-    The second text is empty for a quantity that is counted and has no interval.  ``steps`` is as in :func:`on_largest`.
+    The second text also gives the number of values.  It is empty for a quantity that is counted and has no interval.
+    ``steps`` is the number of training steps that the previous sentence names, or -1; the clause does not repeat it.
     """
     effect, name, base = difference.effect, difference.name, difference.base
     change, value = effect.change, effect.change.estimate
@@ -345,7 +356,11 @@ def evidence(
 
 
 def whose(thing: str, name: str) -> str:
-    """Return ``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``; without ``thing``, ``that of ...``."""
+    """Return words for a thing of a configuration: ``ZeRO++'s loss``, or ``the loss of ZeRO++ (weights int4:64)``.
+
+    The second form is used for names with other characters than letters, digits, ``+`` and ``-``.  If ``thing`` is
+    empty, the words are ``ZeRO++'s``, or ``that of ZeRO++ (weights int4:64)``.
+    """
     if name.replace("+", "").replace("-", "").isalnum():
         return f"{name}'s {thing}".strip()
     return f"{f'the {thing}' if thing else 'that'} of {name}"
@@ -357,7 +372,7 @@ def _noun(kind: str) -> str:
 
 
 def _why(kind: str, effect: Effect) -> str:
-    """Return why there is no verdict: ``one seed; a verdict needs six``."""
+    """Return why there is no verdict on an effect on the quantity ``kind``: ``one seed; a verdict needs six``."""
     change = effect.change
     if effect.why:
         return effect.why
@@ -377,10 +392,17 @@ def _in_words(number: int, noun: str) -> str:
 def differences_of(
     derived: Derived, asked: Quantity, found: Mapping[Key, Effect], compared: Sequence[Key]
 ) -> list[Difference]:
-    """Return a difference for each key in ``compared``, in the same order, from the effects ``found``.
+    """Return the differences of the configurations ``compared``, each with the words that sentences need.
 
-    If at least two of the configurations are not controls, controls are left out.  A control is a configuration with a
-    deliberate fault, with which a suite shows that it would notice this fault.
+    A control is a configuration with a deliberate fault, with which a suite shows that it would notice this fault.
+    Controls are left out if there are at least two other configurations.
+
+    Args:
+        derived: The records.
+        asked: The quantity that the suite asks for.  Only for ``loss`` do the words mention the margin of losses, and
+            only for ``rate`` do they give break-even rates.
+        found: Effects on the quantity that is compared, by (setting, configuration).
+        compared: The keys of ``found`` for which differences are returned, in this order.
     """
     trial_of, first = derived.frames.trial_of, derived.finished.drop_duplicates("configuration")
     trials = {
@@ -430,7 +452,8 @@ def places_of(derived: Derived) -> dict[str, str]:
         return {}
     parts = {setting: title.split(", ") for setting, title in titles.items()}
     counts = Counter(field for fields in parts.values() for field in set(fields))
-    # Settings of unlike optimizers have unlike numbers of fields; the name of the optimizer is the first of each.
+    # Settings with different optimizers have different numbers of parts.  Names precede arguments, so the parts that
+    # all settings have are at the beginning.
     columns = list(zip(*parts.values(), strict=False))
     distinct = [fields for fields in columns if all(counts[field] == 1 for field in fields)]
     distinct.sort(key=lambda fields: not fields[0].startswith("model "))
@@ -452,10 +475,10 @@ def _of_nodes(derived: Derived) -> list[Difference]:
 def _break_evens(derived: Derived, key: Key) -> str:
     """Return sentences on a configuration's break-even rates; a space precedes each sentence.
 
-    A break-even rate is a rate of the link at which the configuration is as fast as its baseline.  The rates are
-    determined for each group of settings that differ in the rate alone, and each such group has a sentence.  ``key`` is
-    (setting, configuration): the sentence on this setting's group comes first.  If there are more than
-    :data:`_MOST_SIZES` groups, the sentences on other groups are left out.
+    A break-even rate is a rate of the link at which the configuration is as fast as its baseline.  Settings that differ
+    in the rate alone form a group, and there is one sentence for each group.  ``key`` is (setting, configuration): the
+    sentence on the group of this setting comes first.  If there are more than :data:`_MOST_SIZES` groups, this sentence
+    is the only one.
     """
     elsewhere = derived.trials.loc[derived.trials["setting"].eq(key[0]), "elsewhere"].iloc[0]
     rows = derived.break_evens

@@ -1,4 +1,4 @@
-"""The head of a page: sentences on the largest differences, a table of verdicts, and a figure.
+"""Computes the head of a page: sentences on the largest differences, a table of verdicts, and the name of a figure.
 
 Definitions: docs/reference/metrics.md, Verdicts.
 """
@@ -41,7 +41,7 @@ MARKS: Final[dict[Verdict, str]] = {
     "not measured": NOTHING,
 }  # fmt: skip
 """The mark that follows a number of the table, so that its verdict can be read without colours."""
-MOST_OPEN: Final = 12  # rows that a page shows before it is asked for more
+MOST_OPEN: Final = 12  # at most so many rows of the table are shown unfolded
 _BASELINE: Final = "baseline"
 _FIGURES: Final[dict[Quantity, str]] = {
     "loss": "final_loss", "step": "speedup", "bytes": "volume", "error": "sent_error", "memory": "memory",
@@ -60,7 +60,7 @@ class _Quantity:
     form: Callable[[float], str]  # formats a number
     # Returns, from the records, the effect of each configuration in each setting on this quantity.
     effects_of: Callable[[Derived], dict[Key, Effect]]
-    # Number in the row of a baseline.  If it is NaN, the row has the value of the baseline's own effect.
+    # The number that the row of a baseline shows, such as 1 for a ratio.  NaN: the row shows the baseline's own value.
     of_baseline: float = math.nan
 
 
@@ -288,11 +288,15 @@ def _places(
 ) -> Iterator[tuple[dict[str, Any], str, list[str], Sequence[str]]]:
     """Yield the groups of rows of the table of verdicts, as (cells, key, configurations, baselines).
 
-    A group holds the configurations that are compared with a baseline in one setting.  If the suite compares the
-    largest models that fit into memory (``sizes`` is not empty), a group holds the configurations that are compared
-    under one memory limit.  ``cells`` are the cells that all rows of the group share, by column.  ``key`` is the
-    setting's hash, or the memory limit as text.  ``configurations`` are the names of the rows,
-    ``baselines`` the names of the baselines.
+    There is one group for each setting or, if the suite compares the largest models that fit into memory (``sizes`` is
+    not empty), one for each memory limit.
+
+    * ``cells`` are the cells that all rows of the group share, by column.
+    * ``key`` is the setting's hash, or the memory limit as text.
+    * ``configurations`` are the names of the rows: the baselines, then the configurations compared with them.
+    * ``baselines`` are the names of the baselines.
+
+    Settings in which nothing is compared with a baseline have no group.
     """
     contrast, overall = derived.compared.contrast, effects.all_baselines(derived)
     if sizes:
@@ -336,11 +340,11 @@ def _cell(of: _Quantity, effect: Effect | None, *, is_base: bool) -> dict[str, A
 
 
 def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, Any]:
-    """Return a row's entries for the prediction interval of an effect, and ``n``, its number of values.
+    """Return a row's entries for the interval in which a new run is expected, and ``n``, the effect's number of values.
 
     All entries are NaN if there is no effect, or if the quantity is counted (bytes, memory), since it does not vary.
-    The interval is also NaN if the effect has no interval, and for seconds that were measured at one occasion only,
-    since one occasion says nothing about another.
+    Only the expected interval is NaN in two cases: the effect has no interval, or its seconds were measured at one
+    occasion, which says nothing about another occasion.
     """
     row: dict[str, Any] = dict.fromkeys(("expected_low", "expected_high", "_expected", "n"), math.nan)
     if effect is None or effect.counted:
@@ -360,10 +364,10 @@ def _expected(effect: Effect | None, form: Callable[[float], str]) -> dict[str, 
 
 
 def _own_column(derived: Derived, asked: Quantity) -> tuple[dict[Key, Any], str]:
-    """Return the values, by (setting, configuration), and the title of the last column of the table of verdicts.
+    """Return the last column of the table of verdicts: its values, by (setting, configuration), and its title.
 
-    The column shows the quantity that the suite asks for: tokens/s (``tokens``, ``nodes``) or break-even rates
-    (``rate``).  Values and title are empty for other quantities, since these have a column anyway.
+    The column shows what the suite asks for if no other column does: tokens/s (``asked`` is ``tokens`` or ``nodes``),
+    or break-even rates (``rate``).  Values and title are empty for other quantities.
     """
     keys = ["setting", "configuration"]
     if asked == "tokens":

@@ -1,8 +1,9 @@
-"""Computes two lower bounds on a step's time: from the simulated schedule of its units, and from its CPU seconds.
+"""Computes two lower bounds on a step's time: from a simulation of its messages, and from its CPU seconds.
 
-:mod:`impl.plan.timeline` simulates the schedule.  Both bounds need the seconds of computation.  They were measured on
-the model by itself (:mod:`harness.measure.compute_alone`); for trials without this measurement, they are the seconds of
-the ranks' steps in which the ranks did not wait.
+:mod:`impl.plan.timeline` simulates in which order the units (groups of parameters) are gathered, computed and reduced.
+Both bounds need the seconds of computation.  Trials measure these on the model by itself
+(:mod:`harness.measure.compute_alone`); for trials without this measurement, they are the seconds of the ranks' steps in
+which the ranks did not wait for messages.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _Seconds = NDArray[np.float64]
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
     """Return, by id of the trial, the seconds that a step takes in the simulated schedule.
 
-    A trial's value is the median of the slowest rank's seconds over the samples of computation, or over the timed steps
-    if computation was not measured by itself (:func:`computations`).  It is NaN for trials whose schedule cannot be
-    simulated, such as trials of DDP.  Trials whose seconds of computation are not known are left out.  ``steps`` is
-    the number of timed steps of each trial, by id.
+    A step is simulated for each rank and each sample of computation (:func:`computations`).  Of each sample the slowest
+    rank counts, and the trial's value is the median over samples.  It is NaN for trials whose schedule cannot be
+    simulated, such as trials of DDP.  Trials whose seconds of computation are not known are left out.
+    ``steps`` is the number of timed steps of each trial, by id.
     """
     achieved = frames.finished.set_index("id")["achieved_mbit"]
     sent = frames.bytes[frames.bytes["source"].eq("ledger") & frames.bytes["link"].eq("inter")]
@@ -123,16 +124,20 @@ def _bound(
         sent: Bytes that the busiest node sends in one step, by (unit, phase, purpose).
         parts: Seconds of computation in the forward pass, the backward pass and the rest of each step, (n, 3).
 
-    Returns a single NaN instead of the array for libraries such as DDP, and for workloads other than ``train``.
-    The same holds if the trial sends bytes over a link of unknown rate, if the schedule of its policy changes
-    ``reduce`` or ``chunks``, or if weights are sent over NCCL in a codec that is not installed here.
+    Returns a single NaN instead of the array in each of these cases:
+
+    * A library such as DDP trains the model, or the workload is not ``train``.
+    * The trial sends bytes over a link of unknown rate.
+    * The policy changes ``reduce`` or ``chunks`` during training.
+    * The messages are sent over NCCL, and a codec for weights is not installed here.
     """
     trial, rate = frames.trial_of[identity], mbit * BITS_PER_MBIT
     policy = trial.resolved_policy()
     if policy is None or trial.workload != "train" or (sent and math.isnan(rate)):
         return math.nan
+    # ``sent`` has means over all steps.  They fit no single phase, if phases send in different orders.
     if len({(phase.reduce, phase.chunks) for phase in policy.phases}) > 1:
-        return math.nan  # the mean bytes of a step fit none of the orders of messages that the phases have
+        return math.nan
     units, topology, small = frames.geometries(identity), trial.topology(), frozenset[int]()
     if trial.cluster.transport == "nccl":
         try:
@@ -143,7 +148,8 @@ def _bound(
     passes, axes = trial.accumulation, policy.reduce_axes(topology)
     between = any(topology.crosses(axis) for axis, _ in axes[1:])
     sizes = [size for _, size, _ in frames.units[identity]]
-    # A user's codec may not be installed here.  Its block divides the suite's common alignment.
+    # A user's codec may not be installed here, and its block size is then unknown.  The suite's common alignment is a
+    # multiple of it.
     grain = trial.policy.align if policy.own_codecs else policy.grain
     forward, backward, rest = parts.T
 
@@ -155,7 +161,10 @@ def _bound(
         return Collective(hops=(TimedHop(adapter=seconds_of(unit, phase, "weights", "persistent")),))
 
     def reduce(unit: UnitGeometry) -> Collective:
-        """Return a unit's reduction as the steps of a ring, or as hops in chunks; hops inside a node take no time."""
+        """Return how a unit's gradients are reduced: in the steps of a ring, or in chunks with one or two hops each.
+
+        A hop inside a node is taken to need no time.
+        """
         adapter = seconds_of(unit, "backward", "gradients")
         if policy.reduce == "ring":
             steps = max(1, topology.world - 1)

@@ -25,7 +25,7 @@ from report.data.speedups import speedup, undisturbed
 from report.data.text import listed, number, with_interval
 
 BEYOND: Final = "beyond what was measured"
-_BESIDE: Final = 1e-9  # part of the way to the next rate: just beside a measured rate
+_BESIDE: Final = 1e-9  # a place so close to a measured rate, as a part of the way to the next measured rate
 _three_digits: Final = number(3)
 _Value = TypeVar("_Value", int, float)
 Outcome = Literal["crosses", "pays", "costs", "not determined"]
@@ -52,11 +52,13 @@ class BreakEven:
 def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
     """Return a table of break-even rates, from pairs of trials (:func:`report.data.speedups.pairs`).
 
-    Settings that differ in rate alone belong together.  There is one row for each configuration in each such group of
-    settings, if it ran at two or more rates.  Column ``found`` is a :class:`BreakEven`; ``outcome`` and
-    ``break_even_mbit`` are its outcome and its highest crossing.  ``low_mbit`` and ``high_mbit`` are the lowest and
-    highest achieved rate, ``low_speedup`` and ``high_speedup`` the speed-ups at these two rates.  ``records`` has the
-    ids of the trials behind the row, joined by spaces.
+    Settings that differ in the rate alone form a group.  There is one row for each group and each configuration that
+    ran at two or more rates of the group.  These columns describe the row's result:
+
+    * ``found``: a :class:`BreakEven`; ``outcome`` and ``break_even_mbit``: its outcome and its highest crossing;
+    * ``low_mbit`` and ``high_mbit``: the lowest and the highest achieved rate;
+    * ``low_speedup`` and ``high_speedup``: the speed-ups at the lowest and at the highest rate;
+    * ``records``: the ids of the trials behind the row, joined by spaces.
     """
     keys = ["elsewhere", "nodes", "ranks_per_node", "tokens_per_rank", "place", "configuration"]
     rows = []
@@ -96,7 +98,8 @@ def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
             parts.append((index + low + after, index + high - before))
     means = [math.log(ratio.estimate) for ratio in ratios]
     last, zeros = float(len(points) - 1), _zeros(means)
-    # Where two rates have unequal repeats, the line between them is that of the repeats that both have.
+    # If two neighbouring rates have different repeats, ``undecided`` used only the repeats that both have, and its
+    # ranges may miss a zero of the means.  Such a zero gets the whole range between the two rates.
     parts += [(math.floor(z), math.ceil(z)) for z in zeros if not any(a <= z <= b for a, b in parts)]
     regions = joined(parts)
     if regions == [(0.0, last)]:
@@ -109,7 +112,7 @@ def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
     crossings, unclear = list[Interval](), list[tuple[float, float]]()
     if not regions:
         return BreakEven("pays" if means[0] > 0 else "costs")
-    befores = [0.0, *(high for _, high in regions[:-1])]  # where the range before each one ends
+    befores = [0.0, *(high for _, high in regions[:-1])]  # for each range, the end of the range before it
     afters = [*(low for low, _ in regions[1:]), last]
     for (low, high), before, after in zip(regions, befores, afters, strict=True):
         left = sign((before + low) / 2) if low > 0 else 0  # 0: beyond what was measured

@@ -1,7 +1,4 @@
-"""Tables of bytes and memory by part, and of trials of several sizes.
-
-Sizes are numbers of nodes, or sizes of the model that are tried under a limit of memory.
-"""
+"""Computes tables of bytes and memory by part, of scaling over nodes, and of models tried under a memory limit."""
 
 from __future__ import annotations
 
@@ -24,9 +21,10 @@ _CONSTANT: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumul
 def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """Return the bytes that all ranks send between nodes in a step, by the ledger: one row per trial and part.
 
-    Only trials of ``table`` (:func:`report.data.metrics.trials`) have rows.  ``part`` is one of :data:`VOLUME_PARTS`
-    or :data:`OWNERS`.  ``bytes`` is a mean per timed step.  ``m`` is ``bytes`` divided by ``m_bytes``, which is M times
-    the number of micro-batches.
+    The ledger counts what each rank sends.  Only trials of ``table`` (:func:`report.data.metrics.trials`) have rows.
+    ``part`` says for what bytes were sent; it is one of :data:`VOLUME_PARTS` or :data:`OWNERS`.  ``bytes`` is a mean
+    per timed step.  ``m`` is ``bytes`` in units of M times the number of micro-batches (``m_bytes``); M are the
+    bytes that one all-gather of the whole model in 16 bits sends between nodes.
     """
     ledger = frames.bytes[frames.bytes["source"] == "ledger"]
     between = ledger[ledger["link"].eq("inter") & ledger["phase"].isin(TRAINING)]
@@ -44,11 +42,11 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def secondary_either_way(frames: Frames, identity: str) -> tuple[float, float]:
-    """Return two sizes in bytes of a trial's hpZ copy on one rank, by formula.
+    """Return the size in bytes of hpZ's copy of the weights on one rank, by formula, in two formats.
 
-    The first is the size if the rank keeps the encoded bytes that it received, and the second the size in 16 bits.
-    Both are NaN for trials without hpZ's copy or inside FSDP2 or DDP.  They are also NaN for policies with a codec of
-    the user's own or of a published format.
+    The first size is that of the copy as the encoded bytes that the rank received, and the second that of the copy in
+    16 bits.  Both are NaN for trials without hpZ's copy, and for trials inside FSDP2 or DDP.  They are also NaN for
+    policies with a codec of the user's own or of a published format.
     """
     trial = frames.trial_of[identity]
     policy, topology = trial.resolved_policy(), trial.topology()
@@ -89,7 +87,7 @@ def by_nodes(derived: Derived) -> pd.DataFrame:
 def under_limits(derived: Derived) -> pd.DataFrame:
     """Return the trials that had a memory limit: those that trained within it, and those that exceeded it.
 
-    Column ``trained`` tells them apart.  The table is empty unless it would hold trials of both kinds.
+    Column ``trained`` tells the two kinds apart.  If all trials with a limit are of one kind, the table is empty.
     """
     keys = [
         "id",

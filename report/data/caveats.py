@@ -58,7 +58,10 @@ def share(value: float) -> str:
 
 
 def rates(rows: pd.DataFrame) -> str:
-    """Return the mark `` †`` if, in the setting of any of the rows, links achieved different rates; else no text."""
+    """Return the mark `` †`` if the links of any row's setting achieved different rates; else an empty text.
+
+    ``rows`` may have a column ``rates_differ``, which says so for each row.
+    """
     return f" {RATES}" if "rates_differ" in rows and rows["rates_differ"].any() else ""
 
 
@@ -71,7 +74,7 @@ def footnotes(cells: Iterable[str]) -> str:
 def alone_in_words(derived: Derived) -> str:
     """Return a footnote that counts the trials whose computation was not measured by itself; empty if there are none.
 
-    The footnote begins with a space.  Trials of thread ranks are not counted, since they have no seconds.
+    The footnote begins with a space.  Trials whose ranks are threads are not counted, since they have no seconds.
     """
     timed = derived.trials[~derived.trials["id"].isin(derived.frames.untimed)]
     unmeasured = int((~timed["alone"].eq(other=True)).sum())

@@ -93,14 +93,15 @@ def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
 def with_baseline(
     table: pd.DataFrame, is_base: pd.Series[bool], on: Sequence[str], **columns: str
 ) -> pd.DataFrame:
-    """Return ``table`` with new columns, which hold values of the baseline.
+    """Return ``table`` with new columns that hold, in each row, values of the row's baseline.
 
     Args:
         table: One row per trial.
         is_base: For each row, whether it belongs to a baseline.
         on: Columns that must be equal: a row gets the values of the baseline's row with equal cells in these columns.
             If the baseline has no such row, the new cells are NaN.
-        columns: For each new column, the column of ``table`` from which the baseline's value is copied.
+        columns: New columns, given as NEW="OLD": cells of the new column are copied from column OLD of the baseline's
+            row.
 
     If a setting has several baselines, each row gets the values of the baseline that its column ``beside`` names.
     """
@@ -170,11 +171,11 @@ def _changed_text(field: str, value: str) -> str:
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
-    """Return the fields that all policies change from their presets to the same value.
+    """Return the changes that all policies have: fields of execution that all set to one value, not their preset's.
 
-    Keys are labels of fields, and values are texts: ``{"prefetch": "0"}``, for example.  Only fields that change
-    nothing but the execution, such as types and prefetch, are returned.  Trials of libraries such as DDP, which have no
-    policy, are ignored.
+    Fields of execution are, for example, types and prefetch; changes of other fields are not returned.  Keys are labels
+    of fields, and values are texts: ``{"prefetch": "0"}``.  Trials of libraries such as DDP, which have no policy, are
+    ignored.
     """
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     return {
@@ -208,13 +209,17 @@ def labels_of(
 def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = {}) -> str:
     """Return the name of a trial's configuration: ``ZeRO++``, or ``ZeRO++ (w int8:64)`` if it has changes.
 
-    The parentheses list the policy's changes or the settings of a library such as DDP, the fields ``also`` with their
-    values, and the control.  Changes that are in ``shared`` are left out.
+    The parentheses list, in this order:
+
+    * the changes of the policy from its preset, except those in ``shared``;
+    * the settings of a library such as DDP;
+    * the fields ``also`` of the trial with their values, by the path of the field;
+    * the name of the control, if the trial has one.
     """
     name, changes = name_of(trial.strategy), changes_of(trial)
     if (
         trial.strategy == RECIPE
-    ):  # the name has the stage, and the policy's changes from a recipe of the stage alone
+    ):  # the name of a DeepSpeed recipe has its stage, and its changes from a recipe that sets the stage alone
         stage = trial.recipe().policy.stage
         bare = recipe({"zero_optimization": {"stage": stage}}, topology=trial.topology()).policy
         changes = {"stage": str(stage)} | changes_of(trial, bare)
@@ -243,12 +248,12 @@ def field_text(field: str, value: str) -> str:
 
 
 def _without_module(field: str, value: str) -> str:
-    """Return the value of a field; for a user's class in field ``reduce``, the value without the class's module."""
+    """Return ``value`` without the module of a user's class, if ``field`` is ``reduce``; else ``value`` unchanged."""
     return _MODULE.sub("", value) if field == "reduce" else value
 
 
 def spelled(name: str) -> str:
-    """Return a configuration's name with ``w`` written as ``weights`` and ``g`` as ``gradients``, for a sentence."""
+    """Return a configuration's name for a sentence: ``w int8:64`` becomes ``weights int8:64``, and ``g`` gradients."""
     return re.sub(r"(?<=[( ])g (?=\S)", "gradients ", re.sub(r"(?<=[( ])w (?=\S)", "weights ", name))
 
 

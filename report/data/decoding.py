@@ -1,4 +1,4 @@
-"""Metrics of workload ``generate``.  Formulas: docs/reference/metrics.md."""
+"""Computes the metrics of workload ``generate``, whose steps decode tokens.  Formulas: docs/reference/metrics.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ PAIR = ("setting", "sweep", "seed", "repeat", "step")  # generations that ran un
 
 
 def generations(frames: Frames) -> pd.DataFrame:
-    """Return one row for each timed generation, with the columns of ``frames.finished`` and these:
+    """Return one row for each timed generation, which is one step of workload ``generate``.
+
+    The columns are those of ``frames.finished`` and these:
 
     * ``seconds``: the slowest rank's seconds of each token, added up over the tokens;
     * ``later_seconds``: the same sum without the first token;

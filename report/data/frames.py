@@ -1,4 +1,4 @@
-"""Loads a results folder into tidy tables of raw values; the only module of ``report`` that reads records."""
+"""Loads the records of a results folder into tidy tables of raw values."""
 
 from __future__ import annotations
 
@@ -70,6 +70,13 @@ class Frames:
     * ``occasion``: the number of the occasion at which the trial ran (:func:`occasions`);
     * ``place`` and ``first``: the order in which configurations are listed.
 
+    Args:
+        records: The records, at least one.
+        traces: Traces of single steps of the trials.
+        across_pools: Whether records of several pools are allowed.  A pool consists of the records with equal machine
+            and code.
+        verified: Sentences on differences between the records and the folder's journal.
+
     Raises a ReportError if the records cannot be reported together (:func:`load`).
     """
 
@@ -83,15 +90,15 @@ class Frames:
     ) -> None:
         total = len(records)
         self.run = max(records, key=lambda record: record.started).run  # names the file of the latest run
-        # Failures on another machine or of another version of the code are left out: only pools with measurements
-        # are kept, or, if nothing was measured, the pool of the latest record.
+        # A pool has equal machine and code.  Pools without any measured trial are left out; if no pool has
+        # one, the pool of the latest record is kept.
         if not across_pools:
             latest = max(records, key=lambda record: record.started)
             pools = {record.pool for record in records if record.measured} or {latest.pool}
             records = [record for record in records if record.pool in pools]
             _check_pools(records)
         self.trial_of = {record.id: _trial(record) for record in records}
-        # Changes of all policies; names leave them out.
+        # The changes that all policies have in common, which the names of configurations leave out.
         self.shared = shared_changes(list(self.trial_of.values()))
         also = _compared_also(records, self.trial_of)
         names = labels_of(self.trial_of, self.shared, also)
@@ -133,8 +140,8 @@ class Frames:
         self.finished = _listed(pd.DataFrame([rows[record.id] for record in ended], columns=columns))
         self.failures = pd.DataFrame(failures, columns=[*columns, *schema.Failure.model_fields])
         # steps: one row per rank and optimizer step of training.  tokens: one row per rank and decoded token.
-        # alone: computation by itself, one row per rank and sample; the seconds of forward and backward are those of
-        # one micro-batch, the optimizer's those of one step.
+        # alone: computation by itself, one row per rank and sample; forward and backward are in seconds a micro-batch,
+        # the optimizer in seconds a step.
         self.untimed = {name for name, trial in self.trial_of.items() if not trial.measures_time}
         self.steps = self._without_seconds(_parts(trained, schema.Step, "steps", "rank"), *_STEP_SECONDS)
         self.tokens = _parts(ended, schema.Token, "tokens", "rank")
@@ -144,8 +151,8 @@ class Frames:
         # would add.  interfaces: the bytes and packets that the nodes' interfaces counted.
         self.bytes = pd.DataFrame(_sent_rows(trained), columns=_SENT)
         self.interfaces = pd.DataFrame(_interface_rows(trained), columns=_INTERFACES)
-        # ``source`` is engine, formula or process for bytes that a rank holds, and copied or copied_formula for bytes
-        # that a rank copies in a step.
+        # memory: bytes that a rank holds (``source`` is engine, formula or process), and bytes that it copies in a step
+        # (``source`` is copied or copied_formula).
         self.memory = pd.DataFrame(_memory_rows(trained), columns=["id", "rank", "source", "part", "bytes"])
         validations = _parts(trained, schema.Validation, "validations")
         self.validations = self._without_seconds(validations, "train_seconds")
@@ -160,7 +167,7 @@ class Frames:
         self.facts = _facts_frame(records)  # a row per pool and distinct value
 
     def _without_seconds(self, table: pd.DataFrame, *columns: str) -> pd.DataFrame:
-        """Return ``table`` with NaN in ``columns`` for trials of thread ranks, whose seconds mean nothing."""
+        """Return ``table`` with NaN in ``columns`` for trials whose ranks are threads, because threads take turns."""
         untimed = table["id"].isin(self.untimed)
         return (
             table.assign(**{name: table[name].where(~untimed) for name in columns})
@@ -169,7 +176,7 @@ class Frames:
         )
 
     def geometries(self, identity: str) -> list[UnitGeometry]:
-        """Return the geometry of each unit of a trial, without the list of the unit's parameters."""
+        """Return the name, size and sharding of each unit of a trial; the units' lists of parameters are empty."""
         topology, policy = self.trial_of[identity].topology(), self.trial_of[identity].resolved_policy()
         group = policy.group_ranks(topology) if policy else 0
         return [
@@ -184,11 +191,12 @@ frames_of = Frames
 def occasions(records: Sequence[Record]) -> dict[int, int]:
     """Return, for each sweep, the number of the occasion at which it ran; occasions are numbered 0, 1, 2 and so on.
 
-    An occasion consists of sweeps on one start of one machine (``machine.boot``).  A sweep belongs to the same occasion
-    as the sweep before it on the same start, if it began at most :data:`OCCASION_APART` after the end of that sweep.
+    A sweep runs all trials of a suite once.  An occasion consists of sweeps that ran close together since one start
+    of one machine (``machine.boot``): each began at most :data:`OCCASION_APART` after the end of the sweep before it.
     Sweeps of one occasion share the state of the machine and the load from its host, so they are not independent
     samples.
-    Older records lack ``machine.boot``; for them, machines with equal hardware and kernel count as one machine.
+    Older records lack ``machine.boot``.  For them, machines with equal hardware and kernel count as one machine that
+    was started once.
     """
     of_sweep = defaultdict[int, list[Record]](list)
     for record in records:
@@ -208,14 +216,17 @@ def occasions(records: Sequence[Record]) -> dict[int, int]:
 
 
 def _moment(record: Record, field: Literal["started", "finished"]) -> datetime:
-    """Return the time at which a trial started or finished; a time without a zone counts as UTC."""
+    """Return the time at which a trial started or finished, by ``field``; a time without a zone counts as UTC.
+
+    Raises a ReportError if the record holds no valid time.
+    """
     text = record.started if field == "started" else record.finished
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
         raise ReportError(
             f"record {record.id}: {field} = {text!r}: expected a time such as 2026-01-31T12:00:00+00:00; "
-            "delete its file and run the trial again"
+            "delete the record's file, and run the suite again"
         ) from None
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
@@ -231,6 +242,9 @@ def _start(record: Record) -> str:
 
 def load(results: Path, *, across_pools: bool = False) -> Frames:
     """Return the records ``<id>.json`` of a results folder, with its traces, as tables.
+
+    ``across_pools`` allows records that must not be compared within one report: of several machines, versions of the
+    code, or kernels.
 
     Raises a ReportError in these cases:
 
@@ -296,7 +310,10 @@ def _trial(record: Record) -> Trial:
 
 
 def _compared_also(records: Sequence[Record], trials: Mapping[str, Trial]) -> tuple[str, ...]:
-    """Return the fields of training, such as clipping, in which the suite's contrast differs from its baseline."""
+    """Return the fields of training, such as clipping, in which compared configurations differ from the baseline.
+
+    They differ in a field if any configuration that the suite compares has a value that no baseline has.
+    """
     by_role = {
         role: [trials[record.id] for record in records if record.role == role]
         for role in ("baseline", "contrast")
@@ -380,10 +397,13 @@ def _settings(
 def _model_sizes(
     rows: Mapping[str, Mapping[str, Any]], fields: Mapping[str, Mapping[str, Any]], varying: Sequence[str]
 ) -> dict[str, int]:
-    """Return the number of parameters of each trial's model, by id of the trial, if it can serve as the model's name.
+    """Return the number of parameters of each trial's model, by id, if descriptions of settings can name models by it.
 
-    It can if the models differ in two or more arguments and in nothing else, and if the numbers of parameters of all
-    models are known and different.  Otherwise the dict is empty.
+    Descriptions then have ``45,216 parameters`` instead of the model's arguments.  Two conditions must hold, or the
+    dict is empty:
+
+    * The models differ in two or more arguments and in nothing else.
+    * The numbers of parameters of all models are known and different.
     """
     of_model = [key for key in varying if key.startswith("model.")]
     if len(of_model) < 2 or not all(key.startswith(_GEOMETRY) for key in of_model):
@@ -403,8 +423,8 @@ def _model_sizes(
 def _named(key: str, fields: Mapping[str, Any], among: Sequence[str]) -> str:
     """Return text for one field of a setting: ``lr 0.02``, or ``adamw lr 0.001`` if two fields are called ``lr``.
 
-    If the setting does not have the field, the text is empty, except for ``cluster.inner_rate`` (``no limit inside
-    nodes``) and ``cluster.slow`` (``equal nodes``).
+    If the setting does not have the field, the text is empty.  For two fields there is a text nevertheless: ``no limit
+    inside nodes`` (``cluster.inner_rate``) and ``equal nodes`` (``cluster.slow``).
 
     Args:
         key: The path of the field.
@@ -421,7 +441,7 @@ def _named(key: str, fields: Mapping[str, Any], among: Sequence[str]) -> str:
     alike = [other_table for other_table, _, other_name in parted if other_name == name]
     if len(alike) > 1:
         first, _, last = table.rpartition(".")
-        # An argument is named after the model or optimizer that has it, if arguments of both have this name.
+        # If both a model and an optimizer have an argument of this name, the text begins with which of the two it is.
         if last == "arguments":
             last = first if sum(other.endswith(".arguments") for other in alike) > 1 else ""
         name = f"{last} {name}".lstrip()
@@ -486,10 +506,10 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
 
 
 def _as_predicted(record: Record) -> bool | None:
-    """Return whether the bytes in the ledger equal the predicted bytes.
+    """Return whether the bytes that were sent, by the ledger, equal the predicted bytes; None if this is not known.
 
-    Returns None if nothing was predicted.  Returns None also if some messages have no prediction, and the bytes of all
-    other messages equal their predictions.
+    It is not known if nothing was predicted.  It is not known either if some messages have no prediction, and the bytes
+    of all others equal their predictions.
     """
     if record.predicted is None:
         return None
@@ -501,9 +521,13 @@ def _as_predicted(record: Record) -> bool | None:
 def _method(record: Record) -> dict[str, Any]:
     """Return the columns on a user's own classes for reducing gradients and gathering weights.
 
-    ``method`` and ``gather_method`` are the names of the two classes; empty without them.  ``bounded``, ``unbiased``
-    and ``gather_bounded`` say which laws the classes promise.  ``measured_only`` says whether the bytes of any messages
-    were measured but not predicted, and ``weights_measured`` whether the bytes of weights were.
+    * ``method`` and ``gather_method``: the names of the class that reduces and of the class that gathers; empty if the
+      trial has no such class.
+    * ``bounded`` and ``gather_bounded``: whether the class that reduces, or the class that gathers, promises a bound of
+      its error.
+    * ``unbiased``: whether the class that reduces promises unbiased gradients.
+    * ``measured_only``: whether the bytes of any messages were measured but not predicted.
+    * ``weights_measured``: whether the bytes of weights were measured but not predicted.
     """
 
     def facts_of(key: str) -> tuple[str, set[str]]:
@@ -571,10 +595,11 @@ def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
 
 
 def _sent_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of ``Frames.bytes``: the messages in the ledgers, and the messages that were predicted.
+    """Yield the rows of ``Frames.bytes``: the entries of the ledgers, and the entries that were predicted for them.
 
-    If some messages of a record have no prediction, no predicted messages of this record are yielded.
-    The bytes of padding in a message are computed from the share of padding in the message's unit.
+    An entry sums up messages of one rank that have equal phase, purpose, unit, hop and link.  If any messages of a
+    record have no prediction, only the entries of its ledgers are yielded.
+    The bytes of padding in an entry are computed from the share of padding in the entry's unit.
     """
     for record in records:
         pads = {name: 1 - numel / padded for name, numel, padded in record.units if padded}

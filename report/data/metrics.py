@@ -42,7 +42,7 @@ def trials(frames: Frames) -> pd.DataFrame:
     Times are in seconds and sizes in bytes, both per step.  The table has the columns of ``frames.finished``, the
     columns that ``report/quantities.csv`` defines, and these:
 
-    * ``alone``: whether computation was measured by itself;
+    * ``alone``: whether computation was measured by itself, on the model without messages;
     * ``egress_bytes``: bytes that the busiest node sends to other nodes;
     * ``m_bytes``: M times the number of micro-batches of a step, where M are the bytes that one all-gather of the whole
       model in 16 bits sends between nodes;
@@ -75,13 +75,13 @@ def trials(frames: Frames) -> pd.DataFrame:
     table.loc[table["workload"] != "train", ["m_bytes", "first_loss"]] = np.nan
     rows = zip(table["id"], table["step_seconds"], table["processes"], strict=True)
     table["tflops"] = [_tflops(frames.trial_of[name], seconds, ranks) for name, seconds, ranks in rows]
-    return table.copy()  # one block of memory a type: pandas warns of tables that grew by a hundred columns
+    return table.copy()  # in one piece: pandas warns of tables to which many columns were added
 
 
 def _tflops(trial: Trial, seconds: float, ranks: int) -> float:
-    """Return the model TFLOP/s of each of ``ranks`` ranks in a step of ``seconds``.
+    """Return the model TFLOP/s of one rank, if a step on ``ranks`` ranks takes ``seconds``.
 
-    Returns NaN unless the model is a preset and the workload is ``train``.
+    Returns NaN if the model is not a preset, or if the workload is not ``train``.
     """
     model = trial.model
     preset = PRESETS.get(model.name) if trial.workload == "train" else None
@@ -119,9 +119,9 @@ def _times(frames: Frames) -> pd.DataFrame:
 def _typical(frames: Frames, steps: pd.DataFrame) -> pd.DataFrame:
     """Return the ``total`` and ``exposed`` seconds of a typical step of each trial, by id of the trial.
 
-    Both are medians over the timed steps in ``steps``.  If the trial's policy has a schedule, a median is computed for
-    the steps of each of the schedule's phases; the value is the mean of these medians, weighted by the phases' numbers
-    of steps.  A median over all steps would be a step of a single phase.
+    Both are medians over the timed steps in ``steps``.  If the trial's policy has a schedule, its steps belong to
+    phases with different policies.  Then a median is computed for each phase, and the value is the mean of these
+    medians, weighted by the numbers of steps; a median over all steps would be a step of a single phase.
     """
     names = ["total", "exposed"]
     medians = steps.groupby("id")[names].median()
@@ -143,7 +143,8 @@ def timed_steps(frames: Frames) -> pd.Series[int]:
 def _traffic(frames: Frames) -> pd.DataFrame:
     """Return the bytes that each trial sends between nodes in a step, one row per trial.
 
-    A value is NaN if the record lacks its source.  The columns are:
+    Bytes have several sources: the ranks' ledgers, which count what each rank sends, predictions, and the counters of
+    the nodes' network interfaces.  A value is NaN if the record lacks its source.  The columns are:
 
     * ``sent_bytes``: the bytes in the ledgers of all ranks;
     * ``segment_bytes``: the same bytes, and the headers that packets of a real network would add;
@@ -193,10 +194,10 @@ def _losses(frames: Frames) -> pd.DataFrame:
 
 
 def records_of(derived: Derived, row: pd.Series) -> list[str]:
-    """Return the ids of the trials from which a table's row was computed.
+    """Return the ids of the trials from which ``row``, a row of a table's data, was computed.
 
-    If the row has a column ``records``, this column names them.  Otherwise they are all trials of the row's
-    configuration and setting.  The list is empty for rows that are not about trials, such as published numbers.
+    If the row has a column ``records``, this column lists the ids.  Otherwise they are the ids of all trials of the
+    row's configuration and setting.  The list is empty for rows that are not about trials, such as published numbers.
     """
     if isinstance(ids := row.get("records"), str):
         return ids.split()
@@ -250,7 +251,10 @@ class Derived:
 
     @cached_property
     def trials(self) -> pd.DataFrame:
-        """The metrics of :func:`trials`, and a column ``rates_differ``: whether the setting is in :attr:`differing`."""
+        """The metrics of :func:`trials`, one row per trial that trained, and a column ``rates_differ``.
+
+        ``rates_differ`` says whether the links of the trial's setting achieved different rates (:attr:`differing`).
+        """
         table = trials(self.frames)
         return table.assign(rates_differ=table["setting"].isin(list(self.differing)))
 
@@ -269,12 +273,12 @@ class Derived:
 
     @cached_property
     def break_evens(self) -> pd.DataFrame:
-        """The rates at which configurations break even (:func:`report.data.break_even.break_even`)."""
+        """The link rates at which configurations are as fast as the baseline (:mod:`report.data.break_even`)."""
         return break_even.break_even(self.pairs)
 
     @cached_property
     def over_papers(self) -> pd.DataFrame:
-        """Pairs as in :attr:`pairs`, but with the trials of the ZeRO++ paper's baseline, ``zero3-flat``."""
+        """Pairs of a trial and a trial of ``zero3-flat``, the ZeRO++ paper's baseline, under equal conditions."""
         return speedups.pairs(self.trials, is_preset(self.trials, configuration.PAPERS_BASELINE))
 
     @cached_property
@@ -324,7 +328,10 @@ class Derived:
 
     @property
     def disturbed(self) -> frozenset[str]:
-        """Ids of the disturbed trials: others took more than :data:`OTHERS_WITHIN` of the processors' time."""
+        """Ids of the disturbed trials.
+
+        In these, other programs and the machine's host took more than :data:`OTHERS_WITHIN` of the processors' time.
+        """
         return frozenset(map(str, self.finished[self.finished["disturbed"].astype(bool)]["id"]))
 
     @property

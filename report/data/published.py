@@ -44,22 +44,19 @@ def parity() -> pd.DataFrame:
 
 
 def volume() -> pd.DataFrame:
-    """Return the bytes between nodes in a step, one row per preset, by the rule of the ZeRO++ blog.
+    """Return the bytes between nodes in a step by the rule of the ZeRO++ blog, one row per preset.
 
-    They are in units of M, the bytes of all weights in 16 bits.
-
-    Column ``published`` is "yes" if the blog prints the numbers of the preset, and "no" if they only follow from the
-    rule.
+    The bytes are in units of M, the bytes of all weights in 16 bits.  Column ``published`` is "yes" if the blog prints
+    the numbers of the preset, and "no" if they only follow from the rule.
     """
     return pd.read_csv(FOLDER / "zeropp_volume.csv")
 
 
 def total(strategy: str, configuration: str) -> float:
-    """Return the bytes between nodes in a step of a preset, by the rule of the ZeRO++ blog.
+    """Return the bytes between nodes in a step of a strategy, by the rule of the ZeRO++ blog.
 
-    They are in units of M, the bytes of all weights in 16 bits.
-
-    Returns NaN for strategies without such a number, and for configurations that change the preset.
+    The bytes are in units of M, the bytes of all weights in 16 bits.  The rule is for presets: the result is NaN if
+    ``configuration`` changes the strategy, and for strategies that the rule does not mention.
     """
     totals = volume().set_index("method")["total_m"]
     return float(totals.get(strategy, math.nan)) if "(" not in configuration else math.nan
@@ -79,10 +76,10 @@ def rlhf(*phases: str) -> pd.DataFrame:
 def rows_below(
     measured: Sequence[Mapping[str, Any]], *phases: str
 ) -> Iterator[tuple[dict[str, Any], dict[Any, Any], str]]:
-    """Yield the published rows that a table prints below its ``measured`` rows.
+    """Yield the published throughputs that a table prints below its ``measured`` rows; nothing without measured rows.
 
-    A row is yielded as (cells of the table's row, row of :func:`rlhf`, strategy), for ZeRO-3 and for ZeRO++.
-    Nothing is yielded if there are no measured rows.
+    For each row of :func:`rlhf` with these ``phases``, two tuples are yielded, for ZeRO-3 and for ZeRO++: (cells that
+    the table's row has in any case, the row of :func:`rlhf`, the strategy, which is the row's column).
     """
     for row in rlhf(*phases).to_dict("records") if measured else []:
         for strategy in (BASELINE, PROPOSED):

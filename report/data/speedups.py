@@ -64,7 +64,8 @@ def pairs(table: pd.DataFrame, is_base: pd.Series[bool]) -> pd.DataFrame:
 def undisturbed(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows that are not disturbed; if all are disturbed, return all.
 
-    ``rows`` are trials, or pairs of trials, of one configuration in one setting.
+    ``rows`` are trials, or pairs of trials, of one configuration in one setting.  A trial is disturbed if other
+    programs and the machine's host took more than 5 % of the processors' time, and a pair if one of its trials is.
     """
     disturbed = rows["disturbed"].astype(bool)
     return rows if disturbed.all() else rows[~disturbed]
@@ -75,7 +76,8 @@ def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "
 
     For rows of :func:`pairs` of one configuration in one setting, this is the speed-up.  The mean is over undisturbed
     pairs or, if all are disturbed, over all pairs.  The interval includes the spread between occasions.
-    Pairs of thread ranks are left out, since they have no seconds; the mean is NaN if no pair is left.
+    Pairs of trials whose ranks are threads are left out, since their steps are not timed.  The mean is NaN if no pair
+    is left.
     """
     kept = undisturbed(group).dropna(subset=[above, below])
     if kept.empty:
@@ -98,9 +100,9 @@ def steady_ratio(group: pd.DataFrame, above: str, below: str) -> Interval:
 def expected(group: pd.DataFrame) -> Prediction:
     """Return the interval in which the speed-up of one further run at another occasion is expected.
 
-    ``group`` are rows of :func:`pairs` of one configuration in one setting.  If speed-ups are predicted better from the
-    seconds of computation in the baseline's step, the prediction uses these seconds
-    (:func:`harness.records.confidence_intervals.ratio_of_another_run`).
+    ``group`` are rows of :func:`pairs` of one configuration in one setting.  Speed-ups may differ between occasions
+    because the machine computes faster or slower.  If the seconds of computation in the baseline's step explain the
+    differences, the prediction uses them (:func:`harness.records.confidence_intervals.ratio_of_another_run`).
     """
     kept = undisturbed(group)
     points = [
@@ -155,10 +157,10 @@ def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
-    """Return the relative spread of achieved rates in each setting whose configurations had links of different rates.
+    """Return, by setting, by how much the rates differ that the links of the setting's configurations achieved.
 
-    A spread of 0.2 means that the highest of the configurations' median rates is 20 % above the lowest.  Settings with
-    a spread of at most :data:`RATES_AGREE_WITHIN` are left out.  Emulated links without a rate are ignored.
+    A value of 0.2 means that the highest of the configurations' median rates is 20 % above the lowest.  Settings with a
+    value of at most :data:`RATES_AGREE_WITHIN` are left out.  Emulated links without a rate are ignored.
     """
     limited = table["rate_mbit"].notna() | table["link_kind"].eq("real")
     by_configuration = table[limited].dropna(subset=["achieved_mbit"]).groupby(["setting", "configuration"])
@@ -168,7 +170,7 @@ def rates_differ(table: pd.DataFrame) -> dict[str, float]:
 
 
 def several_rates(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the trials for which the same topology and tokens per rank ran at another requested rate, too.
+    """Return the trials of each topology and number of tokens per rank that ran at two or more requested rates.
 
     For example, trials of 2x2 ranks with 512 tokens per rank are returned if some ran at 50 and others at 100 Mbit/s.
     Trials whose link has no achieved rate are left out.

@@ -20,7 +20,8 @@ _LABEL_CHARACTERS: Final = 48
 def occasions_in_words(count: int) -> str:
     """Return caption text that says what intervals of seconds include if trials ran at ``count`` occasions.
 
-    The text is empty if ``count`` is 0.
+    An occasion is a start of a machine, or a run more than an hour apart from others.  The text is empty if ``count``
+    is 0.
     """
     if count == 0:
         return ""

@@ -66,7 +66,7 @@ def wrapped(name: str, limit: int = 26, most: int | None = None) -> str:
 
 
 def filled(text: str, inches: float) -> str:
-    """Break each line of a text between words where it is wider than a panel of this width in inches."""
+    """Break the lines of a text between words, so that each is narrower than a panel that is ``inches`` wide."""
     letters = max(1, int(inches / _LETTER_INCHES * _LABEL_SHARE))
     return "\n".join(textwrap.fill(line, letters, break_long_words=False) for line in text.split("\n"))
 
@@ -97,7 +97,7 @@ def log_ticks(ax: Axes, axis: Literal["x", "y"]) -> None:
 
 
 def beside(ax: Axes, x: float, y: float, text: str) -> None:
-    """Write a small label to the right of a bar's end or a point."""
+    """Write a small label to the right of the point (x, y), such as a bar's end; nothing if ``x`` is NaN."""
     if not math.isnan(x):
         ax.annotate(text, (x, y), (5, 0), textcoords="offset points", va="center", fontsize=7.5)
 
@@ -105,9 +105,9 @@ def beside(ax: Axes, x: float, y: float, text: str) -> None:
 def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
     """Set the ends of the x axis, so that there is room for labels on the right of the data.
 
-    With ``zero``, the axis begins at 0 or at the least value, if that is negative, and the room is ``share`` times the
-    greatest value.  Otherwise it begins just below the least value, and the room is ``share`` times the difference
-    between the greatest and the least value.
+    With ``zero``, the axis begins at 0, or at the smallest value if it is negative; the room is ``share`` times the
+    largest value.  Without ``zero``, the axis begins just below the smallest value, and the room is ``share`` times the
+    difference between the largest and the smallest value.
     """
     low, high = ax.dataLim.x0, ax.dataLim.x1
     if not (math.isfinite(low) and math.isfinite(high)):

@@ -74,10 +74,11 @@ class Figure:
         return " ".join(self.caption_parts(data))
 
     def caption_parts(self, data: pd.DataFrame) -> list[str]:
-        """Return the caption's parts: the question, what is drawn and how, and what all rows have in common.
+        """Return the caption as a list of parts, each of one or more sentences.
 
-        If the figure has a :attr:`whole_caption`, the list has this caption as its only part.
-        A page shows the first part as a sentence, and the others as a list below it.
+        The parts are the question, what is drawn and how, notes, and what all rows have in common.  A page shows the
+        first part as a sentence, and the others as a list below it.  If the figure has a :attr:`whole_caption`, this
+        caption is the only part.
         """
         if self.whole_caption is not None:
             return [self.whole_caption(data)]
@@ -89,9 +90,9 @@ class Figure:
         return [part.strip() for part in parts if part.strip()]
 
     def draw(self, derived: Derived, folder: Path, style: Style, forms: Collection[str] = ()) -> Drawn | None:
-        """Draw the figure, and write it into ``folder`` as SVG and in the other ``forms``, and its raw values as CSV.
+        """Draw the figure, and write its files into ``folder``: an SVG, a CSV of its raw values, and other ``forms``.
 
-        Returns None, and writes nothing, if there is no data to draw.
+        ``forms`` may have "pdf" and "png".  Returns None, and writes nothing, if there is no data to draw.
         """
         if (data := self.table(derived)).empty:
             return None
@@ -142,7 +143,7 @@ class Drawn:
 
 
 def records_behind(data: pd.DataFrame) -> tuple[str, ...]:
-    """Return the sorted ids of the records that a figure's data come from: its columns ``id`` and ``baseline``."""
+    """Return the sorted ids of the records from which a figure's data come, by its columns ``id`` and ``baseline``."""
     ids = data.filter(["id", "baseline"]).melt()["value"].dropna()
     return tuple(sorted({identity for cell in ids for identity in str(cell).split()}))
 
@@ -184,9 +185,9 @@ def laid_out(figure: matplotlib.figure.Figure, style: Style) -> Bbox:
 
 
 def _least_inches(figure: matplotlib.figure.Figure) -> float:
-    """Return the least width in inches of a figure whose panels are in one column.
+    """Return the smallest width in inches of a figure whose panels are in one column.
 
-    It is the width of the longest row names, and 1 inch for a panel.
+    This is the width that the longest row names take beside a panel, plus 1 inch for the panel.
     """
     boxes = [(ax, ax.get_tightbbox()) for ax in figure.axes]
     beside = [box.width - ax.bbox.width for ax, box in boxes if box is not None]

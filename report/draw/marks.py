@@ -79,9 +79,10 @@ def _definitions(measures: Sequence[Measure]) -> str:
 
 
 def _dots(measures: Sequence[Measure]) -> str:
-    """Return words for what one dot stands for: ``one trial``.
+    """Return words that say what one dot stands for: ``one trial``.
 
-    If dots of different measures stand for different things, the words name the measures in parentheses.
+    If the dots of some measures stand for something else than those of others, each thing is followed by its measures:
+    ``one trial (step time), or one pair of trials (speed-up)``.
     """
     labels: dict[str, list[str]] = {}
     for measure in measures:
@@ -92,10 +93,9 @@ def _dots(measures: Sequence[Measure]) -> str:
 
 
 def _strokes(measures: Sequence[Measure], mark: str) -> str:
-    """Return the end of a caption's sentence that says what strokes show.
+    """Return the end of a caption's sentence on strokes: ``; strokes ( | ): scheduled step / measured step``.
 
-    For example, ``; strokes ( | ): scheduled step / measured step``, where ``strokes ( | )`` is ``mark``, the words for
-    a stroke.  The text is empty if no measure has strokes.
+    ``mark`` are the words for a stroke, here ``strokes ( | )``.  The text is empty if no measure has strokes.
     """
     shown = [measure for measure in measures if measure.stroke]
     return "".join(f"; {mark}: {each.stroke_label or each.stroke.replace('_', ' ')}" for each in shown)
@@ -165,9 +165,8 @@ def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: 
 class Lines:
     """Draws a line over ``x`` for each configuration, or for each value of another column (``lines``).
 
-    There is a panel for each measure and each value of the table's column ``panel``.  With several measures, the panels
-    of a measure are side by side, and each measure is below the previous one.  With a single measure, at most
-    :data:`_COLUMNS` panels are side by side; further panels are below them.
+    There is a panel for each measure and each value of the table's column ``panel``.  With several measures, each
+    measure has a row of panels.  With a single measure, its panels are in rows of at most :data:`_COLUMNS`.
     """
 
     x: str  # column of the x axis

@@ -48,11 +48,11 @@ def common_to(data: pd.DataFrame) -> str:
 
 
 def peers_named(some: Iterable[str], shown: Iterable[str]) -> list[str]:
-    """Return the names of some libraries' strategies for a sentence; ``shown`` are all strategies in the figure.
+    """Return the names of the strategies ``some``, which are those of libraries such as FSDP2, for a sentence.
 
-    For example, the figure shows two strategies of the library FSDP2: ``FSDP2`` and ``FSDP2, kept``.  If ``some`` has
-    both, the library's name ``FSDP2`` replaces their two names.  If ``some`` has one of the two, the strategy's name is
-    returned; it is in quotation marks if it has a comma.
+    If ``some`` has two or more strategies of a library, and the figure shows no others of this library, the library's
+    name replaces theirs.  For example, ``FSDP2`` replaces ``FSDP2`` and ``FSDP2, kept``.  Other names stay; a name with
+    a comma is in quotation marks.  ``shown`` are all strategies that the figure shows.
     """
     of_library: dict[str, list[str]] = {}
     for strategy in dict.fromkeys(some):
@@ -113,7 +113,7 @@ def by_configuration(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
 
 
 def by_setting(data: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Return (short title, rows) for each setting; titles are those of :func:`titles_of`."""
+    """Return (title, rows) for each setting; the title has what tells the setting apart (:func:`titles_of`)."""
     return [(title, data[data["setting"] == setting]) for setting, title in titles_of(data).items()]
 
 

@@ -95,7 +95,7 @@ def of_parts(parts: Sequence[str]) -> dict[str, str]:
 
 
 def shades(names: Sequence[str]) -> dict[str, Look]:
-    """Return a look for each line that is not a configuration, by the line's name; colours go from dark to light."""
+    """Return a look for each line, by its name, if lines are not configurations; colours go from dark to light."""
     colours = sns.color_palette("viridis", len(names) + 1).as_hex()  # the last is too pale
     return {name: Look(colour) for name, colour in zip(names, colours, strict=False)}
 

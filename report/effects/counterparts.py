@@ -1,7 +1,8 @@
-"""Finds counterparts: configurations of a suite that other configurations are compared with instead of its baseline.
+"""Finds counterparts: for some configurations of a suite, another configuration that they are compared with.
 
 For example, a suite that varies the schedule of ZeRO++ asks what each schedule changes.  A comparison with the suite's
-baseline, ZeRO-3, does not answer this question; a comparison with ZeRO++ without a schedule does.
+baseline, ZeRO-3, does not answer this question.  A comparison with ZeRO++ without a schedule does: it is the
+counterpart of each ZeRO++ with a schedule.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ FEWEST_FIELDS: Final = 2
 class Counterparts(NamedTuple):
     """Records that compare configurations with their counterparts instead of with the suite's baseline."""
 
-    # Name of the field in which each configuration differs from its counterpart, or of the strategy that all change.
+    # For :func:`one_field`, the field in which each configuration differs from its counterpart.  For :func:`of_preset`,
+    # the strategy that is the counterpart of all.
     shared: str
     derived: Derived  # the records; each counterpart has the role of the baseline
 
@@ -44,10 +46,11 @@ class Counterparts(NamedTuple):
 def one_field(derived: Derived) -> Counterparts | None:
     """Compare configurations with counterparts from which they differ in one field of the policy.
 
-    The counterpart of a configuration for a field is the configuration that has the same setting and strategy and lacks
-    only the change of this field.  For example, the counterpart of ``ZeRO++ (g int8:64, feedback loco)`` for
-    ``feedback`` is ``ZeRO++ (g int8:64)``.  Of all fields, the field for which the most configurations have a
-    counterpart is chosen.  Configurations with a control, which is a deliberate fault, are ignored.
+    A configuration's name lists the fields that it changes.  Its counterpart for one of these fields is the
+    configuration with the same setting, strategy and changes, except that it does not change this field.  For example,
+    the counterpart of ``ZeRO++ (g int8:64, feedback loco)`` for ``feedback`` is ``ZeRO++ (g int8:64)``.  The function
+    chooses the field for which the most configurations have a counterpart.  Configurations with a control, which is a
+    deliberate fault, are ignored.
 
     Returns:
         The records of the configurations that have a counterpart for the chosen field.  None if these are fewer than
@@ -73,9 +76,9 @@ def one_field(derived: Derived) -> Counterparts | None:
 
 
 def of_preset(derived: Derived) -> Counterparts | None:
-    """Compare configurations that change a strategy with this strategy, if the suite also has the strategy unchanged.
+    """Compare the configurations that change a strategy with the strategy itself, which the suite must also have.
 
-    A configuration changes a strategy if two conditions hold:
+    A configuration counts as a change of a strategy if two conditions hold:
 
     * It differs from the unchanged strategy in fewer fields than from the baseline.
     * No field in which it differs from the unchanged strategy has the baseline's value.
@@ -153,10 +156,9 @@ def compared_with(derived: Derived, counterparts: Mapping[Key, str]) -> Derived:
 
 
 def _identity(setting: str, trial: Trial, changes: dict[str, str]) -> str:
-    """Return a text that identifies a configuration in a setting.
+    """Return a text that is equal for equal configurations in one setting.
 
-    It is made from the fields of training and the strategy of ``trial``, and from ``changes``, the changes of the
-    strategy's policy.
+    ``trial`` gives the strategy and the fields of training, and ``changes`` the changes of the strategy's policy.
     """
     fields = trial.canonical()
     others = [fields.get(name) for name in ("strategy", "deepspeed_config", *TRAINING)]

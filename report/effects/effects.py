@@ -32,7 +32,7 @@ Verdict = Literal[
     "better", "worse", "higher within the margin", "not significant", "inconclusive", "one value", "not measured",
     "not reached",
 ]  # fmt: skip
-Key = tuple[str, str]  # a setting's hash, and a configuration
+Key = tuple[str, str]  # (setting, configuration): the setting's hash, and the configuration's name
 MOST_NEEDED: Final = 200  # pages do not print how many pairs would be needed if there are more than these
 # Memory sizes that differ by at most this share count as equal, since padding differs.
 SAME_MEMORY: Final = 0.005
@@ -42,7 +42,7 @@ _OF_LOSSES: Final[dict[str, Verdict]] = {"beyond the margin": "worse", "within t
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The comparison of one configuration with its baseline, in one quantity and one setting."""
+    """The comparison of one configuration with its baseline, in one quantity (such as step time) and one setting."""
 
     # The change from the baseline.  It is a ratio, the configuration's value over the baseline's value, or for losses
     # a difference, the configuration's loss minus the baseline's loss.  If the quantity is counted, both ends of the
@@ -52,7 +52,7 @@ class Effect:
     value: Interval  # the configuration's value; equals ``change`` if only the change is known
     base: float = math.nan  # the baseline's value
     equal: float = 1.0  # the value of ``change`` that means "no difference": 1 for ratios, 0 for differences
-    # Why the verdict is inconclusive, unless the reason is too few values.  Empty for all other verdicts.
+    # Why the verdict is inconclusive although there are enough values; empty if there is no such reason.
     why: str = ""
     steps: int = 0  # for losses: number of training steps before the loss was measured
     expected: Prediction | None = None  # prediction of the change in a new run; None if nothing is predicted
@@ -117,8 +117,9 @@ def speeds(derived: Derived) -> dict[Key, Effect]:
 def sent(derived: Derived) -> dict[Key, Effect]:
     """Return the ratio of each configuration's bytes between nodes to its baseline's bytes.
 
-    The bytes of both are from their ledgers.  If the configuration or the baseline has no ledger, the bytes of both are
-    from the nodes' interfaces.  For decoding, the bytes are those for each token after the first, from the ledgers.
+    For training, the bytes are those of a step.  Both are counted by ledgers or, if the configuration or the baseline
+    has no ledger, both by the nodes' interfaces.  For decoding, the bytes are those of one token after the first, by
+    the ledgers.
     """
     effects: dict[Key, Effect] = {}
     bases = baselines(derived)
@@ -194,14 +195,17 @@ def losses(derived: Derived) -> dict[Key, Effect]:
 
 
 def net_speeds(derived: Derived) -> dict[Key, Effect]:
-    """Return the net speed-up of each configuration to its baseline's final loss.
+    """Return the net speed-ups: how many times as fast each configuration reaches its baseline's final loss.
 
-    The dict is empty if :func:`report.effects.net_speed.foremost` has no net speed-up of any configuration.  Otherwise:
+    * If there is a reason against a verdict on its loss or on its steps (``why`` of :func:`losses` or of
+      :class:`report.effects.equal_loss.EqualLoss`), the verdict is ``inconclusive``.
+    * Otherwise, if it does not reach the baseline's loss, the verdict is ``not reached``, and there is no number.  The
+      seconds of its steps need not be known.
+    * Otherwise, it has a net speed-up, with the usual verdicts on a ratio.
 
-    - A configuration that does not reach the loss has the verdict ``not reached``, even if the seconds of its steps are
-      not known.  If its effect on the loss has a reason to be inconclusive (``why``), its verdict is ``inconclusive``.
-    - A configuration without losses is left out.  So is any other configuration without a net speed-up in
-      ``foremost``, for example because no source has the seconds of its steps.
+    A configuration without losses is left out.  A configuration of the first or third kind is also left out if
+    :func:`report.effects.net_speed.foremost` has no net speed-up of it, for example because no source has the seconds
+    of its steps.  If ``foremost`` has no net speed-up of any configuration, the dict is empty.
     """
     of_losses, known = losses(derived), net_speed.foremost(derived)
     effects: dict[Key, Effect] = {}
@@ -298,10 +302,11 @@ def all_baselines(derived: Derived) -> list[str]:
 
 
 def needed(change: Interval, equal: float) -> int:
-    """Return the smallest number of pairs with which the interval would exclude "no difference".
+    """Return how many pairs would be needed for a significant change, if the change and its spread stay the same.
 
-    The change and its spread are assumed to stay the same.  If the change was measured at several occasions, occasions
-    are counted instead of pairs.  The number is at least 6 and at most :data:`MOST_NEEDED`.
+    The change is significant if its interval excludes ``equal``, the value that means "no difference".  If the change
+    was measured at several occasions, the number is that of occasions instead of pairs.  It is at least 6 and at most
+    :data:`MOST_NEEDED`.
     """
     count = change.occasions if change.occasions > 1 else change.n
     ends = (change.estimate, change.high)
@@ -317,9 +322,10 @@ NONE: Final = Interval(math.nan, math.nan, math.nan, 0)
 
 
 def _ratio(change: Interval, value: Interval | None = None) -> Effect:
-    """Return the effect with the ratio ``change``, for a quantity such as bytes: a ratio below 1 is an improvement.
+    """Return the effect on a quantity of which less is better, such as bytes.
 
-    ``value`` is the configuration's value; None if only the ratio is known.
+    ``change`` is the configuration's value over the baseline's value, and ``value`` the configuration's value; None if
+    only the ratio is known.
     """
     return Effect(change, verdict_on(change, more_is_better=False), change if value is None else value)
 

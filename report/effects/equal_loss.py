@@ -48,10 +48,9 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
     Each has a curve: its validation loss over steps, as the mean over the seeds that both have.  Steps are counted to
     the higher of the two final losses.  Both curves reach this loss, so that nothing is extrapolated.
     The result's ``ratio`` is the baseline's number of steps over the configuration's number of steps.  Its interval
-    follows from the interval of the difference of the final losses, in pairs of one seed.  For example, if this
-    interval is 0.01 to 0.03 nats, the ratio is computed once as if the difference were 0.01 nats, and once as if it
-    were 0.03 nats.  These two ratios are the ends of the ratio's interval.  If one of them cannot be computed, the
-    ratio has no interval.
+    follows from the interval of the difference of the final losses (in pairs of one seed).  For example, if that
+    interval is 0.01 to 0.03 nats, the ratio's ends are the ratios that differences of 0.03 and of 0.01 nats would give.
+    If one of these ratios cannot be computed, the ratio has no interval.
 
     Args:
         own: Validations of the configuration, with columns ``seed``, ``step`` and ``loss``.  If there are several for
@@ -84,7 +83,7 @@ def equal_loss(own: pd.DataFrame, base: pd.DataFrame) -> EqualLoss:
         ``curve`` is 0 for the configuration and 1 for the baseline.  If ``above`` is at most 0, return the number of
         all steps.
         """
-        # Not the first step with the final loss, which a curve that rises at its end has long before.
+        # A curve that rises at its end passes its final loss long before its last step; all of its steps count.
         if above <= 0:
             return float(steps[curve][-1])
         return first_at(losses[curve], steps[curve], losses[curve][-1] + above)

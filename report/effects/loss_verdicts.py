@@ -46,11 +46,13 @@ def losses(derived: Derived) -> tuple[Row, ...]:
 
     The keys of a row, besides names, are:
 
-    * ``loss``: mean over ``seeds`` seeds, after ``steps`` training steps;
+    * ``loss``: mean final loss over ``seeds`` seeds, after ``steps`` training steps;
     * ``id`` and ``baseline``: ids of the records of the configuration and its baseline, joined by spaces;
-    * ``margin`` in nats, and ``target``: the baseline's mean loss plus the margin;
+    * ``difference``: the loss minus the baseline's loss, in pairs of one seed, with its interval;
+    * ``margin``: by how many nats the loss may be higher than the baseline's;
+    * ``verdict`` on the difference and the margin, and ``power`` of the test behind it;
+    * ``target``: the baseline's mean loss plus the margin;
     * ``reached``: the number of seeds that reach the target; ``seconds``: the median of their seconds to the target;
-    * ``difference``: the loss minus the baseline's loss, in pairs of one seed; ``power``; ``verdict``;
     * ``gain``: the baseline's seconds to the target over the configuration's, if all seeds of both reach it.
 
     The verdict is empty, and the difference, the power and the gain are NaN, for baselines and for configurations
@@ -137,10 +139,12 @@ def front(derived: Derived) -> pd.DataFrame:
     There is one row per setting and configuration; in each setting, rows are in ascending order of the bytes, ``sent``.
     Configurations with losses of fewer than 6 seeds are left out.  Settings in which fewer than
     :data:`FEWEST_OF_FRONT` configurations remain are left out, too.
-    The rivals of a configuration are the other configurations that send at most as many bytes.  Their losses are
-    compared with its loss in pairs of one seed.  Column ``front`` is ``no`` if any rival has a significantly lower
-    loss; ``beaten`` then names the rival with the lowest loss.  It is ``yes`` if all rivals have significantly higher
-    losses, or if there are no rivals.  Otherwise it is ``inconclusive``.
+    The rivals of a configuration are the other configurations that send at most as many bytes.  The losses of rivals
+    and configuration are compared in pairs of one seed.  Column ``front`` holds the result:
+
+    * ``no``: a rival has a significantly lower loss.  Column ``beaten`` names the rival with the lowest loss of these.
+    * ``yes``: all rivals have significantly higher losses, or there are no rivals.
+    * ``inconclusive``: all other cases.
     """
     trials = derived.trials.dropna(subset=["validation_loss", "sent_bytes"])
     rows: list[Row] = []
@@ -179,8 +183,8 @@ def _verdict(difference: Interval, margin: float, steps: int) -> str:
 def power(difference: Interval, margin: float) -> float:
     """Return the power of the test: the probability of the verdict "within the margin" if the true difference is 0.
 
-    With this verdict, the interval of the difference ends below ``margin``.  The measured ``difference`` only gives the
-    spread between seeds and their number.  The probability follows from the noncentral t distribution.
+    The verdict is given if the interval of the difference ends below ``margin``.  From ``difference``, only the number
+    of seeds and the spread between them are used.  The probability follows from the noncentral t distribution.
     The power is NaN if ``difference`` has no interval.
     """
     if not difference.known:
@@ -198,16 +202,16 @@ def power(difference: Interval, margin: float) -> float:
 def non_inferiority(difference: Interval, margin: float) -> str:
     """Return the verdict on a difference: a configuration's loss minus its baseline's loss.
 
-    The first verdict that applies is returned:
+    ``margin`` is the non-inferiority margin: by how many nats the configuration's loss may be higher.  The first
+    verdict that applies is returned:
 
     * ``beyond the margin``: the interval of the difference lies above the margin.
-    * ``no power``: there is no interval, or the power is below :data:`ENOUGH_POWER`, so that a configuration that is
-      equal to the baseline would rarely be found within the margin.
+    * ``no power``: there is no interval, or the power is below :data:`ENOUGH_POWER`, so that even a configuration that
+      is equal to the baseline would too often not be found within the margin.
     * ``within the margin``: the interval lies below the margin.
     * ``inconclusive``: the margin lies inside the interval.
 
-    ``beyond the margin`` and ``within the margin`` are each wrong in at most 2.5 % of samples.  ``margin`` is the
-    non-inferiority margin, in nats as the difference.
+    ``beyond the margin`` and ``within the margin`` are each wrong in at most 2.5 % of samples.
     """
     if difference.known and difference.low > margin:
         return "beyond the margin"

@@ -53,9 +53,10 @@ class NetSpeed:
 def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
     """Return the net speed-ups of all configurations whose loss is compared with a baseline's.
 
-    A source of seconds gives one entry for each setting in which it has the configuration's seconds.  A configuration
-    without any seconds has one entry, whose ``step`` is None.  Configurations that trained for fewer than
-    :data:`LEAST_STEPS` steps are left out, since their losses hardly depend on the policy.
+    A configuration has one entry for each pair of a source of seconds (records or a machine's model) and a setting in
+    which this source has its seconds.  A configuration without any seconds has one entry, whose ``step`` is None.
+    Configurations that trained for fewer than :data:`LEAST_STEPS` steps are left out, since their losses hardly depend
+    on the policy.
     """
     found = list[NetSpeed]()
     for row in loss_verdicts.losses(derived):
@@ -66,10 +67,10 @@ def net_speeds(derived: Derived) -> tuple[NetSpeed, ...]:
 
 
 def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
-    """Return the net speed-ups of one configuration over the trials ``base``.
+    """Return the net speed-ups of one configuration over the trials ``base``, given by their ids.
 
-    There is one for each source of seconds and each setting of the source, or a single one without seconds.  ``row`` is
-    the configuration's row of :func:`report.effects.loss_verdicts.losses`, and ``base`` are ids of trials.
+    There is one entry for each source of seconds and each setting of the source; without any seconds there is a single
+    entry, whose ``step`` is None.  ``row`` is the configuration's row of :func:`report.effects.loss_verdicts.losses`.
     """
     own = row["id"].split()
     equal = equal_loss(_curves(derived, own), _curves(derived, base))
@@ -78,10 +79,11 @@ def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
 
 
 def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:
-    """Return, by (setting, configuration), the net speed-up that uses the first source of seconds.
+    """Return one net speed-up of each configuration, by (setting, configuration): that of the first source of seconds.
 
-    A configuration is left out if no source has the seconds of its steps.  It is also left out if the first source with
-    these seconds has them for several settings, since these may give different net speed-ups.
+    The first source is the first one that has the seconds of the configuration's steps; without any, the configuration
+    is left out.  It is also left out if this source has the seconds in several settings, since these may give different
+    net speed-ups.
     """
     by_key = dict[tuple[str, str], list[NetSpeed]]()
     for each in net_speeds(derived):
@@ -91,9 +93,10 @@ def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:
 
 
 def in_words(equal: EqualLoss) -> str:
-    """Return text with the two final losses: ``not reached: 1.705 against 1.683``.
+    """Return text on a baseline's loss that is not reached: ``not reached: 1.705 against 1.683``.
 
-    The configuration's loss comes first.  Both have as many digits as are needed to see a difference.
+    The first number is the configuration's final loss, the second the baseline's.  Both have as many digits as are
+    needed to see a difference.
     """
     loss, base = _final_losses(equal)
     return f"not reached: {loss} against {base}"
@@ -135,9 +138,10 @@ def seconds_behind(derived: Derived) -> tuple[Interval, ...]:
 
 
 def _single(rows: Sequence[NetSpeed]) -> bool:
-    """Return whether the first source has the configuration's seconds in exactly one setting.
+    """Return whether the first source of seconds has the configuration's seconds in one setting only.
 
-    ``rows`` are all net speed-ups of the configuration, one for each source and setting of the source, in order.
+    ``rows`` are all net speed-ups of one configuration, in the order of their sources: one for each setting in which a
+    source has the seconds.
     """
     names = [each.step.source for each in rows if each.step is not None]
     return names.count(names[0]) == 1

@@ -1,7 +1,9 @@
 """Computes speed-ups of steps from a suite's records, from another suite's records, or from a model of a machine.
 
-The seconds of another suite's trial count for a configuration if the trial does the same work (model, batch, ranks),
-with the same policy.  The trial must have run on one node, over a link with a rate, or over a real network.
+A trial of another suite gives the seconds of a configuration's step under two conditions:
+
+* It does the same work (model, batch, ranks) with the same policy.
+* It ran on one node, over a link with a rate, or over a real network.
 """
 
 from __future__ import annotations
@@ -50,15 +52,16 @@ class StepSpeed:
 
     @property
     def named(self) -> str:
-        """The source as text, with the setting of the seconds in parentheses unless it is the suite's own records."""
+        """The source as text, followed by the setting of the seconds if it is not the suite's own records."""
         return self.source if self.source == OWN else f"{self.source} ({self.where})"
 
 
 def step_speeds(derived: Derived, own: str, base: str) -> list[StepSpeed]:
     """Return the speed-ups of a step of trial ``own`` over a step of trial ``base``, from each source of seconds.
 
-    ``own`` and ``base`` are ids of trials.  The list is in the order of ``derived.sources``, and the suite's own
-    records come last.  A source without these seconds gives no entry, and a source with several settings gives several.
+    ``own`` and ``base`` are ids of trials.  The sources are ``derived.sources``, in this order, and then the suite's
+    own records.  A source gives one speed-up for each of its settings that has the seconds of both, so it may give
+    none.
     """
     trials = derived.frames.trial_of[own], derived.frames.trial_of[base]
     found = list[StepSpeed]()
@@ -159,9 +162,9 @@ def read_source(path: Path) -> StepSource:
 def _known(derived: Derived) -> pd.DataFrame:
     """Return the trials that trained, with the new columns ``work``, ``label`` and ``shaped``.
 
-    ``work`` is equal for trials whose steps compute the same.  ``label`` is the full name of the configuration.
-    ``shaped`` says whether the trial's seconds count: it ran on one node, over a link with a rate, or over a real
-    network.
+    ``work`` is a text that is equal for trials whose steps compute the same.  ``label`` is the name of the
+    configuration with all of its changes.  ``shaped`` says whether the trial's seconds may be used: it ran on one node,
+    over a link with a rate, or over a real network.
     """
     table, trial_of = derived.trials, derived.frames.trial_of
     shaped = table["rate_mbit"].notna() | table["nodes"].eq(1) | table["link_kind"].isin(_REAL)
@@ -197,15 +200,16 @@ def _of_setting(derived: Derived, own: str, base: str) -> list[StepSpeed]:
 
 
 def _of_records(source: Derived, trial: Trial, base: Trial, name: str) -> list[StepSpeed]:
-    """Return the speed-ups of a configuration's step over its baseline's step, as other records measured them.
+    """Return the speed-ups of a configuration's step over its baseline's step, as the records ``source`` measured them.
 
-    There is one speed-up for each setting of the other records in which both ran with the same work.
+    There is one speed-up for each setting of these records in which the configuration and its baseline both ran, with
+    the same work (model, batch, ranks) as ``trial``.
 
     Args:
-        source: The other records.
-        trial: A trial of the configuration.
-        base: A trial of the baseline.
-        name: The source as text.
+        source: The records.
+        trial: A trial of the configuration, which may be from other records.
+        base: A trial of the baseline, which may be from other records.
+        name: Text that names the source.
     """
     labels, known = [label_of(each, {}) for each in (trial, base)], _known(source)
     if labels[0] == labels[1]:  # the two trials differ in something that labels do not show
@@ -227,12 +231,13 @@ def _speed(pairs: pd.DataFrame, source: str) -> StepSpeed:
 
 
 def _of_model(derived: Derived, source: StepSource, own: str, base: str) -> list[StepSpeed]:
-    """Return the speed-up that a machine's model of steps predicts, as a list of one.
+    """Return the speed-up of trial ``own`` over trial ``base`` that a machine's model of steps predicts, in a list.
 
-    The list is empty if the model cannot predict the step of trial ``own`` or of trial ``base``.
-    The estimate is from the machine's first fit.  The interval covers the ratios from all fits, and is widened by two
-    standard deviations of the calibration's errors, which are taken as independent for the two steps.  With one fit and
-    without such errors, both ends equal the estimate.
+    The list is empty if the model cannot predict the step of either trial.
+    A machine file may have several fits of the model to the calibration's measurements.  The estimate is from the first
+    fit.  The interval covers the ratios from all fits, and is widened by two standard deviations of the calibration's
+    errors, which are taken as independent for the two steps.  With one fit and without such errors, both ends equal the
+    estimate.
     """
     machine = source.machine
     assert machine is not None  # noqa: S101  # the caller has looked

@@ -1,4 +1,4 @@
-"""Figures of the bytes that are sent between nodes, of the memory of ranks, and of the largest model in a limit."""
+"""Figures of the bytes that are sent between nodes, of the memory of ranks, and of models under a memory limit."""
 
 from __future__ import annotations
 

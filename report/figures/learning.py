@@ -29,10 +29,10 @@ _EXCESS_OVER_SEEDS: Final = Measure(
 
 
 def _curves(derived: Derived) -> pd.DataFrame:
-    """Return the validations of the trials that have at least three validations.
+    """Return the losses of the trials that have at least three validations, for panels over steps, seconds and bytes.
 
-    Each validation has three rows.  Their column ``against`` holds the steps, the seconds and the bytes up to this
-    validation, one in each row.  The rows of seconds are left out if no trial was timed, as with thread ranks.
+    Each validation has three rows, one for each panel.  Column ``against`` holds the steps, the seconds or the bytes up
+    to this validation.  The rows of seconds are left out if no trial was timed, as with ranks that are threads.
     """
     long = derived.trials[derived.trials["validation_loss"].notna()]
     rows = long[OF_TRIAL].merge(derived.frames.validations, on="id")
@@ -74,11 +74,12 @@ LOSS: Final = Figure(
 
 
 def _against(derived: Derived) -> pd.DataFrame:
-    """Return the validations of the configurations with a net speed-up, and of their baselines.
+    """Return the losses of the configurations whose step has known seconds, and of their baselines.
 
-    A validation has one row for each source of seconds, and one row for bytes.  In a row for a source, column
-    ``against`` holds seconds: the number of steps up to this validation, times the source's seconds of a step.  In the
-    row for bytes, ``against`` holds the bytes between nodes up to this validation.
+    The seconds of a step may have several sources (:mod:`report.effects.step_seconds`).  A validation has one row for
+    each source, and one row for bytes.  In a source's row, column ``against`` holds seconds of training: the number of
+    steps up to this validation, times the source's seconds of a step.  In the row for bytes, ``against`` holds the
+    bytes between nodes up to this validation.
     """
     seconds = dict[tuple[str, str], dict[str, float]]()  # seconds of a step by setting, source and trial
     for each in net_speeds(derived):
@@ -224,7 +225,12 @@ SENT_ERROR: Final = Figure(
 
 
 def _costs(derived: Derived) -> pd.DataFrame:
-    """Return one row per trial with known bytes and errors, of settings in which enough configurations have both."""
+    """Return one row for each trial whose bytes and error are both known and above 0.
+
+    Settings with fewer than :data:`_FEWEST` such configurations are left out.  ``m`` are the bytes of a step in M,
+    ``vnmse`` is the larger of the errors from end to end of gradients and of weights, and ``excess`` the loss minus the
+    baseline's loss in nats.
+    """
     trials, errors = derived.trials, derived.sent_errors
     last = _last(errors[errors["hop"].isna() & errors["repeated"].eq(1)])
     trials = trials.assign(

@@ -10,7 +10,7 @@ import pandas as pd
 from report.data.metrics import KEPT, Derived
 
 APART: Final = (
-    0.05  # two measured steps that differ by a smaller share count as equal, so their order is not judged
+    0.05  # if two measured steps differ by less than this share, the predicted order of the two is not judged
 )
 WAYS: Final = {
     "over_predicted": "foreseen_seconds",
@@ -20,10 +20,13 @@ WAYS: Final = {
 
 
 def measured_over(derived: Derived) -> pd.DataFrame:
-    """Return the trials whose step was predicted, with columns of measured over predicted seconds.
+    """Return the trials whose step was predicted, with columns of measured seconds over predicted seconds.
 
-    There is one such column for each key of ``WAYS``: by the model of a step, by the sum of computation and wire, and
-    by one number for all trials.
+    There is one such column for each way of predicting, the keys of ``WAYS``:
+
+    * ``over_predicted``: the prediction is that of the model of a step (:mod:`impl.plan.step_time`).
+    * ``over_naive``: the prediction is the sum of the seconds of computation and of messages between nodes.
+    * ``over_constant``: the prediction is one number for all trials, the median of their measured steps.
     """
     rows = derived.trials[derived.trials["foreseen_seconds"].notna()]
     rows = rows.assign(

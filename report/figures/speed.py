@@ -37,8 +37,8 @@ _SPEEDUP: Final = Measure(
 def _share(group: pd.DataFrame) -> Interval:
     """Return the median of the ratio "best possible step / step" over the undisturbed trials.
 
-    Tables print this median, too.  ``group`` are pairs of trials; a pair counts as disturbed only if the trial itself
-    was disturbed, and not if the baseline's trial was.
+    ``group`` are pairs of a trial and the baseline's trial.  Disturbances of the baseline's trial do not count here, so
+    that the median equals the one that tables print.
     """
     shares = speedups.undisturbed(group.assign(disturbed=group["own_disturbed"]))["share"]
     return Interval(float(shares.median()), math.nan, math.nan, len(shares))

@@ -25,7 +25,8 @@ _LANES: Final = Lanes(LANES)
 def _traced(derived: Derived) -> pd.DataFrame:
     """Return the spans of time on the first rank of each traced trial, one row per span.
 
-    Column ``summary`` holds a clause on the trial: how long its messages were under way, and what share was hidden.
+    Column ``summary`` holds a clause on the trial: for how long messages between nodes were under way, and during what
+    share of this time the rank did not wait for them.
     """
     spans = derived.frames.traces
     table = derived.trials[KEPT].merge(spans[spans["rank"] == 0], on="id")

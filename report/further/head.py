@@ -15,7 +15,10 @@ from report.sentence import Difference, differences_of
 
 @dataclass(frozen=True)
 class Head:
-    """The quantity that a page's head is about, its effects, and the difference that the first sentence states."""
+    """What a page's head is about: a quantity, its effects, and the difference that the first sentence states.
+
+    An effect is the comparison of one configuration with its baseline in one quantity and one setting.
+    """
 
     derived: Derived
     asked: Quantity  # the quantity that the suite asks for
@@ -26,7 +29,7 @@ class Head:
 
     @property
     def shown(self) -> str:
-        """The quantity as sentences name it: ``tokens`` for suites of decoding, which have no steps; else ``kind``."""
+        """The quantity as sentences name it: ``tokens`` if the suite asks for decoding speed, and else ``kind``."""
         return "tokens" if self.asked == "tokens" else self.kind
 
     @cached_property
@@ -41,7 +44,7 @@ class Head:
 
     @cached_property
     def controls(self) -> set[str]:
-        """The configurations with a control: a fault that the suite makes on purpose, to show that it is noticed."""
+        """The names of configurations with a control, a fault made on purpose to show that the suite notices it."""
         trials = self.derived.finished.drop_duplicates("configuration")
         pairs = zip(trials["configuration"], trials["id"], strict=True)
         return {
@@ -64,9 +67,9 @@ class Head:
     def difference(self, kind: str, key: Key) -> Difference | None:
         """Return the difference of a configuration from its baseline in the quantity ``kind``.
 
-        ``key`` is (setting, configuration).  The difference's notes do not mention the margin of losses, which is given
-        in the first sentence.  Returns None if the effect was not measured, or if the configuration is not compared
-        with a baseline.
+        ``key`` is (setting, configuration).  If ``kind`` is the loss, the difference's words do not mention the margin,
+        because the page's first sentence gives it.  Returns None if the effect was not measured, or if the
+        configuration is not compared with a baseline.
         """
         effect = self.compared(kind).get(key)
         if effect is None:

@@ -22,9 +22,9 @@ _FEWEST_LIBRARIES: Final = 2  # a sentence on the fastest settings names at leas
 def on_libraries(derived: Derived, found: Mapping[str, Sequence[Interval]]) -> list[str]:
     """Return the sentences that follow the first sentence of a page about libraries (:func:`report.sentence.on_peers`).
 
-    ``found`` has our speed-ups by setting, as :func:`report.tables.peers.ours_over_peers` returns them.  With several
-    settings there is a sentence on the speed-ups in each setting.  With a single setting there are sentences on the
-    fastest configuration of each library.
+    ``found`` has, by setting, the speed-ups of our configurations over those of libraries
+    (:func:`report.tables.peers.ours_over_peers`).  With several settings, there is a sentence on the speed-ups in each
+    setting.  With a single setting, there are sentences on the fastest configuration of each library.
     """
     return _by_setting(found) if len(found) > 1 else _fastest(derived)
 
@@ -40,9 +40,10 @@ def _by_setting(found: Mapping[str, Sequence[Interval]]) -> list[str]:
 
 
 def _fastest(derived: Derived) -> list[str]:
-    """Return a sentence for each pair of data types, for computation and for messages, that several libraries used.
+    """Return sentences that name the fastest configuration of each library, a sentence for each pair of data types.
 
-    The sentence names the fastest configuration of each library in these types.
+    A pair is the type in which trials compute and the type that they send.  Only pairs that at least two libraries used
+    have a sentence.
     """
     ran = [derived.frames.trial_of[identity] for identity in derived.trials["id"]]
     trials = derived.trials.assign(

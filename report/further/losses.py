@@ -1,4 +1,4 @@
-"""Sentences on losses: how many bytes a loss as low as the baseline's takes, and how much training time it saves."""
+"""Writes sentences on losses, and on the bytes, errors and net speed-ups of configurations with equal losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from report.further.pairs import memory_sentence, net_sentence
 from report.sentence import differences_of, on_largest, on_one, places_of, whose
 from report.tables.peers import FAMILIES
 
-# Of configurations that send equal bytes, a sentence names at most so many; of more it gives the number.
+# If several configurations send equal bytes, a sentence names at most so many; of more, it gives the number alone.
 _MOST_NAMED: Final = 2
 # Fewest configurations that are compared because they send equal bytes, or because they change the same field alone.
 _FEWEST: Final = 3
@@ -33,17 +33,22 @@ _three_digits: Final = number(3)
 def on_fewest_bytes(head: Head) -> list[str]:
     """Return sentences on the configuration that sends the fewest bytes at a loss as low as the baseline's.
 
-    Which losses count depends on the quantity that the suite asks for:
+    Which losses are low enough depends on the quantity that the suite asks for:
 
-    * Loss: the losses that are not significantly higher than the baseline's or, if there are none, the losses that are
-      higher within the margin.  A sentence on the configuration's net speed-up follows.  If at least two fields
-      are each changed alone by at least :data:`_FEWEST` configurations, there is instead a sentence for each of these
-      fields.
     * Bytes: the losses that equal the baseline's in every digit.
+    * Loss: the losses that are not significantly higher than the baseline's.  If there are none, the losses that are
+      higher within the margin.
 
-    The list is empty for other quantities, if configurations are compared in several settings or with several
-    baselines, and, in a suite of losses, if there are too few configurations for a front
-    (:func:`report.effects.loss_verdicts.front`).
+    If the suite asks for losses, a sentence on the configuration's net speed-up follows.  Some of these suites change
+    several fields, each alone: each of at least two fields is the only change of at least :data:`_FEWEST`
+    configurations.  Then there is a sentence for each of these fields instead.
+
+    The list is empty in each of these cases:
+
+    * The suite asks for another quantity.
+    * Configurations are compared in several settings, or with several baselines.
+    * The suite asks for losses, and there are too few configurations for a front of bytes and loss
+      (:func:`report.effects.loss_verdicts.front`).
     """
     keys = [key for key in head.compared("loss") if key in head.found.get("bytes", {}) and head.base_of(key)]
     if not keys or len({(key[0], head.base_of(key)) for key in keys}) > 1:
@@ -77,9 +82,9 @@ def _with_verdict(head: Head, keys: Sequence[Key], verdicts: Sequence[Verdict]) 
 
 
 def _by_changed_field(head: Head, keys: Sequence[Key]) -> dict[str, list[Key]]:
-    """Return, by field, the configurations whose policies differ from the baseline's in this field alone.
+    """Return, by field of the policy, those of ``keys`` whose policies differ from the baseline's in this field alone.
 
-    Fields that fewer than :data:`_FEWEST` configurations change alone are left out.
+    Fields with fewer than :data:`_FEWEST` such configurations are left out.
     """
     trials = with_policies(head.derived)
     found = defaultdict[str, list[Key]](list)
@@ -98,15 +103,16 @@ def _share(head: Head, key: Key) -> str:
 
 
 def _senders_of_fewest(head: Head, keys: Sequence[Key]) -> list[Key]:
-    """Return those of ``keys`` whose configurations send the fewest bytes; several if their bytes are printed alike."""
+    """Return the keys of the configurations that send the fewest bytes; several, if their bytes are printed alike."""
     fewest = min((float(_share(head, key)) for key in keys), default=0.0)
     return [key for key in keys if float(_share(head, key)) == fewest]
 
 
 def _fewest(head: Head, keys: Sequence[Key], which: str) -> list[str]:
-    """Return the sentence on those of ``keys`` that send the fewest bytes, as a list of one; empty without keys.
+    """Return the sentence that says which of the configurations ``keys`` send the fewest bytes, as a list of one.
 
-    ``which`` is a clause on what all ``keys`` have in common: ``whose validation losses equal those of ZeRO-3``.
+    ``which`` is a clause on what all ``keys`` have in common: ``whose validation losses equal those of ZeRO-3``.  The
+    list is empty if there are no keys.
     """
     if not keys:
         return []
@@ -126,10 +132,11 @@ def _fewest(head: Head, keys: Sequence[Key], which: str) -> list[str]:
 
 
 def _fewest_of_field(head: Head, field: str, keys: Sequence[Key]) -> list[str]:
-    """Return the sentence on the configuration that sends the fewest bytes of those that change only ``field``.
+    """Return the sentence that says which of the configurations ``keys`` sends the fewest bytes, as a list of one.
 
-    ``keys`` are these configurations.  Only those count whose loss is not significantly higher than the baseline's or,
-    if there are none, is higher within the margin.  The list is empty unless exactly one sends the fewest bytes.
+    All ``keys`` change only ``field``.  Considered are those whose loss is not significantly higher than the
+    baseline's.  If there are none, those whose loss is higher within the margin are considered.  The list is empty if
+    there are none either, or if several send the fewest bytes.
     """
     alike, how = _with_verdict(head, keys, _EQUAL), "that is not significantly higher"
     if not alike:
@@ -144,9 +151,9 @@ def _fewest_of_field(head: Head, field: str, keys: Sequence[Key]) -> list[str]:
 
 
 def _same_losses(head: Head, key: Key) -> bool:
-    """Return whether a configuration's validation losses equal its baseline's, for each seed that both have.
+    """Return whether a configuration and its baseline have equal validation losses for each seed that both have.
 
-    Returns False if they share no seed.
+    Returns False if the two share no seed.
     """
     differences = (_losses(head, key) - _losses(head, (key[0], head.base_of(key)))).dropna()
     return len(differences) > 0 and bool(differences.eq(0).all())
@@ -234,10 +241,13 @@ def on_errors(head: Head) -> list[str]:
 
     The configuration is the one that the page's first sentence is about.
 
-    The list is empty if the suite does not ask for losses, if the error has no interval, or if there are more than
-    :data:`_MOST_PLACES` settings.  It is also empty if several fields are each changed alone by at least
-    :data:`_FEWEST` configurations: such a suite compares the configurations of each field, and the error of a single
-    one would say nothing about the others.
+    The list is empty in each of these cases:
+
+    * The suite does not ask for losses.
+    * The error has no interval in the setting of the first sentence.
+    * There are more than :data:`_MOST_PLACES` settings with such errors.
+    * Each of several fields is the only change of at least :data:`_FEWEST` configurations.  Such a suite compares the
+      configurations of each field, and the error of a single configuration would say nothing about the others.
     """
     if len(_by_changed_field(head, [*head.compared("loss")])) > 1:
         return []

@@ -29,17 +29,18 @@ _three_digits: Final = number(3)
 def on_pairs(head: Head) -> tuple[list[str], list[str]]:
     """Return two lists of sentences on configurations that are compared with a counterpart.
 
-    The counterparts are those of :func:`report.effects.counterparts.one_field` or, without such, of
-    :func:`report.effects.counterparts.of_preset`.
+    The counterparts are those that :func:`report.effects.counterparts.one_field` finds.  If it finds none, they are
+    those of :func:`report.effects.counterparts.of_preset`.
 
-    The first list has the sentence on the largest significant difference from a counterpart.  An improvement is
-    preferred to a change for the worse, even to a larger one.  If no difference is significant, the sentence says so,
-    and the second list is empty.  Otherwise the second list has sentences on the bytes, the memory and the net speed-up
-    of this sentence's configuration, and then a sentence for each of a few other configurations with the same
-    counterpart.
+    * The first list has one sentence, on the difference from a counterpart that :func:`report.sentence.foremost`
+      chooses: a significant difference if there is any, and an improvement if any improvement is significant.  If no
+      difference is significant, the sentence says so.
+    * The second list has sentences on the bytes, the memory and the net speed-up of the configuration that the first
+      list's sentence is about.  A sentence for each of a few other configurations with the same counterpart follows.
+      The list is empty if no difference is significant.
 
-    Both lists are empty if there are no counterparts, or if no difference from a counterpart has an interval although
-    the difference of the page's first sentence has one.
+    Both lists are empty if there are no counterparts.  They are also empty if no difference from a counterpart has an
+    interval, although the difference of the page's first sentence has one.
     """
     if (found := one_field(head.derived)) is not None:
         among = f"where only {_NAMES.get(found.shared, f'policy.{found.shared}')} differs, "
@@ -71,8 +72,8 @@ def on_pairs(head: Head) -> tuple[list[str], list[str]]:
 def _by_interval(effect: Effect) -> Effect:
     """Return an effect on a loss with a verdict by the interval alone: better, worse or not significant.
 
-    The suite's margin does not count, because it is what the suite allows between a configuration and its baseline, and
-    not between a configuration and a counterpart.
+    The suite's margin is ignored: it says how much higher than its baseline's a configuration's loss may be, which
+    means nothing for a counterpart.  An effect without a verdict stays as it is.
     """
     if effect.why or not effect.change.known:
         return effect

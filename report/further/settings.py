@@ -31,9 +31,10 @@ _LISTS: Final[dict[Verdict, str]] = {
 def between_settings(head: Head) -> list[str]:
     """Return the sentence that compares the difference in a page's first sentence with its value in another setting.
 
-    The first sentence states the difference of a configuration from its baseline in one setting.  The other setting is
-    the setting in which this difference is least like the stated one.  Differences of losses are subtracted in pairs of
-    one seed, and speed-ups are divided in pairs of one seed and repeat.
+    The first sentence states how much a configuration differs from its baseline in one setting.  The other setting is
+    the one in which the configuration's difference from its baseline is farthest from this value.  The differences of
+    losses in the two settings are subtracted, in pairs of one seed; speed-ups are divided, in pairs of one seed and
+    repeat.
 
     The list is empty in each of these cases:
 
@@ -73,10 +74,10 @@ def between_settings(head: Head) -> list[str]:
 
 
 def _losses_apart(head: Head, key: Key, other: Key) -> Interval | None:
-    """Return how many nats higher a configuration's loss difference from its baseline is at ``key`` than at ``other``.
+    """Return a configuration's loss minus its baseline's in the setting of ``key``, less the same in that of ``other``.
 
-    ``key`` and ``other`` are pairs (setting, configuration) with the same configuration.  The mean and its interval are
-    over the seeds that both settings have; None if they share no seed.
+    ``key`` and ``other`` are pairs (setting, configuration) with the same configuration.  The result is in nats, as a
+    mean with its interval over the seeds that both settings have; None if they share no seed.
     """
     trials = head.derived.trials
     differences = []
@@ -92,10 +93,10 @@ def _losses_apart(head: Head, key: Key, other: Key) -> Interval | None:
 
 
 def _speedups_apart(head: Head, key: Key, other: Key) -> Interval | None:
-    """Return a configuration's speed-up at ``key`` over its speed-up at ``other``, with the interval.
+    """Return a configuration's speed-up in the setting of ``key`` over its speed-up in the setting of ``other``.
 
-    ``key`` and ``other`` are pairs (setting, configuration).  The ratio is a geometric mean over seeds and repeats that
-    both settings have; None if they share none.
+    ``key`` and ``other`` are pairs (setting, configuration) with the same configuration.  The result is a geometric
+    mean with its interval, over the pairs of seed and repeat that both settings have; None if they share none.
     """
     pairs = head.derived.pairs
     here, there = (_of(pairs, each) for each in (key, other))
@@ -117,13 +118,12 @@ def _of(pairs: pd.DataFrame, key: Key) -> pd.DataFrame:
 
 
 def by_setting(head: Head) -> list[str]:
-    """Return sentences on the settings in which a configuration is faster than a similar configuration.
+    """Return sentences that say in which settings the main configuration is faster than a similar one.
 
-    The configuration is the one that the page's first sentence is about.
-
-    Another configuration is similar if the suite compares it with the baseline, and if its policy differs in exactly
-    one field from this configuration's policy.  There is one sentence for each similar configuration, unless neither of
-    the two is significantly faster in any setting.
+    The main configuration is the one that the page's first sentence is about.  Another configuration is similar if the
+    suite compares it with the baseline, and if its policy differs from the main configuration's policy in exactly one
+    field.  There is one sentence for each similar configuration.  It is left out if no difference between the two is
+    significant in any setting.
 
     The list is empty in each of these cases:
 
@@ -160,7 +160,7 @@ def _places_by_verdict(head: Head, keys: Sequence[Key], other: str) -> str:
 
     X is the configuration that the page's first sentence is about, and Y is ``other``.  ``keys`` are the pairs
     (setting, X) of all settings.
-    The text is empty if X is neither significantly faster nor significantly slower than Y in any of them.
+    The text is empty if X and Y do not differ significantly in any setting.
     """
     derived = compared_with(head.derived, dict.fromkeys(keys, other))
     found, places = effects.speeds(derived), places_of(head.derived)
@@ -185,7 +185,11 @@ def _places_by_verdict(head: Head, keys: Sequence[Key], other: str) -> str:
 
 
 def _listed_alike(places: Sequence[str]) -> str:
-    """Join ``with 50 Mbit/s inside nodes`` and ``with 100 Mbit/s inside nodes`` without repeating what they share."""
+    """Return texts joined as one, in which words at the beginning and at the end that all texts share occur once.
+
+    For example, ``with 50 Mbit/s inside nodes`` and ``with 100 Mbit/s inside nodes`` give ``with 50 and 100 Mbit/s
+    inside nodes``.
+    """
     if len(places) < 2:
         return "".join(places)
     words = [place.split(" ") for place in places]

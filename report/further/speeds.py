@@ -1,7 +1,6 @@
-"""Sentences on the speed of the first sentence's configuration: its parts, the phases of its step, memory and bytes.
+"""Writes sentences on the configuration that a page's first sentence is about: speed-ups, memory and bytes.
 
-A page's first sentence is about one configuration.  The functions of this module return an empty list if the records
-have nothing to say.
+The functions of this module return an empty list if the records have nothing to say.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ _three_digits: Final = number(3)
 
 
 def on_parts(head: Head) -> list[str]:
-    """Return sentences on the speed-ups of configurations that have only some changes of the main configuration.
+    """Return sentences on how much each change of the main configuration contributes to its speed-up.
 
     The main configuration is the one that the page's first sentence is about.  Its changes are the fields in which its
-    policy differs from the baseline's.  The sentences name the largest and the smallest speed-up among configurations
-    that have one of these changes alone, and then the largest speed-up among configurations that have two of them.
+    policy differs from the baseline's.  The sentences name two configurations that have one of these changes and no
+    other: the one with the largest and the one with the smallest speed-up.  A sentence on the largest speed-up with two
+    of the changes follows, if at least two configurations have two of them.
 
     The list is empty in each of these cases:
 
@@ -58,11 +58,12 @@ def on_parts(head: Head) -> list[str]:
 
 
 def _parts(head: Head) -> dict[Key, int]:
-    """Return the number of changes of each configuration that has only some changes of the main configuration.
+    """Return the configurations that have some, but not all changes of the main configuration, with their number.
 
     The main configuration is the one that the page's first sentence is about (``head.key``).  A change is a field of
-    the policy whose value differs from the baseline's.  Configurations with any other change, and configurations whose
-    speed-up has no interval, are left out.
+    the policy whose value differs from the baseline's.  Keys are (setting, configuration), and values the numbers of
+    changes.  Configurations with a change that the main configuration lacks, and configurations whose speed-up has no
+    interval, are left out.
     """
     trials = with_policies(head.derived)
     base = trials.get((head.key[0], head.base_of(head.key)))
@@ -96,8 +97,8 @@ def on_phases(head: Head) -> list[str]:
     The configuration is the one that the page's first sentence is about.  The table of verdicts has the speed-ups of
     all configurations in all phases.
 
-    The list is empty if this sentence is not about the time of a step, or if fewer than two phases have an
-    interval.
+    The list is empty if the page's first sentence is not about the time of a step, or if fewer than two phases have a
+    speed-up with an interval.
     """
     of_phases = {phase: head.found.get(phase, {}).get(head.key) for phase in NOUNS}
     gains = {

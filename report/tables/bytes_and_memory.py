@@ -71,7 +71,10 @@ def volume(derived: Derived) -> Table:
 
 
 def checks(derived: Derived) -> Table:
-    """Return the table of checks: bytes against their prediction, first losses and gradients against one process."""
+    """Return the table of checks of what trials sent and computed.
+
+    Bytes are compared with their prediction, and first losses and gradients with those of a single process.
+    """
     rows: list[dict[str, Any]] = []
     for row, trials in rows_of(derived.trials, "where"):
         equal, reference = trials["predicted_equal"].dropna().astype(bool), trials["reference_loss"]
@@ -103,10 +106,10 @@ def checks(derived: Derived) -> Table:
 
 
 def _compared(equal: pd.Series[bool], *, measured_only: bool) -> str:
-    """Return text that counts the ledgers that equal their predictions: ``5 of 6``; a dash without predictions.
+    """Return text that says for how many trials the ledger equals its prediction: ``5 of 6``.
 
-    ``equal`` has one value for each trial with a prediction: whether the trial's ledger equals the prediction.  If
-    bytes of a user's class were measured and not predicted (``measured_only``), the text says so instead.
+    ``equal`` has one value for each trial with a prediction: whether the trial's ledger equals it.  The text is a dash
+    without predictions.  If bytes of a user's class were measured and not predicted (``measured_only``), it says this.
     """
     if measured_only:
         return "measured, not predicted"

@@ -1,4 +1,4 @@
-"""Tables of the errors of messages, of the errors of codecs that were only tried on tensors, and of losses."""
+"""Makes the tables of losses, of the errors of messages, and of codecs that were tried on tensors but not sent."""
 
 from __future__ import annotations
 
@@ -75,7 +75,11 @@ def hops_text(hops: pd.DataFrame) -> str:
 
 
 def chosen_codecs(derived: Derived) -> Table:
-    """Return the table of the codecs that a budget chose for each unit, with the steps after which they were chosen."""
+    """Return the table of the codecs that were chosen for each unit within a budget, and after how many steps.
+
+    With ``policy.budget``, each unit's codec is chosen anew every few steps of training, so that all units together
+    send at most so many bits an element.
+    """
     order = derived.trials.sort_values(["seed", "repeat"], kind="stable")
     first = order.drop_duplicates(["setting", "configuration"]).sort_index()[metrics.OF_TRIAL]
     choices, keys = (
@@ -154,9 +158,9 @@ def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -
 
 
 def lossless(derived: Derived) -> Table:
-    """Return the table of lossless codecs: the bytes that a value takes, and the error.
+    """Return the table of codecs without loss: the bytes that they need for a value, and their error.
 
-    Tried integer codecs with blocks of 256 elements are listed, too, for comparison.
+    For comparison, it also has the integer codecs with blocks of 256 elements that were tried on the same tensors.
     """
     whole = derived.frames.lossless.merge(derived.trials[metrics.OF_TRIAL], on="id")
     first = whole.sort_values(["place", "first"], kind="stable").head(1)

@@ -43,8 +43,8 @@ def escaped(value: str) -> str:
 def tabular(table: Table) -> str:
     """Return a table as LaTeX's ``tabular`` environment, without a float or a caption.
 
-    A line that names a setting precedes the rows of this setting.  The title of a column is broken into lines, so that
-    it does not make the column wider than the column's cells.  Only a single word of the title may be wider than them.
+    A line that names a setting precedes the rows of this setting.  The title of a column is broken into lines that are
+    no wider than the column's cells, or than the longest word of the title, if this word is wider.
     """
     columns, groups = table.by_place()
     sides, heads = "".join("r" if column.numeric else "l" for column in columns), []
@@ -69,10 +69,11 @@ def tabular(table: Table) -> str:
 
 
 def numbers(tables: Sequence[Table], derived: Derived) -> str:
-    r"""Return a macro for every number in tables, such as ``\zp{summary/ZeRO++/speedup}``.
+    r"""Return LaTeX code that defines every number of the tables, so that a paper can print it by its name.
 
-    A comment before the macros of a row lists the records from which the row was computed.  Rows without records, such
-    as rows of published numbers, have no macros.
+    A name consists of table, row and column: ``\zp{summary/ZeRO++/speedup}``.  A comment before the numbers of a row
+    lists the records from which the row was computed.  Rows without records, such as rows of published numbers, are
+    left out.
     """
     lines, taken = [_COMMANDS.rstrip()], Counter[str]()
     for table in tables:

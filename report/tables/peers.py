@@ -95,10 +95,11 @@ def sent_types(trial: Trial) -> str:
 
 
 def shared_types(trial: Trial) -> str:
-    """Return the data types by which our trials and those of libraries are matched: ``bf16``, ``fp32, sent as bf16``.
+    """Return the data types of a trial as text: ``bf16``, or ``fp32, sent as bf16``.
 
-    They are the type in which the trial computes and the type of its messages; if both are equal, it is named once.
-    For a policy that quantises, the type of its messages is given as bf16, because no library sends fewer bits.
+    Our trials are compared with trials of libraries that have the same text.  It names the type in which the trial
+    computes, and the type that it sends if this is another one.  A policy that quantises counts as sending bf16,
+    because no library sends fewer bits.
     """
     compute, sent = (trial.resolved_policy() or trial.peer).compute, sent_types(trial)
     sent = sent if sent in ("fp32", "bf16", "bf16 and fp32") else "bf16"
@@ -136,11 +137,11 @@ def _rows(setting: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _over(trials: pd.DataFrame, peer_rows: pd.DataFrame, family: str) -> dict[str, Any]:
-    """Return the cells of a row for one library (``family``): a speed-up, and the name of a configuration.
+    """Return the cells of a row that compare the configuration of ``trials`` with one library (``family``).
 
-    ``peer_rows`` are the library's trials.  The speed-up of ``trials`` is computed over each configuration of the
-    library; the cells hold the smallest speed-up, and the name of the library's configuration that gives it.
-    There is no speed-up if ``trials`` are a library's, or if no pairs can be formed with the library's trials.
+    ``peer_rows`` are the library's trials.  The speed-up over each configuration of the library is computed; the cells
+    hold the smallest of these speed-ups, and the name of the library's configuration over which it is smallest.
+    There is no speed-up if ``trials`` are a library's own, or if no pairs can be formed with the library's trials.
     """
     keys = ["sweep", "seed", "repeat"]
     gains = []

@@ -103,8 +103,8 @@ def speeds_in(phase: str, derived: Derived) -> dict[Key, Effect]:
 def by_phase(derived: Derived) -> pd.DataFrame:
     """Return one row for each trial and each phase of its steps.
 
-    The phases are ``generate``, ``score`` and ``train``, the rest of a step.  A row has these columns besides those of
-    ``derived.trials``:
+    The phases are ``generate``, ``score`` and ``train``; ``train`` is all the rest of a step.  A row has the columns of
+    ``derived.trials`` and these:
 
     * ``seconds``: seconds of the phase in a step on the slowest rank, median over steps;
     * ``exposed``: the share of these seconds in which the slowest rank waits for messages;

@@ -130,11 +130,11 @@ def environment(derived: Derived) -> Table:
 
 
 def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return pairs (key, value) on the trials in ``table``: the keys of a suite, then measured facts, then counts.
+    """Return the settings of the trials in ``table`` as pairs (name, value).
 
-    Counts are the numbers of repeats, sweeps and occasions.  Keys that belong to a configuration are left out.  Keys
-    that have no value in any trial are also left out.  If trials have several values of a key, these values are joined
-    as one text.
+    First come the keys of a suite file, then facts about the trials such as the number of parameters, and then the
+    numbers of repeats, sweeps and occasions.  Keys that belong to a configuration are left out, and so are keys without
+    a value in any trial.  If trials have several values of a key, these values are joined as one text.
     """
     trials = [dict(flatten(frames.trial_of[str(identity)].canonical())) for identity in table["id"]]
     keys = dict.fromkeys(key for trial in trials for key in trial)
@@ -145,8 +145,8 @@ def settings(frames: Frames, table: pd.DataFrame) -> list[tuple[str, str]]:
     def by_configuration(values: list[str]) -> str:
         """Return the distinct values as one text, in the order of the table.
 
-        If there are several values, and each configuration has a single one of them, each value is followed by the
-        names of its configurations: ``fp32 (DDP); bf16 (ZeRO-3, ZeRO++)``.
+        If each configuration has a single value, and not all have the same, each value is followed by the names of the
+        configurations that have it: ``fp32 (DDP); bf16 (ZeRO-3, ZeRO++)``.
         """
         names = {
             str(value): part.unique() for value, part in table["configuration"].groupby(values, sort=False)

@@ -119,10 +119,10 @@ class Table:
     def by_place(self) -> tuple[tuple[Column, ...], list[tuple[str, list[list[str]]]]]:
         """Return the table divided into groups of neighbouring rows with the same setting.
 
-        The first result are the columns that do not name the setting.  The second result has a pair (setting as text,
-        rows of these columns) for each group.
-        If no two neighbouring rows have the same setting, all columns are returned, with one group of all rows, whose
-        setting is "".
+        Returns two results: the columns that do not name the setting; and for each group a pair (setting as text, rows
+        of cells of these columns).
+        If no two neighbouring rows have the same setting, the table is not divided: all columns are returned, and one
+        group with all rows, whose setting is "".
         """
         places, rows = self.places, self.rows()
         grouped = [
@@ -162,9 +162,10 @@ class Table:
     def row(self, query: str) -> int:
         """Return the index of the row that ``query`` selects; commas separate the parts of a query.
 
-        First, rows are sought of which a cell equals each part.  If there are none, rows are sought of which a cell
-        contains each part.  The parts of a row's setting count as cells, even if they are not printed.
-        Raises a Refusal that lists the names of rows unless exactly one row is found.
+        A row is found if each part of the query equals one of its cells.  If there is no such row, a row is found if
+        each part occurs in one of its cells.  The parts of a row's setting count as cells, even if they are not
+        printed.
+        Raises a Refusal that lists the names of rows if no row, or more than one, is found.
         """
         rows, parts = self.rows(), parts_of(query)
         places = self.data["where"].astype(str) if "where" in self.data else [""] * len(rows)
@@ -309,10 +310,11 @@ def interval_notes(
 ) -> list[str]:
     """Return three footnotes on the intervals in these columns, each of which may be empty.
 
-    The first footnote says at how many occasions the values were measured, and the second why some values have no
-    interval.  The third footnote says how many disturbed trials or pairs were left out, for the column that leaves out
-    the most.  ``behind`` are intervals from which a column was computed and which the table does not show; the third
-    footnote treats them as one more column.
+    * The first says at how many occasions the values were measured.
+    * The second says why some values have no interval.
+    * The third says how many disturbed trials or pairs were left out, for the column that leaves out the most.
+      ``behind`` are intervals from which a shown column was computed, but which the table itself does not show; they
+      count as one more column.
     """
     of_columns = {
         column.key: [value for value in data[column.key] if isinstance(value, Interval)] for column in columns
@@ -332,10 +334,11 @@ RATIO: Final = "{:.2f}".format
 
 
 def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], pd.DataFrame]]:
-    """Yield (first cells of a table's row, the row's trials) for each configuration in each setting.
+    """Yield a pair for each row of a table: the row's first cells, and the trials that belong to the row.
 
-    With ``keys``, trials with equal values in these columns belong together, instead of trials of one setting.  The
-    first cells are the setting, the configuration, and the number of trials.
+    There is one row for each configuration in each setting.  With ``keys``, there is one row for each configuration and
+    each combination of values in these columns.  The first cells are the setting, the configuration, and the number of
+    trials.
     """
     for _, setting in groups(table, list(keys or ("setting",))):
         for configuration, trials in by_configuration(setting):
