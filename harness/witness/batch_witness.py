@@ -31,7 +31,7 @@ _SEARCHED: Final = 64 * 2**20  # bytes of the largest training part that is sear
 
 
 class BatchWitness:
-    """Computes the batches that any rank of a trial must read, with code that is independent of the data set's."""
+    """Computes the batches that any rank of a trial must read, independently of the data set's own code."""
 
     def __init__(self, trial: Trial, dataset: Dataset) -> None:
         self._trial, self._dataset = trial, dataset
@@ -80,8 +80,8 @@ def shared_split(dataset: Dataset) -> str | None:
     """Return a sentence if the validation part of a data set is also part of its training data; else None.
 
     The two parts must not be the same object, and must not share memory.  In a text, a few windows of the validation
-    part are also searched for in the training part, unless the training part has more than 64 MiB.  All of them must be
-    found before it is a fault.
+    part are also searched for in the training part, unless the training part has more than 64 MiB.  It is a fault only
+    if all of them are found.
 
     Equal windows prove nothing if the training part repeats itself.  To find out whether it does, a few of its own
     windows are searched for in it.  If one of them occurs twice, the result of the search is ignored.
