@@ -1,10 +1,13 @@
-"""Chooses the codecs of an engine's units anew every few steps, within the bit budget of the policy.
+"""Chooses a codec for the messages of each unit every few steps, so that all units together keep to a bit budget.
 
-Before a choice, the errors of all candidate codecs are measured for one step.  In the passes of this step, every
-candidate encodes the gradients that the hop between nodes encodes, and its squared errors are added up.  After the
-optimizer's step, every candidate encodes the masters, and its squared errors are added up too.  One exchange then gives
-every rank the sums of all ranks.  Each rank adds these sums in rank order, so that all ranks choose by equal numbers.
-:mod:`impl.plan.bit_budget` chooses.
+The policy's bit budget limits the mean number of bits that each element of weights or gradients may take between nodes.
+The codecs are chosen so that the sum of their errors is small within this limit (:mod:`impl.plan.bit_budget`).
+
+Before a choice, the errors of all candidate codecs are measured for one step.  In the passes of this step, whenever the
+hop between nodes encodes gradients, every candidate encodes the same values, and its squared errors are added up.
+After the optimizer's step, every candidate encodes the masters, and its squared errors are added up too.  One exchange
+then gives every rank the sums of all ranks.  Each rank adds them in rank order, so that all ranks choose by equal
+numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from impl.unit.unit import Unit
 class _Choice:
     """The codecs chosen for weights or for gradients, and the errors measured for the next choice.
 
-    ``share`` is the part of the budget for weights, or for gradients.
+    ``share`` has the limit of bits for weights or for gradients, with the candidate codecs and the units.
     """
 
     share: Share
@@ -41,11 +44,11 @@ class _Choice:
 
 
 class Renewal(Observer):
-    """Measures the errors of candidate codecs, and chooses the codecs of one engine's units on one rank.
+    """Measures the errors of candidate codecs, and chooses a codec for each unit of one engine, on one rank.
 
     Raises:
-        PolicyError: if the policy's own codecs, with which training begins, exceed the budget; or if all units are
-            frozen or persistent.
+        PolicyError: if the policy's own codecs, with which training begins, take more bits than the budget allows; or
+            if there is no codec to choose, because all units are frozen or persistent.
     """
 
     def __init__(self, budget: BitBudget, units: Sequence[Unit], context: UnitContext) -> None:
@@ -65,7 +68,8 @@ class Renewal(Observer):
     def _observe(self) -> None:
         """Measure errors in the coming step if a choice of codecs follows it; otherwise stop measuring.
 
-        If the budget has codecs of gradients, :meth:`encoded` is called in such a step for each encoded gradient.
+        In such a step, if the budget limits the bits of gradients, reductions call :meth:`encoded` for the gradients
+        that they encode.
         """
         due = self._clock.step % self._every == 0
         if due or self._measuring:
@@ -77,7 +81,8 @@ class Renewal(Observer):
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
         """Add the squared errors of every candidate codec on ``values`` (..., S) to the sums of ``unit``.
 
-        A reduction calls this for each hop that encodes ``values``.  Only the hop between nodes counts.
+        A reduction calls this for each hop, with the ``values`` that the hop encodes.  All hops are ignored except the
+        hop between nodes.
         """
         del frames
         for choice in self._choices:
@@ -91,7 +96,7 @@ class Renewal(Observer):
         self._squares.zero_()
 
     def stepped(self) -> None:
-        """Note that an optimizer has stepped; choose codecs anew if errors were measured in this step.
+        """Note that an optimizer has stepped; if errors were measured in this step, choose codecs by these errors.
 
         All ranks must call it.
         """
@@ -136,9 +141,9 @@ class Renewal(Observer):
         choice.chosen = chosen
 
     def state(self) -> Tensor:
-        """Return what a resumed run needs, (n,) fp64.
+        """Return what a resumed run needs to choose codecs as this run would, (n,) fp64.
 
-        First come the indices of the units' codecs among the candidates, then the sums of squared errors.
+        First come the indices of the units' present codecs among the candidates, then the sums of squared errors.
         """
         indices = [float(index) for choice in self._choices for index in choice.chosen]
         return torch.cat([torch.tensor(indices, dtype=torch.float64), self._squares.cpu()])

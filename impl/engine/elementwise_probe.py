@@ -1,9 +1,9 @@
-"""Tests, with a few steps on small tensors, whether an optimizer may step shards: whether it is elementwise.
+"""Tests, with a few steps on small tensors, whether an optimizer is elementwise, so that it may step shards.
 
-An optimizer of masters sees 1-D pieces of parameters that may be cut at any element.  It must therefore treat
-each element by itself.  To find out, copies of the optimizer take the same steps on a whole tensor, on two
-pieces of this tensor, and on the same elements in other shapes.  If the results differ, training a sharded
-model would follow another algorithm, and the optimizer is refused.
+An optimizer of a sharded model gets 1-D pieces of parameters, which may be cut at any element.  It must therefore step
+each element independently of all others.  To find out, copies of the optimizer take the same steps on a whole tensor,
+on two pieces of this tensor, and on the same elements in other shapes.  If the results differ, the optimizer is
+refused, since on shards it would be another algorithm.
 """
 
 from __future__ import annotations
@@ -61,28 +61,29 @@ def elementwise(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
 
 
 def why_not(optimizer: Optimizer, *, closure: bool = False) -> str | None:
-    """Return why an optimizer must not step shards; None if it may.
+    """Return a text that says why ``optimizer`` must not step shards; None if it may.
 
-    The returned text continues a sentence that begins with the name of the optimizer's class.  The optimizer, the
-    attributes of its class and all random number generators are unchanged afterwards.
+    The text continues a sentence that begins with the name of the optimizer's class, such as "is not elementwise:
+    ...".  The optimizer, the attributes of its class and all random number generators are unchanged afterwards.
 
     Args:
         optimizer: the optimizer, with the states that it has.
-        closure: whether its steps are called with a closure.
+        closure: whether the optimizer's ``step()`` is called with a closure.
     """
     return _why_not(optimizer, closure=closure, every=False)
 
 
 def _why_not(optimizer: Optimizer, *, closure: bool, every: bool) -> str | None:
-    """Do the work of :func:`why_not`.
+    """Test copies of ``optimizer``, and return a text that says why it must not step shards; None if it may.
+
+    If a step raises an error, the test is repeated: first with ``every``; then also with a closure, if the optimizer's
+    ``step()`` has an argument ``closure``.
 
     Args:
-        optimizer: as in :func:`why_not`.
-        closure: as in :func:`why_not`.
-        every: whether the copies of the optimizer step a probe for every tensor of each parameter group, or only for
-            the first two tensors of each group.  If a step raises an error without ``every``, the test is repeated
-            with ``every``.  If a step raises an error again, and the optimizer's ``step()`` has an argument
-            ``closure``, the test is repeated with a closure.
+        optimizer: the optimizer, with the states that it has.
+        closure: whether the steps are called with a closure.
+        every: whether a copy steps small tensors in place of all tensors of each parameter group.  Otherwise it steps
+            only two for each group, which is faster.
     """
     wrong = "so on shards it would be another algorithm; use an elementwise optimizer, such as AdamW"
     task = _Task.draw()
@@ -144,9 +145,9 @@ def _way_out(optimizer: Optimizer) -> str:
 
 
 def _same(whole: Tensor, other: Tensor, way: Tensor) -> bool:
-    """Return whether the weights ``whole`` and ``other`` are equal up to rounding, (K, N) each.
+    """Return whether two tensors of weights, ``whole`` and ``other`` (K, N), are equal up to rounding.
 
-    ``way`` (K, N) is the distance that each element has moved so far; the tolerance is a small fraction of it.
+    ``way`` (K, N) is the distance that each element has moved so far.  The tolerance is a small fraction of it.
     """
     equal = (whole == other) | (whole.isnan() & other.isnan())
     near = (whole - other).abs() <= _SLACK * way + 1e-6 * whole.abs()
@@ -162,7 +163,7 @@ def _alike(options: Tensor, others: Tensor) -> bool:
 def bare_step(kind: type[Optimizer]) -> Callable[..., Any]:
     """Return the function ``step`` of an optimizer class without the wrappers that torch has put around it.
 
-    The wrappers would call hooks and import the compiler.
+    The wrappers call the hooks on optimizers' steps, and import torch's compiler.
     """
     step: Any = kind.step
     while hasattr(step, "__wrapped__") and step.__globals__["__name__"] == Optimizer.__module__:
@@ -198,8 +199,8 @@ class _Task(NamedTuple):
 class _Twin:
     """A copy of an optimizer that steps *probes*: small parameters in place of the optimizer's tensors.
 
-    All probes of one copy have the shape ``shape`` and equal values.  These are taken from the weights of ``task``,
-    from element ``first`` on.
+    All probes of one copy have the shape ``shape`` and begin with equal values: elements of the initial weights of
+    ``task``, from element ``first`` on.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class _Twin:
     def options(self) -> Tensor:
         """Return all numbers among the options of the copy's parameter groups, (M,) fp64.
 
-        They are compared too, because some optimizers store numbers there that they adapt while training.
+        The options of two copies are compared too, because some optimizers keep there what they adapt in training.
         """
         groups = self._optimizer.param_groups
         numbers = [value for group in groups for value in group.values() if isinstance(value, int | float)]
@@ -250,16 +251,16 @@ class _Twin:
 
 
 def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> tuple[Any, list[nn.Parameter]]:
-    """Copy an optimizer, with *probes*, which are small parameters, in place of its tensors.
+    """Copy an optimizer; in the copy, small parameters, the *probes*, take the place of the optimizer's tensors.
 
-    Returns the copy and the list of probes.
-    The copy has the same options, attributes and states; only a learning rate of 0 is replaced.
+    Returns the copy and the list of probes.  The copy has the same options, attributes and states, except that a
+    learning rate of 0 is replaced.
 
     Args:
         optimizer: the optimizer.
         start: the initial values of each probe, in the shape of a probe.
-        part: the elements of the task that a probe has.  A state of the shape of a tensor is repeated or cut to the
-            ``NUMEL`` elements of the task, and the probe's state is elements ``part`` of the result.
+        part: which of the ``NUMEL`` elements of the test's tensor a probe has.  A state that has one value for each
+            element is repeated or cut to ``NUMEL`` elements, and the probe gets elements ``part`` of the result.
         every: whether the copy has a probe for every tensor of each parameter group, or only for the first two tensors
             of each group.
     """

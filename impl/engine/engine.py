@@ -1,6 +1,7 @@
 """Defines :class:`Zero`, the engine of a sharded model, with the methods that a training loop calls.
 
-Forward and backward passes need no call: the hooks of :mod:`impl.engine.hooks` gather, reshard and reduce.
+Forward and backward passes need no such call: the hooks of :mod:`impl.engine.hooks` gather and reshard weights, and
+reduce gradients.
 """
 
 from __future__ import annotations
@@ -36,9 +37,12 @@ from impl.unit.unit import Unit
 class Zero:
     """The engine of one sharded model on one rank, made by :func:`impl.zero.shard`.
 
-    ``units`` are the model's units: the root's first, then the persistent ones, then each block's in model order.
-    ``masters`` are this rank's fp32 weights, ``scaler`` has the loss scale, and ``wire.ledger`` has the bytes that this
-    rank has sent.
+    A unit is a group of parameters that are gathered and reduced together.  ``units`` are the model's units, in this
+    order: the root's, which has the parameters outside of all blocks; the persistent unit, whose small parameters stay
+    gathered; one for each block, in model order.  Frozen parameters have units of their own.
+
+    ``masters`` are this rank's fp32 weights, ``scaler`` has the loss scale, and ``wire.ledger`` has the number of bytes
+    that this rank has sent.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], context: UnitContext, hooks: Hooks) -> None:
@@ -115,29 +119,28 @@ class Zero:
     def unsharded(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that counts as one forward pass of the model; all ranks must enter it.
 
-        Use it to compute a loss from weights directly, or to call parts of the model.  Inside, the root's
-        parameters have their values, and other parameters are gathered where they are used.  Inputs are not
-        cast to the compute type.  Call ``backward()`` after the context; to run several backward passes, run
-        them under :meth:`accumulating`.
+        Use it to compute a loss from weights directly, or to call parts of the model.  Inside, parameters outside of
+        all blocks have their values, and other parameters are gathered where they are used.  Inputs are not cast to
+        the compute type.  Call ``backward()`` after the context.  To run several backward passes, run them under
+        :meth:`accumulating`.
         """
         return self.hooks.unsharded()
 
     def finish_backward(self) -> None:
         """End a backward pass that failed on this rank: send the messages that the other ranks wait for.
 
-        A backward pass that does not fail needs no call.  The messages carry the gradients that have arrived, and zeros
-        in place of gradients that have not.  If :meth:`drop_gradients` was called before, the messages carry only
-        zeros.  Afterwards, the mean over all ranks has been added to the masters' gradients.  Inside
-        :meth:`accumulating` nothing is sent.
+        Call it only after a backward pass that raised.  The messages carry the gradients that have arrived so far, and
+        zeros for all others.  If :meth:`drop_gradients` was called before, the messages carry only zeros.  Afterwards,
+        the mean over all ranks has been added to the masters' gradients.  Inside :meth:`accumulating` nothing is sent.
         """
         self.hooks.finish_backward()
 
     @contextlib.contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Context whose passes have no effect on later training, for warm-up and for measuring messages.
+        """Context for passes that must not affect training, such as a warm-up or a measurement of messages.
 
-        On leaving, gradients are dropped, and buffers and the codecs' state are restored.  The next pass gathers all
-        weights anew.
+        On leaving, all gradients are dropped.  Buffers, and what codecs carry from step to step, get the values that
+        they had on entering.  The next pass gathers all weights anew.
 
         Raises:
             ZeroError: if masters have gradients when the context is entered.
@@ -159,11 +162,11 @@ class Zero:
         self.forget_gathered()
 
     def drop_gradients(self) -> None:
-        """Forget local gradients that have not been reduced, from a failed pass or from :meth:`accumulating`.
+        """Forget this rank's gradients that are not reduced yet, from a failed pass or from :meth:`accumulating`.
 
-        The gradient codecs' carried errors are forgotten too, and the next gather sends weights instead of
-        differences.  A forward pass that was interrupted, for example by KeyboardInterrupt, no longer counts as
-        running.
+        The quantisation errors that gradient codecs would add to later gradients (error feedback) are forgotten too.
+        If the policy sends differences of weights, the weights themselves are sent after their next change.  A forward
+        pass that was interrupted, for example by KeyboardInterrupt, no longer counts as running.
         """
         for unit in self.units:
             unit.weight_gather.distrust()
@@ -176,12 +179,12 @@ class Zero:
     ) -> Stepped:
         """Undo the loss scale, clip gradients and step the optimizers.
 
-        With a loss scale, call ``backward()`` on what ``scaler.scaled(loss)`` returns.  If the gradients then overflow
-        on any rank, all ranks clear the gradients and skip the step.
+        With a loss scale, call ``backward()`` on the result of ``scaler.scaled(loss)``.  If gradients then overflow on
+        any rank, all ranks clear their gradients and skip the step.
 
-        If the optimizers hold masters of several models, these models step together: their mean gradients have one
-        joint norm, and their loss scales must be equal.  A loss to which several of these models contribute may be
-        scaled by the scaler of any of them.
+        If the optimizers hold masters of several models, these models step together: the norm is that of the gradients
+        of all these models, taken as one vector, and their loss scales must be equal.  A loss that is computed with
+        several of these models is scaled once, by the scaler of any of them.
 
         Args:
             optimizers: the optimizers to step.  With a loss scale, pass all optimizers that hold masters with
@@ -195,9 +198,13 @@ class Zero:
 
         Raises:
             LossScaleError: if gradients overflow at the smallest dynamic loss scale.
-            ZeroError: if the models cannot step together.  With a loss scale or ``max_norm``, also if an optimizer
-                holds tensors of no sharded model that have gradients.  With a loss scale, also if an optimizer is
-                missing, or if a loss was not scaled.
+            ZeroError: in each of these cases:
+
+                - the models cannot step together, for example because they are on different ranks;
+                - with a loss scale or ``max_norm``: an optimizer also holds tensors that have gradients and belong to
+                  no sharded model;
+                - with a loss scale: masters have gradients, but none of the given optimizers holds them;
+                - with a loss scale: ``backward()`` was called on a loss that was not scaled.
         """
         together = self._together("step()", optimizers, max_norm=max_norm)
         norm: float | None = None
@@ -237,10 +244,14 @@ class Zero:
             max_norm: the norm to which the call clips; None if it does not clip.
 
         Raises:
-            ZeroError: if the optimizers hold only masters of other engines; if the models are on different ranks, or
-                have different loss scales; or if a model has a loss scale and its loss was not scaled.  With a loss
-                scale or ``max_norm``, also if an optimizer holds tensors of no sharded model that have gradients.  With
-                a loss scale, also if the optimizers do not hold all masters that have gradients.
+            ZeroError: in each of these cases:
+
+                - the optimizers hold only masters of other engines;
+                - the models are on different ranks, or have different loss scales;
+                - a model has a loss scale, and its loss was not scaled;
+                - with a loss scale or ``max_norm``: an optimizer also holds tensors that have gradients and belong to
+                  no sharded model;
+                - with a loss scale: the optimizers do not hold all masters that have gradients.
         """
         together = engines_of(optimizers) or [self]
         if self not in together:
@@ -270,7 +281,7 @@ class Zero:
             if count := sum(id(tensor) not in sharded for tensor in others):
                 left = "keep the loss scale" if scaled else "not be clipped"
                 raise ZeroError(
-                    f"{call} got optimizers that also hold {count} tensors of no sharded model, whose "
+                    f"{call} got optimizers that also hold {count} tensors outside of any sharded model, whose "
                     f"gradients would {left}: give these tensors an optimizer of their own"
                 )
             if scaled:
@@ -281,16 +292,16 @@ class Zero:
         return together
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Compute the global norm () fp64 of the mean gradient; the norm may be NaN or infinite.
+        """Compute the global norm () fp64 of the model's mean gradient; the norm may be NaN or infinite.
 
-        All ranks must call this, and all get the same bits.  With local steps each group of ranks has its own mean
-        gradient, and the norm is the same inside a group only.
+        All ranks must call this, and all get the same bits.  There is one exception: with local steps (DiLoCo), each
+        group of ranks has a mean gradient of its own, and only the ranks of one group get the same norm.
 
         Args:
             norm_type: the p of the p-norm, above 0 and at most 8, or ``inf``.
 
         Raises:
-            ZeroError: for another ``norm_type``; after a backward pass that failed; while gradients of
+            ZeroError: if ``norm_type`` is out of range, if a backward pass failed, or if gradients of
                 :meth:`accumulating` are not reduced yet.
         """
         self.hooks.check_finished("grad_norm()")
@@ -312,15 +323,21 @@ class Zero:
         Args:
             max_norm: the largest norm that the gradients may have afterwards.
             norm_type: the p of the p-norm, as for :meth:`grad_norm`.
-            optimizers: if given, the gradients of all models whose masters these optimizers hold are scaled by the
-                joint norm of these models; otherwise only this model's gradients are scaled.
+            optimizers: optimizers that may hold masters of several models.  If given, the gradients of all these models
+                are scaled by one factor, and the norm is that of all these gradients, taken as one vector.  Otherwise
+                only this model's gradients are scaled.
 
         Returns:
             () fp64, the norm before scaling.
 
         Raises:
-            ZeroError: if the policy has a loss scale; :meth:`step` clips then.  Also as :meth:`grad_norm`, and if the
-                gradients of the optimizers' models cannot be clipped together.
+            ZeroError: in each of these cases:
+
+                - the policy has a loss scale; pass ``max_norm`` to :meth:`step` instead;
+                - ``norm_type`` is out of range, a backward pass failed, or gradients of :meth:`accumulating` are not
+                  reduced yet;
+                - the models of ``optimizers`` cannot be clipped together, for example because they are on different
+                  ranks.
         """
         if self.policy.loss_scale is not None:
             raise ZeroError(
@@ -330,16 +347,17 @@ class Zero:
         together = self._together("clip_grad_norm_()", optimizers, max_norm=max_norm)
         norm = _joint_norm("clip_grad_norm_()", together, norm_type)
         for engine in together:
-            # isfinite() makes the host wait for the device, so it is read only where errors are carried.
+            # isfinite() makes the host wait for the device, so it is called only with error feedback.
             if engine.current_policy.feedback is not None and not norm.isfinite():
                 engine._forget_overflow()  # noqa: SLF001
             engine.masters.scale_gradients(clip_factor(norm, max_norm).float())
         return norm
 
     def _forget_overflow(self) -> None:
-        """Drop the errors that codecs carry and the errors measured for the bit budget, after an overflow.
+        """After an overflow, forget all quantisation errors of the overflowed gradients, which no optimizer will use.
 
-        The gradients that these errors come from are not used.
+        These are the errors that error feedback would add to later gradients, and the errors that were measured to
+        choose codecs (the policy's bit budget).  The objects of users' own reductions are constructed anew.
         """
         for unit in self.units:
             unit.reduction.clear_feedback()
@@ -348,12 +366,12 @@ class Zero:
         self._forget_measured()
 
     def _forget_measured(self) -> None:
-        """Drop the codec errors measured for the bit budget, since the gradients that were measured are not used."""
+        """Forget the errors that were measured to choose codecs (bit budget), since their gradients are not used."""
         if self.renewal is not None:
             self.renewal.forget()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the masters' gradients; ``model.zero_grad()`` calls this."""
+        """Clear the masters' gradients; without ``set_to_none``, set them to 0.  ``model.zero_grad()`` calls this."""
         for master in self.masters:
             if set_to_none:
                 master.grad = None
@@ -367,9 +385,12 @@ class Zero:
     def weights_changed(self) -> None:
         """Drop all copies of the weights, because masters were written; all ranks must call it.
 
-        Optimizer steps need no call, nor do writes that increment torch's version counter.  Writes through ``.data``
-        need a call if hpZ, a stage below 3, a persistent unit or offload keeps copies of the weights.  If the call is
-        missing, a pass that would use such a copy raises an error.
+        Call it after you have written masters through ``.data``, if the engine keeps copies of weights.  It keeps them
+        with hpZ, below stage 3, with offload, and for small parameters that stay gathered (the persistent unit).  If
+        the call is missing, a pass that would use an old copy raises an error.
+
+        Optimizer steps need no call.  Writes that increment torch's version counter, such as ``p.copy_()``, need none
+        either.
         """
         for unit in self.units:
             unit.weights_changed()
@@ -382,7 +403,7 @@ class Zero:
     def optimizer_stepped(self, held: set[int]) -> None:
         """Note that an optimizer has stepped; steps of several optimizers after one backward pass count as one.
 
-        ``held`` are the :func:`id` of the optimizer's tensors.
+        ``held`` has the :func:`id` of each tensor that the optimizer holds.
         """
         first = self.clock.micro_batch > 0
         if first:
@@ -401,13 +422,13 @@ class Zero:
 
     @property
     def current_policy(self) -> Policy:
-        """The policy that holds in the present step: one of ``policy.phases``.  It has no schedule."""
+        """The policy of the present step.  A schedule changes between the policies ``policy.phases``; this is one."""
         return self.policy.phases[self._phase]
 
     def follow_schedule(self, step: int) -> None:
-        """Change to the phase of the policy's schedule that holds after ``step`` optimizer steps.
+        """Change to the policy that the schedule names for the time after ``step`` optimizer steps.
 
-        All ranks must call it, between passes.
+        Does nothing if it is the present policy.  All ranks must call it, between passes.
         """
         number = self.policy.phase_at(step)
         if number != self._phase:
@@ -418,10 +439,15 @@ class Zero:
     def communication_state(self) -> dict[str, Tensor]:
         """Return the state that this rank's messages depend on, in addition to weights and gradients.
 
-        It has the numbers of the step and of the micro-batch, the carried errors, the copies from which differences of
-        weights are taken, the state of users' methods, the anchors and momenta of outer steps, and the codecs that a
-        budget has chosen.  A run that loads it together with masters and optimizer state continues bit for bit, on the
-        same topology and with the same policy.
+        A run that loads it together with masters and optimizer state continues bit for bit, on the same topology and
+        with the same policy.  The state has, as far as the policy needs them:
+
+        - the numbers of the step and of the micro-batch;
+        - the quantisation errors that error feedback adds to later gradients;
+        - the copies of weights from which differences are taken;
+        - the state of users' own reductions and gathers;
+        - the anchors and momenta of outer steps (DiLoCo);
+        - the codecs that a bit budget has chosen.
         """
         state = {"step": torch.tensor(self.clock.step), "micro_batch": torch.tensor(self.clock.micro_batch)}
         if self.renewal is not None:
@@ -432,10 +458,12 @@ class Zero:
         return state
 
     def load_communication_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a :meth:`communication_state` of the same rank, topology and policy.
+        """Continue from a ``state`` that :meth:`communication_state` has returned on this rank.
+
+        Topology and policy must be the same as then.
 
         Raises:
-            ZeroError: if the state does not fit; the engine is then unchanged.
+            ZeroError: if the names, shapes or types in the state do not fit; the engine is then unchanged.
         """
         unit_states: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for key, tensor in state.items():
@@ -478,7 +506,7 @@ class Zero:
             rank0_only: whether only rank 0 of the mesh gets the state dict; on all other ranks the result is empty.
             device: the device of the result; None for the device of the mesh.
             dtype: the type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
-            allow_overflow: whether finite values beyond the largest of ``dtype`` may become infinite.
+            allow_overflow: whether a finite value that is too large for ``dtype`` may become infinite.
 
         Raises:
             ZeroError: on all ranks, if finite values would become infinite and ``allow_overflow`` is False; the
@@ -502,9 +530,13 @@ class Zero:
         Parameters may be in any floating-point type and any memory layout.
 
         Raises:
-            ZeroError: before anything is changed, in each of these cases: names or shapes differ; parameters that
-                the model ties have different values; a tensor has no data; or the model's type cannot hold a value,
-                such as a complex number, a finite value beyond fp32, or an integer that fp32 would round.
+            ZeroError: before anything is changed, in each of these cases:
+
+                - names or shapes differ from the model's;
+                - parameters that the model ties have different values;
+                - a tensor has no data;
+                - the model's type cannot hold a value, such as a complex number, a finite value beyond fp32, or an
+                  integer that fp32 would round.
         """
         self.hooks.check_parameters()
         self.check_hidden("load_full_state_dict()")
@@ -513,7 +545,7 @@ class Zero:
         state_dict.load_full_state_dict(self.model, self.units, state)
 
     # The four hooks of model.state_dict() and model.load_state_dict(), which torch's get_model_state_dict() and
-    # set_model_state_dict() call.  They do nothing if GatheredParameters shows all parameters of the model.
+    # set_model_state_dict() call.  They do nothing if all parameters of the model are in an open GatheredParameters.
 
     def _before_state_dict(self, model: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Make buffers equal on all ranks, before ``state_dict()`` collects them.
@@ -557,19 +589,20 @@ class Zero:
         report.missing_keys[:] = [name for name in report.missing_keys if name not in self._loaded]
 
     def _all_shown(self) -> bool:
-        """Return whether GatheredParameters shows all parameters of the model."""
+        """Return whether all parameters of the model are in an open GatheredParameters context."""
         return all(len(unit.flat.shown) == len(unit.members) for unit in self.units)
 
     def memory(self) -> dict[str, int]:
-        """Return, for each part of the memory of this rank's engine, the most bytes that were held at one time so far.
+        """Return the peak memory of this rank's engine so far, in bytes, for each part of the memory.
 
-        A part has a name, such as ``masters``; :func:`impl.plan.memory.memory` predicts the bytes under the same names.
+        The parts have names, such as ``masters`` or ``gathered``.  :func:`impl.plan.memory.memory` predicts the bytes
+        under the same names.
         """
         messages = {"messages": self.wire.message_bytes} if self.wire.streams else {}
         return self._meter.peak | messages
 
     def copied(self) -> dict[CopyKey, int]:
-        """Return the number of bytes that were copied between host and device so far, for each kind of copy.
+        """Return how many bytes this rank has copied between host and device so far, by direction, purpose and unit.
 
         :func:`impl.plan.traffic.predict` predicts the same numbers.
         """
@@ -578,9 +611,9 @@ class Zero:
     # Refusals
 
     def check_hidden(self, call: str) -> None:
-        """Raise a ZeroError if GatheredParameters shows parameters of the model.
+        """Raise a ZeroError if parameters of the model are in an open GatheredParameters context.
 
-        ``call`` is the name of the call that would write weights; leaving the context would undo the write.
+        Leaving the context would undo writes to weights.  ``call`` is the name of the call that would write them.
         """
         for unit in self.units:
             if unit.flat.shown:
@@ -600,7 +633,7 @@ def _joint_norm(call: str, together: Sequence[Zero], norm_type: float) -> Tensor
 
 
 def describe(zero: Zero) -> dict[str, Any]:
-    """Return the algorithms, transports and kernels that an engine has used, for a trial's record."""
+    """Return which algorithms, transports and kernels an engine uses, by name, for the record of a benchmark's run."""
     policy, device, units = zero.policy, zero.wire.mesh.device, zero.units
     facts: dict[str, Any] = {
         "stage": policy.stage,
@@ -638,7 +671,7 @@ class Owner(NamedTuple):
 
 
 def find(parameter: Tensor) -> Owner | None:
-    """Return the owner of a sharded ``parameter``, or None if it is not sharded.
+    """Return the engine and the unit to which a sharded ``parameter`` belongs; None if it is not sharded.
 
     Raises:
         ZeroError: if the parameter's engine no longer exists.

@@ -1,16 +1,17 @@
 """Runs the engine inside a training step, with hooks on modules and on gradients.
 
-The hooks are installed once, when the model is sharded.  In a step they run in this order:
+The hooks are installed once, when the model is sharded.  A unit is a group of parameters that are gathered and reduced
+together, such as those of a block.  In a step the hooks run in this order:
 
 1. *Before a module runs* (``_pre_forward``), check the model, cast inputs, and gather the module's units.
 2. *After a module has run* (``_post_forward``), reshard its units, and register hooks on its outputs.
 3. *When the gradient of an output arrives* (:meth:`Hooks.pre_backward`), gather the module's units again.
-4. *When the gradient of a parameter arrives* (:meth:`Hooks.collect_gradient`), hand it to the unit's reduction;
-   after the last one, reshard the unit, and start the reductions that are ready.
+4. *When the gradient of a parameter arrives* (:meth:`Hooks.collect_gradient`), give it to the unit's reduction.  After
+   the unit's last gradient, reshard the unit, and start all reductions that are ready.
 5. *When autograd has finished* (``_end_backward``), finish all reductions.
 
-Hooks that autograd keeps hold the engine weakly, because Python's garbage collector cannot see them: a strong
-reference would keep engine and model alive for ever.
+Autograd keeps some of these hooks.  Such a hook holds the engine weakly.  If it held the engine strongly, engine and
+model would stay alive for ever, because Python's garbage collector cannot see what autograd keeps.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ class Hooks:
 
     Args:
         model: the sharded model.
-        units: the model's units: the root's first, then the persistent ones, then each block's in model order.
-        modules: for each unit, the module for whose passes the unit is gathered.
-        context: the objects that the units share, such as the wire.
+        units: the model's units: first the root's, which has the parameters outside of blocks; then the persistent one,
+            whose small parameters stay gathered; then one for each block, in model order.
+        modules: for each unit, the module before whose passes the unit is gathered.
+        context: the objects that the units share, such as the wire, which sends messages, and the policy.
         casts_inputs: whether floating-point inputs of the hooked modules are cast to the compute type.
     """
 
@@ -120,14 +122,15 @@ class Hooks:
         changed = None
         if (dtype := self._input_dtype) is not None:
             changed = args, kwargs = cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
-        # Activation checkpointing recomputes a block: its weights must be there, and nothing else is due.
+        # Activation checkpointing recomputes this module in backward: gather its weights, and do nothing else.
         if again:
             for unit in units:
                 if unit.policy.planes != 1:
                     raise ZeroError(
-                        f"unit {unit.geometry.name!r} runs again in the backward pass, where planes = "
-                        f"{unit.policy.planes!r} decodes the plane of columns, but the recomputation needs the plane "
-                        "of rows: use planes = 1, or no activation checkpointing"
+                        f"unit {unit.geometry.name!r} is recomputed in the backward pass (activation checkpointing), "
+                        f"which planes={unit.policy.planes!r} does not support: backward gathers weights quantised by "
+                        "columns, but the recomputed forward needs weights quantised by rows; set planes=1, or turn "
+                        "activation checkpointing off"
                     )
                 unit.all_gather("backward")
             return changed
@@ -169,9 +172,9 @@ class Hooks:
             self._seen = []
 
     def _warn_of_autocast(self) -> None:
-        """Warn once if autocast casts every gathered weight to another type.
+        """Warn if autocast casts every gathered weight to another type than the policy's compute type.
 
-        Autocast keeps these casts until backward, and resharding cannot free them.
+        Autocast keeps the casts until backward, so resharding cannot free them.  The warning is given once, on rank 0.
         """
         mesh, compute = self._context.wire.mesh, DTYPES[self._context.policy.compute]
         cast = torch.get_autocast_dtype(mesh.device.type)
@@ -196,8 +199,8 @@ class Hooks:
     def _check_attached(self) -> bool:
         """Raise a ZeroError if a parameter was added to the model after shard().
 
-        Returns whether modules, buffers or parameters without elements have been added or removed since the
-        last call.
+        Returns whether modules, buffers, or parameters without elements have been added to the model or removed from it
+        since the last call.
         """
         for part, children, *names in self._parts:
             if part._modules != children or [list(part._parameters), list(part._buffers)] != names:  # noqa: SLF001
@@ -244,8 +247,8 @@ class Hooks:
     def _backward_follows(self, outputs: Sequence[Tensor], units: Sequence[Unit]) -> bool:
         """Return whether a backward pass from ``outputs`` may follow this forward pass.
 
-        Returns False if autograd is off or no output needs a gradient.  Returns False also if a user has written
-        weights of ``units`` that stay gathered for backward, since the forward pass then ends with an error.
+        Returns False in three cases: autograd is off; no output needs a gradient; or a user has written weights of
+        ``units`` that stay gathered for backward, since the forward pass then ends with an error.
         """
         if not torch.is_grad_enabled():
             return False
@@ -263,9 +266,10 @@ class Hooks:
     def _end_forward(self, outputs: Collection[int], *, backward: bool) -> None:
         """End a forward pass of the model: reshard the units that are still gathered.
 
-        A unit is still gathered here if it was gathered before its use and then not used, or if it was used outside of
-        its module.  In stage 3, the order in which units ran in the first forward pass becomes the order for all later
-        passes.
+        A unit is still gathered here if it was prefetched and then not used, or if it was used outside of its module.
+
+        In stage 3, after the first forward pass, the order in which units ran becomes the order in which later passes
+        expect them, for example to prefetch the next unit.
 
         Args:
             outputs: the memory addresses of the tensors that the model has returned.
@@ -295,16 +299,16 @@ class Hooks:
                     unit.reshard()
 
     def _follow_order(self) -> None:
-        """Make reductions start in the order in which the schedule expects gradients to be complete."""
+        """Make reductions start in the order in which units are expected to get their last gradient."""
         order = self._passes.schedule.reduction_order
         self.reductions.follow([self._units[index].reduction for index in order])
 
     # Backward
 
     def _weakly(self, event: Callable[..., None], *args: Any, needed: bool = False) -> Callable[[Any], None]:
-        """Return a hook for autograd that calls ``event(hooks, *args)`` but does not keep the engine alive.
+        """Return a hook for autograd that calls ``event(self, *args)``, but does not keep this engine alive.
 
-        If the engine is gone when the hook runs, the hook does nothing; with ``needed`` it raises a ZeroError.
+        If the engine no longer exists when the hook runs, the hook does nothing; with ``needed`` it raises a ZeroError.
         """
         reference = weakref.ref(self)
 
@@ -330,8 +334,9 @@ class Hooks:
             tensors += (value,) if isinstance(value, Tensor) else tensors_in(value)
         # No hooks on leaves: a leaf outlives the pass, and so would its hook.
         tensors = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        # If no input needs a gradient, autograd never calls the hook.  One input is then counted whose gradient never
-        # arrives, so that the gradients of other calls of the module do not reshard it before this call's backward.
+        # If no input needs a gradient, autograd never calls the hook.  Then count one input whose gradient never
+        # arrives: otherwise the gradients of another call of the module could reshard it before the backward of this
+        # call.
         self._inputs_left[module] = self._inputs_left.get(module, 0) + (len(tensors) or 1)
         # torch's register_multi_grad_hook() would keep the graph alive, and through it the engine.
         hook = self._weakly(Hooks.reshard_unused, module)
@@ -353,9 +358,9 @@ class Hooks:
     def collect_gradient(self, index: int, number: int) -> None:
         """Collect the gradient that has arrived at parameter ``number`` of unit ``index``.
 
-        If it is the first gradient of a block, the reductions under way post their next hops.  If it is the last
-        gradient of the unit, the unit is resharded, and all reductions that are ready start.  In a pass that only
-        accumulates, no reduction starts.
+        A unit's first gradient in a pass is a good time to continue the reductions of other units: if the unit belongs
+        to a block, these post their next messages.  After a unit's last gradient, the unit is resharded, and all
+        reductions that are ready start, unless the pass only accumulates.
         """
         if not self._passes.in_backward:
             self._begin_backward()
@@ -370,10 +375,11 @@ class Hooks:
     def collect_outside(self, index: int, number: int) -> None:
         """Collect the gradient that has arrived at the placeholder of parameter ``number`` of unit ``index``.
 
-        A gradient arrives at a placeholder if the placeholder was passed to an ``autograd.Function``.
+        A placeholder is the parameter without values that modules hold while the unit is sharded.  It gets a gradient
+        if it was passed to an ``autograd.Function``.
 
         Raises:
-            ZeroError: if GatheredParameters shows the parameter.
+            ZeroError: if the parameter is in an open GatheredParameters context.
         """
         unit = self._units[index]
         if number in unit.flat.shown:
@@ -414,7 +420,7 @@ class Hooks:
         """End a backward pass: finish its reductions, and end the use of all units' weights (:meth:`Unit.end_use`).
 
         Reductions that have not started are started first, unless the pass only accumulates.  Autograd calls this
-        method after the pass.
+        method after the last gradient.
         """
         passes, context = self._passes, self._context
         self.reductions.finish(start=not passes.accumulating)
@@ -436,14 +442,17 @@ class Hooks:
             context.wire.check_order()
 
     def finish_backward(self) -> None:
-        """End a backward pass that failed on this rank; see :meth:`impl.engine.engine.Zero.finish_backward`."""
+        """End a backward pass that failed on this rank, by sending the messages that the other ranks wait for.
+
+        Nothing happens if no backward pass has begun.  See :meth:`impl.engine.engine.Zero.finish_backward`.
+        """
         if self._passes.in_backward:
             self._end_backward()
 
     def check_finished(self, call: str) -> None:
         """Raise a ZeroError if a backward pass has not ended, or if local gradients are not reduced yet.
 
-        ``call`` is the name of the call that is refused.
+        ``call`` is the name of the method that may not be called then, for the error message.
         """
         if self._passes.in_backward:
             raise ZeroError(
@@ -479,7 +488,10 @@ class Hooks:
 
     @contextlib.contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Context that counts as a forward pass of the model; see :meth:`impl.engine.engine.Zero.unsharded`."""
+        """Context that counts as one forward pass of the model, so that its weights can be used in the body.
+
+        See :meth:`impl.engine.engine.Zero.unsharded`.
+        """
         try:
             with self._context.wire.calling("unsharded()"):
                 self._pre_forward(self._model, (), {})
@@ -489,7 +501,10 @@ class Hooks:
             self._post_forward(self._model, (), {}, None)
 
     def drop(self) -> None:
-        """Forget a pass that failed, and its gradients; see :meth:`impl.engine.engine.Zero.drop_gradients`."""
+        """Forget a pass that failed, and all gradients that are not reduced yet.
+
+        See :meth:`impl.engine.engine.Zero.drop_gradients`.
+        """
         self._passes.running = 0
         self._passes.written.clear()
         self.saved.leave_all()
@@ -498,7 +513,10 @@ class Hooks:
             unit.drop_gradients()
 
     def check_idle(self, call: str) -> None:
-        """Raise a ZeroError inside a forward or backward pass; ``call`` is the name of the call that is refused."""
+        """Raise a ZeroError if a forward or backward pass is running.
+
+        ``call`` is the name of the method that may not be called then, for the error message.
+        """
         if self._passes.running or recomputing():
             raise ZeroError(
                 f"{call} inside a forward or backward pass is refused, since the pass itself gathers the weights that "

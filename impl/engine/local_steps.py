@@ -1,7 +1,8 @@
-"""Takes the outer steps of a model's units after the optimizer steps at which they are due.
+"""Takes outer steps (DiLoCo): the exchanges in which groups of ranks average what they have trained apart.
 
-:mod:`impl.plan.local_steps` says after which steps a unit is due, and :mod:`impl.unit.outer_step` what an outer step
-does.
+With local steps, each group of ranks trains by itself, and an outer step follows after every few optimizer steps.
+:mod:`impl.plan.local_steps` says after which optimizer steps the outer step of a unit is due.
+:mod:`impl.unit.outer_step` takes the outer step of one unit.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from impl.unit.unit import Unit
 class LocalSteps:
     """Takes the outer steps of one model on one rank, after the optimizer steps at which they are due.
 
-    Between two outer steps, the optimizer steps each group of ranks apart from the other groups.  In an outer step, the
-    groups average how far their weights have moved since the last outer step, and continue from the same weights.
+    Between two outer steps, each group of ranks trains by itself, without messages to other groups.  In an outer step,
+    the groups average how far their weights have moved since the last outer step, and continue from the same weights.
     """
 
     def __init__(self, policy: Policy, units: Sequence[Unit], masters: Masters) -> None:
@@ -30,9 +31,9 @@ class LocalSteps:
         self._waiting = False
 
     def stepped(self, step: int, *, first: bool) -> None:
-        """Note that an optimizer has stepped.
+        """Note that an optimizer has stepped; take the outer steps that are due if it was the last optimizer to step.
 
-        Once optimizers have stepped all masters that have gradients, take the outer steps that are due.
+        It was the last one if no master with a gradient is left that no optimizer has stepped since the backward pass.
 
         Args:
             step: the number of optimizer steps so far.

@@ -1,8 +1,8 @@
-"""Hands this rank's masters to optimizers, computes the norm of their gradients, and keeps fp16's loss scale.
+"""Hands this rank's masters (fp32 weights) to optimizers, computes gradient norms, and keeps the loss scale.
 
-With a loss scale, the scale is removed from the mean gradients in the fp32 shards.  A step whose gradients
-overflow is skipped on all ranks.  Ranks detect an overflow by the global norm of the gradients: after an overflow
-the norm is infinite or NaN, whichever codec sent the gradients, and it has the same bits on all ranks.
+If the policy has a loss scale, as for fp16, the scale is divided out of the mean gradients in the fp32 shards.  A step
+whose gradients overflow is skipped on all ranks.  Ranks detect an overflow by the global norm of the gradients: after
+an overflow, the norm is infinite or NaN, whichever codec sent the gradients, and it has the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class Masters:
         return iter(self._all)
 
     def groups(self, options: Mapping[int, Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-        """Return the masters as parameter groups for an optimizer; see :meth:`impl.engine.engine.Zero.param_groups`.
+        """Return this rank's masters as parameter groups for an optimizer, one dict for each group and device.
 
-        ``options`` maps the number of a group to the options of this group, such as ``{0: {"lr": 1e-3}}``.
+        ``options`` maps the number of a group to the options of this group, such as ``{0: {"lr": 1e-3}}``.  See
+        :meth:`impl.engine.engine.Zero.param_groups`.
 
         Raises:
             ZeroError: if ``options`` is not such a mapping.
@@ -77,10 +78,10 @@ class Masters:
             gradient.mul_(factors[device])
 
     def norm(self, wire: Wire, policy: Policy, norm_type: float = 2.0) -> Tensor:
-        """Compute the global norm () fp64 of the gradients; see :meth:`impl.engine.engine.Zero.grad_norm`.
+        """Compute the global norm () fp64 of the mean gradient, over the shards of all ranks.
 
-        All ranks must call it.  If ``policy`` has local steps, each group of ranks computes a norm of its own.
-        ``norm_type`` is the p of the p-norm.
+        All ranks must call it, and get the same bits.  If ``policy`` has local steps (DiLoCo), each group of ranks
+        computes a norm of its own.  ``norm_type`` is the p of the p-norm.
 
         Raises:
             ZeroError: if ``norm_type`` is neither ``inf`` nor above 0 and at most :data:`LARGEST_POWER`.
@@ -165,14 +166,14 @@ class LossScaleError(ArithmeticError):
     """Gradients overflow although the loss scale is the smallest that the policy allows."""
 
 
-# The loss scale of each backward pass, by the number that autograd gives the pass.  When the scaler of one model
-# scales a loss of several models, the scalers of the others find the scale here.
+# The loss scale of each backward pass; the keys are the numbers that autograd gives the passes.  If a loss is computed
+# with several models, one model's scaler scales it, and the other models' scalers find the scale here.
 _scales: dict[int, float] = {}
 _PASSES: Final = 1 << 14  # how many passes are remembered: more than run at once in all threads
 
 
 def _autograd_pass() -> int:
-    """Return autograd's number of the backward pass that runs in this thread; -1 if no pass runs."""
+    """Return the number that autograd has given the backward pass of this thread; -1 if no backward pass is running."""
     return torch._C._current_graph_task_id()  # noqa: SLF001  # there is no public function for it
 
 
@@ -203,13 +204,13 @@ class LossScaler:
             _scales.pop(min(_scales), None)
 
     def passed(self) -> None:
-        """Note that a backward pass has ended; count the pass if there is a loss scale and the loss was not scaled."""
+        """Note that a backward pass has ended; count it if the loss scale is not 1 and its loss was not scaled."""
         reached = self._reached or _scales.get(_autograd_pass()) == self.scale
         self._unscaled += self.scale != 1.0 and not reached
         self._reached = False
 
     def forget(self) -> None:
-        """Forget the backward passes since the last step, because their gradients are not used."""
+        """Set the count of backward passes with an unscaled loss to 0, because their gradients are not used."""
         self._unscaled, self._reached = 0, False
 
     def check_scaled(self) -> None:
@@ -225,9 +226,9 @@ class LossScaler:
     def factor(self, norm: float, max_norm: float | None) -> float | None:
         """Return the factor by which to multiply gradients, to undo the loss scale and to clip them.
 
-        Returns None if there is a loss scale and ``norm`` is not finite.  The caller must then skip the step.  This
-        method counts the skipped step, and halves a dynamic loss scale, but not below the smallest scale that the
-        policy allows.
+        Returns None after an overflow: if there is a loss scale and ``norm`` is not finite.  The caller must then skip
+        the step.  In this case the method also counts a skipped step, and halves a dynamic loss scale, down to the
+        smallest scale that the policy allows.
 
         Args:
             norm: the norm of the gradients without the loss scale.
@@ -262,9 +263,9 @@ class LossScaler:
             self.scale, self._since = min(self.scale * 2.0, LARGEST_SCALE), 0
 
     def follow(self, other: LossScaler, *, skipped: bool) -> None:
-        """Take over the scale of ``other``, the scaler of another model that took this step together with this model.
+        """Copy the scale from ``other``, the scaler of another model that has stepped together with this model.
 
-        ``skipped`` says whether the step was skipped; a skipped step is counted here too.
+        ``skipped`` says whether that step was skipped; this scaler then counts a skipped step too.
         """
         if other is not self:
             self.scale, self._since = other.scale, other._since

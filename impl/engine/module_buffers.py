@@ -1,8 +1,8 @@
 """Keeps a sharded model's persistent buffers equal on all ranks.
 
-A persistent buffer, such as a running mean, is part of the model's state dict, and training passes change it on
-each rank.  Before a forward pass, and before a state dict is taken, the ranks compare their buffers and write
-the mean, or rank 0's value, to those that differ.
+A persistent buffer, such as a running mean, is part of the model's state dict, and training passes change it
+differently on each rank.  Before a forward pass, and before a state dict is taken, the ranks compare their buffers.
+Buffers that differ are overwritten on all ranks with the mean over ranks, or with rank 0's value.
 
 [Note: writing buffers]
 A buffer may have to be written while autograd's graph of an earlier forward pass still holds views of it.  This
@@ -14,8 +14,8 @@ GAN's discriminator.
   values.
 * Before the write, autograd's graphs get copies of what they hold of the buffer
   (:meth:`~impl.engine.outside_uses.SavedTensors.spare`), because backward needs the values that its forward
-  pass used.  To write without torch's version counters noticing would be no alternative: backward would compute
-  with the new values, and gradients would be wrong without an error.
+  pass used.  (Writing in a way that torch's version counters do not notice would be wrong: backward would then compute
+  with the new values, and gradients would be wrong without an error.)
 * The engine does not see tensors that autograd saves outside of passes of the model.  For these, torch's own
   check raises an error in backward.
 """
@@ -46,8 +46,8 @@ class ModuleBuffers:
 
     For floating-point buffers of 16 to 64 bits, :meth:`make_equal` gives all ranks the mean over ranks.  For all other
     buffers, it gives all ranks the values of rank 0.  (DDP gives all ranks the values of rank 0 for all buffers.)
-    ``shard()`` compares the shapes and types of buffers between ranks.  When a rank's shapes or types change later, all
-    ranks compare them again.
+    ``shard()`` compares the shapes and types of buffers between ranks.  If a shape or type changes on any rank later,
+    :meth:`make_equal` compares them again.
     """
 
     def __init__(self, model: nn.Module, wire: Wire, saved: SavedTensors) -> None:
@@ -62,7 +62,7 @@ class ModuleBuffers:
         )
 
     def _agree_on(self, buffers: Mapping[str, Tensor]) -> None:
-        """Lay out the ranks' messages for ``buffers``: from now on, each message has room for exactly these buffers."""
+        """Fix the layout of each rank's message: the bytes of ``buffers``, in this order, and one byte at the end."""
         self._kinds = _kinds(buffers)
         # Bytes of a rank's message, whose last byte may be _CHANGED.  Without buffers there is no message.
         self.nbytes = sum(buffer.nbytes for buffer in buffers.values()) + 1 if buffers else 0
@@ -71,13 +71,13 @@ class ModuleBuffers:
     def changed_by(module: nn.Module) -> bool:
         """Return whether a forward pass of ``module`` may change buffers even under no_grad(), as batch norm does.
 
-        This holds if a module with buffers is in training mode.
+        It may if ``module``, or any module inside it, has buffers and is in training mode.
         """
         return any(part.training and part._buffers for part in module.modules())  # noqa: SLF001
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Context that restores all buffers on leaving, including those that are not persistent."""
+        """Context that gives all buffers, also those that are not persistent, their old values back on leaving."""
         differ, kept = self.differ, [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         held = [(part, dict(part._buffers)) for part in self._model.modules()]  # noqa: SLF001
         try:
@@ -96,8 +96,8 @@ class ModuleBuffers:
         Nothing is sent if no pass can have changed buffers since the last call.
 
         Raises:
-            ZeroError: on all ranks, if the shape or type of a buffer differs between ranks, or if :func:`check` refuses
-                a buffer whose type or layout has changed.
+            ZeroError: on all ranks, if the shape or type of a buffer differs between ranks.  Also if a buffer has
+                become sparse, quantised, a wrapper class, or a tensor on the meta device (:func:`check`).
         """
         if not self.differ:
             return
@@ -134,8 +134,9 @@ class ModuleBuffers:
 
         Returns (ranks, bytes + 1) uint8, one row for each rank.  The last byte of a row is 0.
 
-        Returns None if, on any rank, shapes or types of buffers have changed since :meth:`_agree_on`; such a rank sends
-        1 as its last byte.  Returns None also if there were no buffers at that time.
+        Returns None in two cases.  First, shapes or types of buffers have changed on any rank since the last
+        :meth:`_agree_on`; this rank then sends 1 as the last byte of its message.  Second, there were no buffers at the
+        last :meth:`_agree_on`, so that the ranks have agreed on no message.
         """
         if not self.nbytes:  # all ranks got their first buffers after shard()
             return None

@@ -1,8 +1,9 @@
 """Steps sharded matrices with Muon, and all other parameters with AdamW.
 
 Muon (Jordan et al., 2024; Moonlight, 2502.16982) orthogonalises the momentum of each matrix by Newton-Schulz, for
-which it needs the whole matrix.  Masters, gradients and momentum stay in shards, where the momentum is computed
-element by element; :mod:`impl.plan.owners` says which rank gets the whole of a matrix.
+which it needs the whole matrix.  Masters, gradients and momentum stay in shards, and the momentum is updated there,
+element by element.  For the orthogonalisation, each matrix has an owner: the rank that gets the whole matrix.
+:mod:`impl.plan.owners` chooses the owners.
 
 The list follows a matrix through one step:
 
@@ -39,8 +40,7 @@ _STATE: Final = "momentum_buffer"  # the name that torch.optim.Muon gives to the
 def hidden_parameters(model: nn.Module) -> set[str]:
     """Return the names of the parameters inside a model's blocks (:func:`impl.zero.find_blocks`), except embeddings.
 
-    If several modules share a parameter, its name is returned only if all of these modules are inside blocks and none
-    is an embedding.
+    A parameter that several modules share is left out if one of these modules is an embedding or is outside of blocks.
     """
     inside = {module for block in find_blocks(model) for module in block.modules()}
     names: dict[nn.Parameter, str] = {}  # the name of each parameter's first holder, as shard() names it
@@ -84,7 +84,7 @@ def check_arguments(muon: Mapping[str, Any], adamw: Mapping[str, Any]) -> dict[s
 
 
 class WithAdamW(Optimizer):
-    """Base class of optimizers that step matrices with Muon, and all other parameters with torch's AdamW.
+    """Base class of optimizers that step some matrices with Muon, and all other parameters with torch's AdamW.
 
     Args:
         matrices: parameter groups for Muon.
@@ -125,9 +125,9 @@ class WithAdamW(Optimizer):
         return loss
 
     def step_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """Step the matrices in ``groups``, which are the parameter groups for Muon; a subclass defines this.
+        """Step the matrices with Muon; a subclass defines this method, which :meth:`step` calls.
 
-        :meth:`step` calls it under ``torch.no_grad()``.
+        ``groups`` are the parameter groups that hold the matrices.  The call is under ``torch.no_grad()``.
         """
         raise NotImplementedError
 
@@ -173,11 +173,12 @@ class Muon(WithAdamW):
         zero = zeropp.shard(model, policy=policy, group_of=zeropp.hidden_matrices(model))
         optimizer = zeropp.Muon(zero, lr=0.02, momentum=0.95, adamw={"lr": 3e-4})
 
-    All ranks must step it together.  The policy's field ``owned`` has the codecs of the exchanges with owners.
+    All ranks must call ``step()`` together.  The policy's field ``owned`` has the codecs of the messages to and from
+    owners, the ranks that orthogonalise the matrices.
 
     Args:
         zero: the engine.
-        adamw: arguments of ``torch.optim.AdamW`` for all other parameters; torch's defaults if not given.
+        adamw: arguments of ``torch.optim.AdamW``, which steps all other parameters; torch's defaults if not given.
         group: the number that ``group_of`` returned for the matrices.
         options: arguments of ``torch.optim.Muon``: ``lr``, ``weight_decay``, ``momentum``, ``nesterov``,
             ``ns_coefficients``, ``eps``, ``ns_steps`` and ``adjust_lr_fn``.
@@ -221,8 +222,8 @@ class Muon(WithAdamW):
         if found.axis.size > 1:
             zero.wire.make_groups([found.axis])
         self._held, self._owned = self._find_held(me, group), self._find_owned(me)
-        # Two buffers, fp32: ``_direction`` has the direction of one unit's masters, and later the update of a part;
-        # ``_whole`` has one whole matrix.
+        # Two buffers, fp32.  ``_direction`` has the momentum of one unit's masters that is sent to owners, and later
+        # the update of a part that comes back.  ``_whole`` has one whole matrix.
         spans = [held.master.numel() for held in self._held]
         wholes = [matrix.slot.spec.numel for matrix, _ in self._owned]
         self._direction, self._whole = (
@@ -232,7 +233,7 @@ class Muon(WithAdamW):
         zero.units[0].meter.add("owned", self._direction.nbytes + self._whole.nbytes)
 
     def _find_held(self, me: int, group: int) -> list[_Held]:
-        """Return one :class:`_Held` for each unit with matrices, with the parts that this rank holds.
+        """Return one :class:`_Held` for each unit that has matrices: the parts of its matrices in this rank's shard.
 
         ``me`` is this rank's index among the ranks that share one copy of the states.
         """
@@ -254,7 +255,9 @@ class Muon(WithAdamW):
         return held
 
     def _find_owned(self, me: int) -> list[tuple[Matrix, list[_Piece]]]:
-        """Return (matrix, its parts on all ranks) for each matrix that this rank owns, that is, orthogonalises.
+        """Return (matrix, parts) for each matrix that this rank owns; ``parts`` says where each rank's part belongs.
+
+        A matrix's owner is the rank that orthogonalises it.
 
         ``me`` is this rank's index among the ranks that share one copy of the states.
         """
@@ -294,11 +297,12 @@ class Muon(WithAdamW):
             back.close()
 
     def _send_momentum(self, held: _Held, options: Mapping[str, Any], messages: Tensor) -> None:
-        """Update the momentum of one unit's matrices, and encode it in ``messages`` for the owners of the matrices.
+        """Update the momentum of one unit's matrices, and encode it for the ranks that orthogonalise the matrices.
 
-        ``messages`` is the buffer of all messages from this rank to owners.  With Nesterov momentum, the message has
-        the gradient mixed with the momentum.  If the masters have no gradient, their momentum stays as it is, and zeros
-        are sent, since the owners expect a message.
+        ``held`` has the parts of the matrices in this rank's shard.  Each part is written to its place in ``messages``,
+        the buffer of all messages from this rank to the matrices' owners.  With Nesterov momentum, the message has the
+        gradient mixed with the momentum.  If the masters have no gradient, their momentum stays as it is, and zeros are
+        sent, since the owners expect a message.
         """
         gradient = held.master.grad
         if gradient is None:
@@ -327,9 +331,12 @@ class Muon(WithAdamW):
     ) -> None:
         """Orthogonalise a matrix that this rank owns, and encode the result in ``messages`` for the matrix's holders.
 
-        The holders are the ranks that have ``pieces``, the matrix's parts, in their shards.  ``messages`` is the buffer
-        of all messages from this rank to holders.  ``momentum`` has the message that each holder has sent, by the
-        holder's index.
+        Args:
+            matrix: the matrix.
+            pieces: the matrix's parts, each with its holder: the rank that has the part in its shard.
+            options: Muon's options.
+            momentum: the message that each holder has sent, by the holder's index.
+            messages: the buffer of all messages from this rank to holders.
         """
         whole = self._whole[: matrix.slot.spec.numel]
         for piece in pieces:
@@ -344,9 +351,10 @@ class Muon(WithAdamW):
             ops.encode(self.owners.update, whole[piece.place], messages[piece.update])
 
     def _apply(self, held: _Held, options: Mapping[str, Any], updates: Sequence[Tensor]) -> None:
-        """Step this rank's masters of one unit's matrices with the parts of the orthogonalised matrices.
+        """Step the masters of one unit's matrices in this rank's shard, with the orthogonalised matrices.
 
-        ``updates`` has the message from each owner, by the owner's index.  Masters without a gradient are not stepped.
+        ``updates`` has the message from each owner, by the owner's index; an owner is the rank that has orthogonalised
+        the matrix.  Masters without a gradient are not stepped.
         """
         if held.master.grad is None:
             return

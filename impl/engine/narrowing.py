@@ -34,7 +34,7 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class _Lost:
-    """How many values of one tensor were lost in a cast to a narrower type, or were not finite before."""
+    """Counts, for one tensor, the values that were lost in a cast to a narrower type, or were not finite before it."""
 
     name: str
     numel: int  # number of all values
@@ -49,8 +49,8 @@ class Narrowing:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, info = dtype, torch.finfo(dtype)
-        # Values up to half a step beyond the largest value are rounded to it.  Values beyond this bound overflow,
-        # also where torch's cast does not make them infinite, as for types that saturate.
+        # Values up to half a step beyond the type's largest value are rounded to it.  All larger values overflow, also
+        # if torch's cast does not make them infinite, because the type saturates.
         self._bound = info.max + math.ldexp(info.eps, math.frexp(info.max)[1] - 2)
         self._lost: dict[str, _Lost] = {}
 

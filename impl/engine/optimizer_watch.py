@@ -1,12 +1,14 @@
 """Watches all torch optimizers of this process, so that engines learn when their masters are stepped.
 
-Version counters do not show a step, because fused AdamW does not increment them.  Therefore hooks run before and after
-every optimizer's step.  The hooks find the engines whose masters the optimizer holds, refuse an optimizer that is not
-elementwise, and report the step to these engines.
+The version counters of tensors do not show a step, because fused AdamW does not increment them.  Therefore hooks run
+before and after every optimizer's step.  The hooks find the engines whose masters the optimizer holds, and report the
+step to these engines.  They refuse an optimizer that is not elementwise: one that does not step each element of a
+tensor independently of the other elements.
 
-Some functions of torch would take one rank's masters for the whole model: ``clip_grad_norm_()``, ``GradScaler``
-and the loading of a state dict of another layout.  These functions are replaced by guards.  A guard refuses masters,
-and otherwise calls the function that it has replaced.  Hooks and guards are removed when no engine is left.
+Some functions of torch would treat one rank's masters as if they were the whole model: ``clip_grad_norm_()``,
+``GradScaler`` and the loading of a state dict of another layout.  Each of these functions is replaced by a guard, which
+raises an error if it gets masters, and otherwise calls the original function.  Hooks and guards are removed when no
+engine is left.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ from impl.errors import ZeroError
 from impl.transport.threads import ThreadRank, current, here
 from impl.unit.placeholder import Placeholder
 
-# The live engines, in order of creation.  Each thread rank has a table of its own, so that 128 ranks do not search one
-# another's engines.
+# The live engines, in order of creation.  If ranks are threads of this process, each rank has a table of its own, so
+# that 128 ranks do not search one another's engines.
 _engines: defaultdict[ThreadRank | None, weakref.WeakValueDictionary[int, Any]]
 _engines = defaultdict(weakref.WeakValueDictionary)
 _numbers = itertools.count()
-# The optimizers that were found elementwise, with the values that their boolean and text options had then.
+# The optimizers that were found elementwise, each with the values of its boolean and text options at that time.
 _tried: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 # Reentrant, because a garbage collection may end an engine and call _release() while this thread holds the lock.
 _lock = threading.RLock()
@@ -58,9 +60,9 @@ def watch_optimizers(engine: Any) -> None:
 
 
 def engines() -> list[Any]:
-    """Return all live engines in the order of their creation, which is the same on all ranks.
+    """Return all engines that still exist, in the order of their creation, which is the same on all ranks.
 
-    On a rank that is a thread, only the engines of this rank are returned.
+    If ranks are threads of one process, only the engines of the calling thread's rank are returned.
     """
     with _lock:
         if (rank := getattr(here, "rank", None)) is not None:  # current() would be another call in every step
@@ -105,14 +107,15 @@ _STEP: Final = Optimizer.profile_hook_step(lambda: None).__code__  # the code of
 def _watch() -> None:
     """Install hooks on the steps of all optimizers, and replace some functions of torch by guards.
 
-    A guard refuses masters, and passes all other calls on to torch.  What is installed already is not installed again.
+    A guard raises an error if it gets masters, and otherwise calls the function of torch that it replaces.  Hooks and
+    guards that are installed already are not installed again.
     """
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
         _handles.append(register_optimizer_step_post_hook(_after_step))
     for owner, name, guard_of in (
-        # clip_grad_norm_() calls this function.  Torch has no hook for clipping, and at the optimizer's step it
-        # would be too late.
+        # clip_grad_norm_() calls this function.  It is replaced because torch has no hook for clipping.  A check at
+        # the optimizer's step would come too late.
         (clip_grad, "_get_total_norm", _guard_norm),
         (utils, "get_total_norm", _guard_norm),
         (GradScaler, "_unscale_grads_", _guard_unscaling),  # step() and unscale_() detect overflows there
@@ -127,8 +130,9 @@ def _watch() -> None:
 def _release() -> None:
     """If no engine is left, remove what :func:`_watch` has installed, so that torch is as it was before.
 
-    Nothing is removed while a thread is inside an optimizer's step.  A guard stays if other code has replaced it in the
-    meantime, because the replacement may call the guard.  Without engines, a guard passes all calls on to torch.
+    Nothing is removed while a thread is inside an optimizer's step.  If other code has meanwhile replaced a guard by a
+    function of its own, the guard stays, because that function may call it.  Without engines, a guard passes all calls
+    on to torch.
     """
     with _lock:
         for rank in [rank for rank, each in _engines.items() if not list(each.values())]:
@@ -265,10 +269,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _check_elementwise(optimizer: Optimizer, *, closure: bool) -> None:
-    """Raise a ZeroError for an optimizer that is not elementwise.
+    """Raise a ZeroError unless ``optimizer`` is elementwise: each element is stepped independently of all others.
 
     An optimizer is tested at its first step, and again whenever an option that is a boolean or a text has changed.
-    ``closure`` says whether its steps are called with a closure.
+    ``closure`` says whether the steps are called with a closure.
     """
     groups = optimizer.param_groups
     switches = [value for group in groups for value in group.values() if isinstance(value, bool | str)]

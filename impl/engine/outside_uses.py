@@ -1,11 +1,12 @@
 """Handles uses of weights that the hooks on modules do not see: by other modules, and in autograd's graph.
 
 [Note: saved tensors]
-Hooks on modules gather and reshard units, but some uses of weights escape them: a block that is applied twice
-in a row, outputs that hide tensors in an object, a detached copy.  Therefore, when autograd saves a tensor that
-lies in a unit's flat buffer (P,), a saved-tensor hook stores only its :data:`~impl.unit.flat_buffer.View` and
-the version of the weights.  When backward needs the tensor, unpacking it gathers the unit if it is not gathered.
-A use that the hooks on modules have missed thus costs time, but is never an error.
+Hooks on modules gather and reshard units, which are groups of parameters, but some uses of weights escape them: a
+block that is applied twice in a row, outputs that hide tensors in an object, a detached copy.  A saved-tensor hook of
+autograd handles these uses.  When autograd saves a tensor that lies in a unit's flat buffer (P,), the hook stores no
+memory, only where the tensor lies in the buffer (:data:`~impl.unit.flat_buffer.View`) and the version of the weights.
+When backward needs the tensor, unpacking it gathers the unit if it is not gathered.  A use that the hooks on modules
+have missed thus costs time, but is never an error.
 
 Torch calls only the saved-tensor hooks that were entered last.  During a call of the model or of a block, these are the
 engine's hooks, so torch does not call hooks that the user has entered before.  The engine's hooks therefore pass every
@@ -38,9 +39,9 @@ from impl.unit.unit import Unit
 
 
 def register(module: nn.Module, unit: Unit) -> None:
-    """From now on, gather ``unit`` before each forward pass of ``module``, and reshard the unit after the pass.
+    """Register hooks that gather ``unit`` before each forward pass of ``module``, and reshard it after the pass.
 
-    If the unit is in use already when the pass begins, the pass neither gathers nor reshards it.
+    A pass that finds the unit gathered already, or being gathered, neither gathers nor reshards it.
     """
     gathered: list[bool] = []  # for each running call, the innermost last: whether it has gathered the unit
 
@@ -61,20 +62,23 @@ def register(module: nn.Module, unit: Unit) -> None:
 # What autograd keeps in place of a saved tensor: a function that returns the tensor, and the function's arguments.
 # A forward pass makes one for each tensor that it saves; a dataclass would take five times as long as a tuple.
 Packed = tuple[Any, ...]
-# A function that is called with a tensor and the place of its memory.  It returns what autograd keeps in place of the
-# tensor, or None to save the tensor like any other.
+# A function that decides what autograd keeps in place of a saved tensor whose memory the engine knows.  It is called
+# with the tensor, and with what SavedTensors' ``places`` has for the memory's address, such as the index of a unit.
+# It returns what autograd keeps, or None to save the tensor like any other.
 Special = Callable[[Tensor, Any], Packed | None]
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]  # a pair of hooks: pack and unpack
 
 
 def weights_in(units: Sequence[Unit]) -> Special:
-    """Return a function that decides what autograd keeps in place of a saved tensor which may be a view of weights.
+    """Return a function that decides what autograd keeps in place of a saved tensor that may be a view of weights.
 
     The function is called with the tensor, and with the index of the unit whose weights were last gathered at the
-    tensor's address.  For a view of gathered weights, autograd keeps the unit, the version of its weights, and the
-    view's shape, strides and offset, but no memory.  For a view in another type, or one that is conjugated or negated
-    when it is read, autograd keeps a copy.  For a tensor that is no view of gathered weights, the function returns
-    None.
+    tensor's address.  What autograd then keeps depends on the tensor:
+
+    - a view of gathered weights: no memory, only the unit, the version of its weights, and the view's shape, strides
+      and offset;
+    - a view of gathered weights in another type, or one that is conjugated or negated when it is read: a copy;
+    - a tensor that is no view of gathered weights: the function returns None, and the tensor is saved like any other.
     """
 
     def pack(tensor: Tensor, index: int) -> Packed | None:
@@ -91,9 +95,10 @@ def weights_in(units: Sequence[Unit]) -> Special:
 
 
 def _gathered_again(unit: Unit, view: View, version: Version) -> Tensor:
-    """Return the tensor that autograd has saved as ``view`` of the unit's weights; gather the weights if necessary.
+    """Return a view of ``unit``'s weights that autograd has saved; gather the weights first if necessary.
 
-    ``version`` is the version that the weights had when autograd saved the tensor.
+    ``view`` is the shape, strides and offset of the saved tensor in the unit's flat buffer.  ``version`` is the version
+    that the weights had when autograd saved the tensor.
 
     Raises:
         ZeroError: if the weights have changed since then.
@@ -108,9 +113,10 @@ def _gathered_again(unit: Unit, view: View, version: Version) -> Tensor:
 
 
 def _as_it_was(tensor: Tensor, version: int) -> Tensor:
-    """Return the saved ``tensor``; raises a ZeroError if it was changed in place after it was saved with ``version``.
+    """Return the saved ``tensor``; raise a ZeroError if it was changed in place after autograd saved it.
 
-    Torch makes this check only for tensors that pass no saved-tensor hooks.
+    ``version`` is torch's version counter of the tensor at the time when autograd saved it.  Torch itself makes this
+    check only for tensors that pass no saved-tensor hooks.
     """
     if tensor._version != version:  # noqa: SLF001
         raise ZeroError(
@@ -155,18 +161,19 @@ class SavedTensors:
     :meth:`leave`.
 
     Args:
-        special: a function that returns what autograd keeps in place of a special tensor, such as a weight, or None to
-            save the tensor like any other.  It is called with the tensor and its place.
-        places: maps addresses of memory to places, such as the index of a unit.  A tensor whose memory has such an
-            address is special.
+        special: a function that is called with each saved tensor whose memory has an address in ``places``, and with
+            the value of ``places`` for this address.  It returns what autograd keeps in place of the tensor, or None to
+            save the tensor like any other.
+        places: maps addresses of memory to values for ``special``, such as the index of the unit whose weights lie
+            there.
     """
 
     def __init__(self, special: Special, places: Mapping[int, Any]) -> None:
         self._special, self._places = special, places
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
         self._users: _Hooks | None = None  # the user's hooks that the engine's hide
-        # One entry for each running call, the innermost last: the value that ``_users`` had before the call took
-        # over, or NOTHING.
+        # One entry for each running call, the innermost last: the user's hooks (``_users``) that were known before the
+        # call put the engine's hooks on torch's stack, or NOTHING if it has not done so.
         self.calls: list[Any] = []
         self._constants = weakref.WeakSet[_Constant]()  # the constants that autograd's graphs hold
 
@@ -178,9 +185,9 @@ class SavedTensors:
     def take_over(self, *, needed: bool = True) -> None:
         """Put the engine's hooks on top of torch's stack of saved-tensor hooks, until the innermost call ends.
 
-        Nothing is done if tensors reach the engine's hooks already.  Nothing is done either in a region of
-        ``torch.utils.checkpoint``: its hooks keep no tensors, and count all tensors that are saved, weights included,
-        to find them again when the region is recomputed.
+        The method does nothing if saved tensors reach the engine's hooks already.  It does nothing either in a region
+        of ``torch.utils.checkpoint``.  The hooks of such a region keep no tensors, but count all saved tensors, weights
+        included, to find them again when the region is recomputed.
 
         Args:
             needed: whether disabled saved-tensor hooks are an error.  If False, nothing is done if they are disabled.
@@ -206,8 +213,8 @@ class SavedTensors:
     def _hears(self, top: _Hooks | None) -> bool:
         """Return whether saved tensors reach this engine's hooks if ``top`` are the hooks on top of torch's stack.
 
-        They do if ``top`` are this engine's hooks.  They do also if only hooks of other engines are above this engine's
-        hooks, since engines pass tensors on.
+        They do if ``top`` are this engine's hooks.  They also do if ``top`` are the hooks of another engine, and only
+        hooks of other engines lie between ``top`` and this engine's hooks, since engines pass tensors on.
         """
         while top is not None:
             owner = getattr(top[0], "__self__", None)
@@ -231,10 +238,10 @@ class SavedTensors:
             self.leave()
 
     def spare(self, memories: Collection[int]) -> None:
-        """Replace saved tensors by copies if they lie in memory at one of the addresses ``memories``.
+        """Replace saved tensors by copies if their memory begins at one of the addresses ``memories``.
 
-        Only saved tensors that need no gradient are replaced.  Call this before the memory is written: autograd's
-        graphs then keep the values that their forward passes used.
+        Only saved tensors that need no gradient are replaced.  Call this before the memory is overwritten, for example
+        with a buffer's new values: autograd's graphs then keep the values that their forward passes used.
         """
         copies: dict[tuple[Any, ...], Tensor] = {}
 

@@ -23,10 +23,9 @@ EXTRA: Final = "_extra_state"  # the last part of the name under which torch sav
 
 
 def parameter_names(model: nn.Module, units: Sequence[Unit]) -> dict[str, str]:
-    """Map the names of sharded parameters in the model's state dict to the names by which the units know them.
+    """Map each name that a sharded parameter has in the model's state dict to the name that it has in its unit.
 
-    Returns a dict with one entry for each name in the state dict.  A tied parameter has several names in the state dict
-    and a single name in its unit.
+    A tied parameter has several names in the state dict, each with an entry in the result, and one name in its unit.
     """
     names = {
         id(visible): slot.spec.name
@@ -43,10 +42,15 @@ def is_extra(name: str) -> bool:
 
 
 def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
-    """Load ``value``, the entry ``name`` of a state dict, which is a buffer or a module's extra state.
+    """Write one entry of a state dict into the model: a buffer, or the extra state of a module.
 
-    ``held`` is what the model has under this name now.  A buffer is overwritten in place.  An extra state is set with
-    the module's ``set_extra_state()``.
+    A buffer is overwritten in place.  An extra state is set with the module's ``set_extra_state()``.
+
+    Args:
+        model: the model.
+        name: the name of the entry.
+        held: what the model has under this name now, such as the buffer.
+        value: the value to write.
     """
     if is_extra(name):
         model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
@@ -58,8 +62,8 @@ def load_entry(model: nn.Module, name: str, held: object, value: Any) -> None:
 def check_repeated(name: str, held: Tensor, value: Tensor) -> None:
     """Raise a ZeroError if the buffer ``held`` was made by ``expand()`` and cannot take ``value``.
 
-    Along an expanded dimension the buffer has one value in memory.  So the values in ``value`` must be equal along this
-    dimension.
+    Along an expanded dimension, all elements of the buffer are one value in memory.  ``value`` must therefore have
+    equal values along this dimension.  ``name`` is the buffer's name, for the error message.
     """
     if held.layout is not torch.strided:
         return
@@ -74,9 +78,12 @@ def check_repeated(name: str, held: Tensor, value: Tensor) -> None:
 def check_value(name: str, held: Tensor, value: object) -> None:
     """Raise a ZeroError if the parameter or buffer ``held`` cannot take ``value``, the entry ``name`` of a state dict.
 
-    The value must be a dense tensor with data, and must have the shape of ``held``.  If both types are floating-point
-    types, values are rounded, but no finite value may become infinite.  In every other conversion, all values must stay
-    equal.  An integer value of 8 bits is refused for a parameter, because it holds codes, whose scales are missing.
+    The value must be a dense tensor with data, and must have the shape of ``held``.  Types may differ:
+
+    - From one floating-point type to another, values are rounded, but no finite value may become infinite.
+    - In every other conversion, all values must stay equal.
+    - A tensor with one byte for each element is refused for a parameter, unless it is of a floating-point type.  It
+      would hold quantised codes, and their scales are missing.
     """
     if not isinstance(value, Tensor):
         raise ZeroError(f"state {name!r} is a {type(value).__name__}, expected a tensor")
@@ -107,8 +114,8 @@ def check_value(name: str, held: Tensor, value: object) -> None:
     if codes or not (dtype.is_complex or _same(value.to(dtype).to(value.dtype), value)):
         kind, wanted = (str(kind).removeprefix("torch.") for kind in (value.dtype, dtype))
         raise ZeroError(
-            f"state {name!r} is {kind}, expected {wanted}: convert it first, since loading would change values or take "
-            "codes for values"
+            f"state {name!r} is {kind}, expected {wanted}: convert it to {wanted} before loading; as it is, loading "
+            "would change values, or read quantised codes without their scales"
         )
 
 
@@ -129,11 +136,22 @@ def full_state_dict(
     device: torch.device,
     keep: bool,
 ) -> dict[str, Tensor]:
-    """Gather the unsharded model's state dict; see :meth:`impl.engine.engine.Zero.full_state_dict`.
+    """Gather the state dict of the unsharded model, parameters in ``dtype`` and buffers; all ranks must call it.
 
-    Units are gathered one after the other.  So at any time a rank has the result so far and one whole unit.  Buffers
-    must be equal on all ranks already.  If ``keep`` is False, this rank takes part in the gathers, keeps nothing, and
-    returns an empty dict.
+    Units are gathered one after the other, so a rank never holds more than the result and one whole unit.  Buffers
+    must be equal on all ranks already.
+
+    Args:
+        model: the sharded model.
+        units: the model's units.
+        dtype: the type of the parameters in the result.
+        allow_overflow: whether a finite value that is too large for ``dtype`` may become infinite.
+        device: the device of the result.
+        keep: whether this rank returns the state dict.  If False, it only takes part in the gathers, and returns an
+            empty dict.
+
+    Raises:
+        ZeroError: on all ranks, if finite values would become infinite and ``allow_overflow`` is False.
     """
     narrowing = Narrowing(dtype_of(dtype))
     whole: dict[int, Any] = {}
@@ -155,10 +173,11 @@ def full_state_dict(
 def _of_unit(unit: Unit, narrowing: Narrowing, device: torch.device | None) -> dict[int, Tensor]:
     """Gather the parameters of ``unit``, cast them, and return a copy of each on ``device``.
 
-    The keys of the result are the :func:`id` of the parameters that modules hold now.  If ``device`` is None, the
-    result is empty.  The gathered values are freed on return.
+    The keys of the result are the :func:`id` of the parameters that modules hold now.  The gathered values are freed on
+    return.  If ``device`` is None, the result is empty.
 
-    All ranks must call this.  All ranks cast the values, so that ``narrowing`` counts the same losses on all of them.
+    All ranks must call this.  Ranks that keep nothing cast too, so that ``narrowing`` counts the same values that do
+    not fit the type on all ranks.
     """
     whole = {}
     for visible, slot, values in zip(
@@ -173,9 +192,9 @@ def _of_unit(unit: Unit, narrowing: Narrowing, device: torch.device | None) -> d
 def fill(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix: str) -> None:
     """Replace the parameters in ``state``, which ``model.state_dict()`` has collected, by their whole values.
 
-    The values are fp32, in host memory.  Entries keep their order.  Parameters that GatheredParameters shows have their
-    values already and are left alone.  Nothing is replaced if the state dict was collected with ``keep_vars=True``.
-    All ranks must call this.
+    The values are fp32, in host memory.  Entries keep their order.  Parameters in an open GatheredParameters context
+    have their values already and are left alone.  Nothing is replaced if the state dict was collected with
+    ``keep_vars=True``.  All ranks must call this.
 
     Args:
         model: the model.
@@ -199,9 +218,13 @@ def fill(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix:
 
 
 def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping[str, Tensor]) -> None:
-    """Load an unsharded model's state dict; see :meth:`impl.engine.engine.Zero.load_full_state_dict`.
+    """Overwrite the weights and buffers of a sharded ``model`` with the ``state`` dict of the unsharded model.
 
     A tied parameter may be given under any one of its names.
+
+    Raises:
+        ZeroError: before anything is changed, if an entry does not fit;
+            :meth:`impl.engine.engine.Zero.load_full_state_dict` lists the cases.
     """
     held = dict(model.state_dict(keep_vars=True))
     given = _under_all_names(held, state)
@@ -216,14 +239,15 @@ def load_full_state_dict(model: nn.Module, units: Sequence[Unit], state: Mapping
 def take(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix: str) -> set[str]:
     """Load the entries of ``state`` that belong to the model, and remove them from ``state``.
 
-    :func:`fill` explains the arguments.  ``state`` may lack some of the model's entries, and may have other entries.
+    ``state`` may lack some of the model's entries, and may have other entries.  ``model`` may be a submodule of the
+    module whose state dict it is; ``prefix`` is then the model's path in that module, with a dot at its end.
 
     Returns:
         The names of the loaded entries, each with ``prefix`` before it.  For a tied parameter all its names are
         returned, even if ``state`` has only one of them.  An entry that is the model's own tensor counts as loaded.
 
     Raises:
-        ZeroError: as :func:`load_full_state_dict`, before anything is changed.
+        ZeroError: before anything is changed, if a value does not fit its parameter or buffer.
     """
     held = dict(model.state_dict(keep_vars=True))
     given = {name: state[prefix + name] for name in held if prefix + name in state}
@@ -238,9 +262,9 @@ def take(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix:
 
 
 def _under_all_names(held: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` with additional entries, so that each tied parameter or buffer is there under all its names.
+    """Return a copy of ``state`` in which a value given for a tied parameter or buffer is there under all its names.
 
-    ``held`` is the state dict of the model, which shows what is tied.
+    ``held`` is the state dict of the model.  Names whose entries in ``held`` are one object are tied.
     """
     tensors = {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
     name_of = {id(tensor): name for name, tensor in tensors.items() if name in state}

@@ -1,7 +1,8 @@
-"""Divides a model into units, which are the parameters that are gathered and reduced together.
+"""Divides a model into units, which are groups of parameters that are gathered and reduced together.
 
 The division needs shapes and types only, so the model may be on the meta device.  :func:`find_blocks` finds the blocks,
-:func:`drafts_of` assigns each parameter to a unit, and :func:`geometries_of` lays the units out.
+which are repeated parts of the model; each becomes a unit.  :func:`drafts_of` assigns each parameter to a unit, and
+:func:`geometries_of` lays the units out in shards.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
         most: the largest number of elements in a block; 0 for no limit.  A larger block is replaced by its children,
             and a larger child by its own children, until each has at most ``most`` elements or cannot be divided.  An
             ``nn.MultiheadAttention`` is not divided.  If the parameters outside of all blocks have more than ``most``
-            elements together, the largest modules that contain no block become blocks too, and are divided in the same
-            way.
+            elements in total, further blocks are made of the modules that hold these parameters: the largest modules
+            that contain no block.  They are divided in the same way.
     """
     blocks = list(dict.fromkeys(_contained(model)))
     if not most:
@@ -59,7 +60,7 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
 
 
 def _contained(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks in ``module``, as :func:`find_blocks` defines them without a limit."""
+    """Yield the blocks inside ``module`` that :func:`find_blocks` returns if it has no limit of elements."""
     contains = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         if contains and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _has_parameters(child):
@@ -73,7 +74,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _with_neighbours(module: nn.Module, blocks: frozenset[nn.Module]) -> Iterator[nn.Module]:
-    """Yield, in model order, the given ``blocks`` and the largest modules inside ``module`` that contain no block."""
+    """Yield the given ``blocks``, and the largest modules inside ``module`` that contain no block, in model order."""
     for child in _called(module):
         if child in blocks or blocks.isdisjoint(child.modules()):
             yield child
@@ -96,8 +97,8 @@ def _cut(module: nn.Module, most: int) -> list[nn.Module]:
 def _called(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the children of ``module`` that have parameters.
 
-    In place of a ModuleList or ModuleDict, its elements are yielded.  The reason is that a ModuleList or ModuleDict
-    cannot be called, so it has no forward pass before which it could be gathered.
+    In place of a ModuleList or ModuleDict, its elements are yielded: such a container is never called, so there is no
+    forward pass before which it could be gathered.
     """
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -120,16 +121,22 @@ def drafts_of(
 ) -> list[Draft]:
     """Assign every parameter of the model to exactly one unit, and return a draft of each unit.
 
-    A parameter in one block belongs to the unit of this block.  A parameter belongs to the root's unit if it is outside
-    of all blocks, or if a block shares it with other blocks or with modules outside of all blocks.  A parameter with
-    fewer elements than the policy's ``persist_below`` belongs to the persistent unit instead, as long as persistent
-    parameters have at most ``persist_most`` elements in all.  Frozen parameters form separate units: a block with
-    trained and frozen parameters has two units.
+    The rules are:
+
+    - A parameter that only one block holds belongs to the unit of this block.
+    - All other parameters belong to the root's unit: those outside of all blocks, and those that a block shares with
+      another block or with a module outside of all blocks.
+    - A parameter with fewer elements than the policy's ``persist_below`` belongs to the persistent unit instead, as
+      long as this unit has at most ``persist_most`` elements.  Its parameters stay gathered between uses.
+    - Frozen parameters form separate units: a block with trained and frozen parameters has two units.
 
     Raises:
-        ZeroError: for a block that is no submodule, overlaps another block, or has a reserved name; for a parameter
-            of an unsupported type; for a parameter or buffer of a lazy module without a shape; for a unit, other than
-            the persistent one, with more elements than ``largest_unit``.
+        ZeroError: in each of these cases:
+
+            - a block is no submodule of the model, overlaps another block, or has a name that the engine uses itself;
+            - a parameter is neither fp32 nor of the policy's compute type;
+            - a parameter or buffer of a lazy module has no shape yet;
+            - a unit, other than the persistent unit, has more elements than ``largest_unit``.
     """
     check_shapes(model)
     if blocks is None:
@@ -143,7 +150,7 @@ def drafts_of(
             )
         if names[block] in (ROOT, PERSISTENT):
             raise ZeroError(
-                f"a block is called {names[block]!r}, which is the name of another unit of the engine: rename the block"
+                f"a block is called {names[block]!r}, a name that the engine uses for another unit: rename the block"
             )
         for module in block.modules():
             if module in owner:

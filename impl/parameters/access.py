@@ -6,14 +6,14 @@
     Weights(zero, model.head.weight).local()     # (n,) the elements in this rank's shard
 
 The parameter is given as its module holds it, or by its name in the unsharded model.  *Full* values have the
-parameter's shape; all ranks must call the methods for full values, and must set equal values.  *Local* values are
-the elements in this rank's shard, 1-D and in order; there may be none.
+parameter's shape.  All ranks must call the methods that return or set full values, and must set equal values.  *Local*
+values are the elements of the parameter in this rank's shard, 1-D and in order; there may be none.
 
 Values are returned as copies.  Full values are fp32, on the engine's device.  Local values are on the device that
 holds this rank's shard; they are fp32, except for optimizer state, which keeps its type.
 
 All three classes raise a :class:`~impl.errors.ZeroError` for anything but a parameter of the model, for values of
-another shape than the methods return, and inside a forward or backward pass.
+another shape than the methods return, and while a forward or backward pass is running.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Which = str | nn.Parameter
 class _Values(ABC):
     """Reads and writes the values of one parameter.  Subclasses read and write the elements in this rank's shard."""
 
-    # whether the values are an optimizer's state with a single number instead of one for each element
+    # whether the values are an optimizer's state that is a single number, not one number for each element
     _is_number = False
 
     def __init__(self, zero: Zero, which: Which) -> None:
@@ -130,8 +130,8 @@ class _Values(ABC):
 class Weights(_Values):
     """A parameter's weights, read from the masters and written to them.
 
-    The policy's field ``frozen`` may store frozen weights in a codec.  Reading then decodes the weights, and writing
-    encodes the new values.
+    If the policy's field ``frozen`` names a codec, frozen weights are stored in this codec.  Reading then decodes them,
+    and writing encodes the new values.
     """
 
     def _get(self) -> Tensor:

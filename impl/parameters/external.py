@@ -1,9 +1,9 @@
 """Handles external parameters, which a module uses although another module holds them.
 
-Most external parameters need no call.  If a parameter is used in a forward pass while its unit is sharded, the unit is
-gathered at that moment, and stays gathered to the end of the forward pass.  If the parameter is registered
-(:func:`register_external_parameter`), its unit is gathered before the module that uses it runs, and resharded right
-afterwards.
+Most external parameters need no call: if a parameter is used in a forward pass while it is sharded, it is gathered at
+that moment, together with the other parameters of its unit, and stays gathered to the end of the forward pass.  If the
+parameter is registered (:func:`register_external_parameter`), its unit is gathered before the module that uses it runs,
+and resharded right afterwards.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _registered: MutableMapping[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDict
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Declare that ``module`` uses another module's ``parameter`` in its forward pass.
 
-    The parameter's unit is gathered before each forward pass of ``module`` and resharded after the pass.  The function
-    may be called before or after the model is sharded.  If it was called before ``shard()``, and the model does not
-    have the parameter, ``shard()`` raises a ZeroError.
+    The parameter is then gathered before each forward pass of ``module``, together with the other parameters of its
+    unit, and resharded after the pass.  The function may be called before or after the model is sharded.  If it was
+    called before, and the model does not have the parameter, ``shard()`` raises a ZeroError.
     """
     if (owner := find(parameter)) is not None:
         register(module, owner.unit)
@@ -58,7 +58,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def external_to(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield (module, parameter) for each parameter registered for a module of ``model``; forget the registration."""
+    """Yield (module, parameter) for each registered external parameter of a module of ``model``; forget them."""
     for module in model.modules():
         for parameter in _registered.pop(module, ()):
             yield module, parameter

@@ -1,8 +1,8 @@
 """Defines GatheredParameters, a context that shows sharded parameters whole, to read or to change them.
 
-On entering, each parameter is gathered in fp32, cast to its type and put into the modules that hold it.  On
-leaving, the ranks compare their lists of parameters, and whether values were changed; then each rank receives its
-part of the values that one rank has written.
+On entering, each parameter is gathered in fp32, cast to its own type and put into the modules that hold it.  On
+leaving, the ranks check that they have the same list of parameters, and find out which values were changed.  Then each
+rank receives the changed values of the elements in its shard from the rank that wrote them.
 """
 
 from __future__ import annotations
@@ -30,24 +30,28 @@ from impl.unit.master_shard import part_of
 from impl.unit.placeholder import keeper_of
 from impl.unit.whole_values import WholeValues
 
-_REFUSED: Final = 2  # how a rank reports a parameter whose values it refuses; 0: unchanged, 1: changed
+# How a rank reports a parameter whose values cannot be taken over; 0 stands for unchanged, 1 for changed.
+_REFUSED: Final = 2
 _REASON_BYTES: Final = 1024  # size of the message with a reason; a longer reason is cut
 
 
 class GatheredParameters:
-    """Context in which parameters have their whole values, in their type, in all modules that hold them.
+    """Context in which sharded parameters have their whole values, in their type, in all modules that hold them.
 
     All ranks must enter it.  Afterwards, all ranks have the values that rank ``modifier_rank`` wrote; writes of
-    other ranks are discarded.  Elements that were not changed keep their fp32 masters bit for bit.  The context
-    works on sharded models outside of passes, on models made under :class:`~impl.parameters.init.Init`, and inside
-    ``Init``.  Plain parameters outside of ``Init`` are left alone.
+    other ranks are discarded.  Elements that were not changed keep their fp32 masters bit for bit.
+
+    The context can be used on sharded models outside of passes, on models made under
+    :class:`~impl.parameters.init.Init` before they are sharded, and inside ``Init``.  Outside of ``Init``, it does
+    nothing for parameters that are neither sharded nor made under ``Init``.
 
     Values may be written in place, or assigned to ``data`` in any memory layout.  Shape, type and device must stay.
-    Gradients of the shown values reach no optimizer, and a backward pass that needs the values after the context
-    raises an error.  To use weights in a loss, use ``zero.unsharded()``.
 
-    Contexts may be nested, but no parameter may be in two of them at once.  If the body raises an exception,
-    nothing is written back.
+    Do not compute a loss in the context: gradients of these values reach no optimizer, and a backward pass that needs
+    the values after the context raises an error.  To use weights in a loss, use ``zero.unsharded()``.
+
+    Contexts may be nested, but no parameter may be in two of them at once.  If the body raises an exception, all writes
+    are discarded.
 
     Args:
         parameters: one parameter or several.
@@ -56,9 +60,14 @@ class GatheredParameters:
 
     Raises:
         ZeroError: at once, if ``parameters`` is a string, a dict or a module, is not iterable, or has an element that
-            is no tensor.  On entering, if a forward or backward pass is running, if another context shows one of the
-            parameters, if a parameter is an old object that was replaced when the model was sharded, or if
-            ``modifier_rank`` is no rank.
+            is no tensor.
+
+            On entering, in each of these cases:
+
+            * a forward or backward pass is running;
+            * another GatheredParameters context has one of the parameters;
+            * a parameter is an old object that was replaced when the model was sharded;
+            * ``modifier_rank`` is no rank.
 
             On leaving, on all ranks, in each of these cases; the old values are then restored:
 
@@ -134,7 +143,7 @@ class GatheredParameters:
             raise ZeroError(refusal + wire.mesh.counting)
 
     def _leave(self, parts: Sequence[Tensor | None] = ()) -> None:
-        """Stop showing the values of all parameters.
+        """Free the whole values of all parameters, and write back new values if there are any.
 
         ``parts`` has, for each parameter in order, the new values of the elements in this rank's shard.  Where it has
         None or no entry, the old values stay.
@@ -148,9 +157,9 @@ class GatheredParameters:
 
 
 class _Place(abc.ABC):
-    """One parameter of a GatheredParameters context: gathers and shows its values, and writes new values back."""
+    """One parameter of a GatheredParameters context: gathers its whole values, and writes new values back."""
 
-    shown: Tensor  # the parameter that modules hold in the context, with its whole values
+    shown: Tensor  # the parameter object that modules hold in the context, with the whole values
     left = False  # whether the context has been left
     mark = b""  # the hash of the values when they were first shown
     _memory: Tensor  # the tensor that was first shown; users may assign other data to ``shown``
@@ -166,7 +175,7 @@ class _Place(abc.ABC):
         """Gather the values, and put them into the modules that hold the parameter; all ranks must call it."""
 
     def reason(self) -> str:
-        """Return an error message if the values in ``shown`` cannot become the new values; empty if they can."""
+        """Return an error message if the values that ``shown`` has now cannot be taken over; empty if they can."""
         data, memory = self.shown, self._memory
         if data.shape != memory.shape:
             shapes = f"{tuple(data.shape)} in place of {tuple(memory.shape)}"
@@ -184,16 +193,16 @@ class _Place(abc.ABC):
 
     @abc.abstractmethod
     def leave(self, part: Tensor | None) -> None:
-        """Stop showing the values.
+        """Free the whole values, and write back new values if there are any.
 
         ``part`` (n,) fp32 has the new values of the elements in this rank's shard.  None keeps the old values.
         """
 
     def pack(self, tensor: Tensor) -> Packed:
-        """Return what autograd keeps in place of ``tensor``, which is a view of the shown values.
+        """Return what autograd saves in place of ``tensor``, which is a view of the parameter's whole values.
 
-        If the context has been left, or the values have been changed, when a backward pass needs the tensor, an error
-        is raised.
+        A backward pass that needs the tensor raises an error if the context has been left by then, or if the values
+        have been changed.
         """
         return self._unpack, tensor.detach(), tensor._version  # noqa: SLF001
 
@@ -211,14 +220,14 @@ class _Place(abc.ABC):
 
     @abc.abstractmethod
     def before(self) -> Tensor:
-        """Return the old values (n,) fp32 of the elements in this rank's shard."""
+        """Return the values (n,) fp32, from before the context, of the elements in this rank's shard."""
 
     @torch.no_grad()
     def received(self, source: int) -> Tensor:
         """Receive the values that rank ``source`` has written, (n,) fp32, for the elements in this rank's shard.
 
-        All ranks must call it.  An element keeps its old fp32 value if its new value, which has the parameter's type,
-        equals the old value cast to this type.
+        All ranks must call it.  Written values have the parameter's type, such as bf16.  An element whose written value
+        equals its old fp32 value, cast to this type, keeps the fp32 value.
         """
         mesh, before = self.wire.mesh, self.before()
         parts = [part_of(self.shown, self._geometry, self._slot, rank) for rank in range(mesh.topology.world)]
@@ -257,7 +266,7 @@ class _Sharded(_Place):
                     return self._refused(f"{change}, {shapes}", self._resize)
                 return self._refused(change, "write its values instead")
         if _layout(member.placeholder) == _layout(self._memory):
-            # During a pass, a user may have taken the leaf that computes, and may now have assigned data to it.
+            # A user may have kept the parameter object of an earlier pass, and may have assigned data to that object.
             self.shown = member.parameter
         return super().reason()
 
@@ -337,9 +346,9 @@ class _BeforeSharding(_Place):
 
 
 def _places(parameters: Sequence[nn.Parameter]) -> list[_Place]:
-    """Return for each parameter a :class:`_Place`, which gathers the parameter and writes new values back.
+    """Return a :class:`_Place` for each parameter, the object that gathers it and writes new values back.
 
-    Outside of Init, plain parameters of models that are neither sharded nor constructed in Init are left out.
+    Outside of Init, parameters that are neither sharded nor made under Init are left out.
 
     Raises:
         ZeroError: for the old object of a parameter that was replaced when its model was sharded.
@@ -391,7 +400,7 @@ def _order_of(places: Sequence[_Place]) -> int:
 
 
 def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -> str | None:
-    """Return an error message if the ranks' changes cannot be kept; None if they can.
+    """Return an error message if the values that ranks have written cannot be kept; None if they can.
 
     All ranks get the same result.
 
@@ -403,7 +412,7 @@ def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -
     for rank, order in enumerate(orders):
         if order != orders[0]:
             return (
-                f"GatheredParameters has other parameters on rank {rank} than on rank 0, or another order, "
+                f"GatheredParameters got other parameters on rank {rank} than on rank 0, or in another order, "
                 "so values of different parameters were mixed: give the same list on all ranks"
             )
     for rank, modifier in enumerate(modifiers):
@@ -423,7 +432,7 @@ def _refusal(orders: Sequence[int], modifiers: Sequence[int], changed: Tensor) -
 
 
 def _reason_of(rank: int, reason: str, wire: Wire) -> str:
-    """Return on all ranks the error message of rank ``rank``; all ranks must call this.
+    """Return the error message of rank ``rank`` on all ranks; all ranks must call this.
 
     ``reason`` is the calling rank's own error message, or empty.  Messages are cut to :data:`_REASON_BYTES` bytes.
     """

@@ -30,12 +30,15 @@ WHOLE_BELOW: Final = 1024  # elements; cutting a smaller parameter would save ne
 
 
 class Init:
-    """Context that cuts the parameters of modules to this rank's slices as soon as the modules' constructors return.
+    """Context in which a module's parameters are cut to this rank's slices as soon as its constructor returns.
 
-    All ranks must construct the same modules.  While a constructor runs, the parameters of its module are whole.
-    If an operation in the context uses parameters that are cut already, these are gathered, so all ranks must run
+    While a constructor runs, the parameters of its module are whole.  All ranks must construct the same modules.
+
+    An operation in the context may use parameters that are cut already.  They are then gathered, so all ranks must run
     the operation.  The gathered parameters are cut again when other parameters are gathered, or when the outermost
-    constructor returns.  Between the end of the context and ``shard()``, cut parameters may be used only under
+    constructor returns.
+
+    Between the end of the context and ``shard()``, cut parameters may be used only under
     :class:`~impl.parameters.gathered.GatheredParameters`.
 
     Args:
@@ -43,11 +46,11 @@ class Init:
             random numbers (see ``seed``).
         data_parallel_group: a process group or torch's ``DeviceMesh`` in place of ``mesh``, as DeepSpeed's ``Init``
             calls it.  Pass this group, or ``init.mesh``, to ``shard()`` as ``mesh=``.
-        policy: the policy that the model will be sharded with.  With another policy, ``shard()`` has to send
-            the slices anew.
-        blocks: the classes of the model's blocks.  In place of classes, a function may be given, which is called with
-            a class and returns whether its modules are blocks.  The parameters of a block are cut when the
-            block's constructor returns, and other parameters when the constructor of their own module returns.
+        policy: the policy that the model will be sharded with.  If ``shard()`` gets another policy, it may have to send
+            values between ranks to make other slices.
+        blocks: the classes of the model's blocks, or a function that is called with a class and returns whether its
+            modules are blocks.  The parameters of a block are cut when the block's constructor returns.  Other
+            parameters are cut when the constructor of their own module returns.
         wire: the wire that sends messages; a new one by default.
         remote_device: the device of new values and of slices.  None, and "none" as in Megatron's
             ``--remote-device``, stand for the mesh's device.  On "meta", parameters have no values.
@@ -79,7 +82,7 @@ class Init:
     ) -> None:
         self._blocks, self._whole_below, self._seed, self.enabled = blocks, whole_below, seed, enabled
         self._constructing: list[nn.Module] = []
-        # the groups of cut parameters that are gathered now, in the order in which they were gathered
+        # the groups of cut parameters (Cut) that are gathered now, in the order in which they were gathered
         self._gathered: list[Cut] = []
         self._contexts = contextlib.ExitStack()
         self._mesh, self._data_parallel_group, self._policy = mesh, data_parallel_group, policy or Policy()
@@ -90,7 +93,7 @@ class Init:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """The mesh of the ranks given as ``mesh`` or ``data_parallel_group``; of all ranks if neither was given."""
+        """The mesh of the ranks given as ``mesh`` or ``data_parallel_group``; if neither was given, of all ranks."""
         if self._mesh is not None and self._data_parallel_group is not None:
             raise ZeroError("Init has both mesh= and data_parallel_group=: leave one of them out")
         return Mesh.of(self._data_parallel_group if self._mesh is None else self._mesh)
@@ -100,8 +103,8 @@ class Init:
             return self
         if active() is not None:
             raise ZeroError(
-                "Init inside Init is refused, because only one Init can lay the model out: leave the inner or the "
-                "outer Init out"
+                "Init inside Init is refused, because only one Init can cut the model to slices: leave the inner or "
+                "the outer Init out"
             )
         with contextlib.ExitStack() as stack:
             if self._seed is not None:
@@ -124,8 +127,9 @@ class Init:
     def constructing(self, module: nn.Module) -> Iterator[None]:
         """Context around a constructor call for ``module``; cuts the module's parameters when the call returns.
 
-        There are two exceptions.  The constructor of a base class runs inside the constructor of the module's class,
-        and cuts nothing.  A module that is constructed inside a block is cut together with the block.
+        Two kinds of calls cut nothing.  The first is the call of a base class's constructor, which runs inside the
+        constructor of the module's own class.  The second is a call inside the constructor of a block, since the module
+        is then cut together with the block.
         """
         if any(module is other for other in self._constructing):  # this is the constructor of a base class
             yield
@@ -168,10 +172,10 @@ class Init:
                 Cut(kind, parameters, self._policy, mesh=self.mesh, wire=self.wire, on_use=self._use)
 
     def gather(self, cuts: Sequence[Cut]) -> None:
-        """Gather the whole values of ``cuts``, each a group of parameters of which ranks hold slices.
+        """Gather the whole values of ``cuts``; a cut is a group of parameters of which each rank holds a slice.
 
-        Before that, the values of all other groups that are gathered are cut to slices again.  Values stay whole if
-        somebody holds views of them, or if GatheredParameters shows them.
+        Before that, all other cuts that are gathered are cut to slices again.  A cut stays whole if somebody holds
+        views of its values, or if its parameters are in an open GatheredParameters context.
         """
         self._settle(cuts)
         for cut in cuts:
@@ -184,26 +188,27 @@ class Init:
         return isinstance(module, kinds) if isinstance(kinds, type | tuple) else kinds(type(module))
 
     def _use(self, cut: Cut, together: Sequence[Cut], name: str) -> None:
-        """Gather the values of all parameters in the cuts ``together``, because one operation uses these cuts.
+        """Gather the values of all parameters in the cuts ``together``, because one operation uses them.
 
-        A cut is a group of parameters of which ranks hold slices.  ``name`` is the name of a parameter that the
-        operation uses, for the error message.
+        A cut is a group of parameters of which each rank holds a slice.  ``cut`` is one of ``together``.  ``name`` is
+        the name of a parameter that the operation uses, for the error message.
 
         Raises:
             ZeroError: after this context has ended, or in another thread.
         """
         if active() is not self:
             raise ZeroError(
-                f"parameter {name!r} is used after Init cut it, outside of Init: use it inside Init, or read or "
-                "change it under GatheredParameters"
+                f"parameter {name!r} was cut to slices by Init, and is used outside of Init: use it inside Init, or "
+                "read or change it under GatheredParameters"
             )
         self.gather(together)
 
     def _settle(self, kept: Sequence[Cut] = (), *, viewed: bool = False) -> None:
-        """Cut values that are gathered to slices again.
+        """Cut gathered values to slices again, so that the rest of the memory is free.
 
-        Three kinds of values stay whole: those of the cuts (groups of parameters) in ``kept``; those that
-        GatheredParameters shows; and, unless ``viewed`` is True, those of which somebody holds views.
+        A cut is a group of parameters of which each rank holds a slice.  Three kinds of cuts stay whole: those in
+        ``kept``; those with parameters in an open GatheredParameters context; and, unless ``viewed`` is True, those of
+        whose values somebody holds views.
         """
         for cut in list(self._gathered):
             if cut not in kept and not cut.pinned and (viewed or not cut.viewed):
@@ -214,7 +219,8 @@ class Init:
 def _device_of(remote_device: torch.device | str | None) -> torch.device | None:
     """Return the device that ``remote_device`` names; None if it names none, so that the mesh's device is used.
 
-    Raises ZeroError: for "nvme".
+    Raises:
+        ZeroError: for "nvme", since values are kept in memory only.
     """
     if remote_device == "nvme":
         raise ZeroError(
@@ -235,9 +241,8 @@ def give_values(
     The parameters of a block are cut to slices as soon as all of them have values, so that no rank holds more than its
     slices and one whole block.  Modules that have values already are left alone.
 
-    A module is initialised after the modules that it holds, which is the order in which constructors return.  From
-    equal random numbers, the model therefore gets the values that it would have got if it had not been constructed on
-    the meta device.
+    A module is initialised after the modules that it holds, which is the order in which constructors return.  Given the
+    same random numbers, the model therefore gets the same values as if it had been constructed on a real device.
 
     Args:
         model: the model.
@@ -283,9 +288,10 @@ def _initialise(
 ) -> None:
     """Initialise the module's own parameters and buffers that are on the meta device, after moving them to ``device``.
 
-    The parameters and buffers stay the same objects.  To find elements that the initialisation leaves out, all bits
-    are set to ones before it runs.  As a floating-point number, these bits are a NaN that no arithmetic produces.  As
-    an integer, they may be a value such as -1, so integers count as left out only if nothing was written to them.
+    The parameters and buffers stay the same objects.  To find elements that get no value, all bits are set to ones
+    before the initialisation runs, and elements that still have only ones afterwards are reported.  As a floating-point
+    number, these bits are a NaN that no arithmetic produces.  As an integer, they may be a real value such as -1, so
+    integers are reported only if nothing was written to the tensor.
 
     Args:
         module: the module.

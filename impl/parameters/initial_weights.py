@@ -1,9 +1,9 @@
 """Checks, when a model is sharded, that all ranks have the same policy and start from the same weights.
 
 Ranks compare the values of their policies (:func:`impl.policy.setting.texts`), a checksum of each parameter
-(:func:`sums`), and the shapes and types of buffers.  For a parameter that :class:`~impl.parameters.init.Init` has cut,
-they compare checksums of the values before each cut.  The ranks exchange these through the store of their rendezvous,
-not through the wire, so the ledger does not count them.
+(:func:`sums`), and the shapes and types of buffers.  For a parameter of which :class:`~impl.parameters.init.Init` has
+kept only a slice on each rank, they compare checksums of the values before they were cut to slices.  The ranks exchange
+this through the store of their rendezvous, not through the wire, so that these bytes are not counted as traffic.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def check_same_start(
     Args:
         wire: the wire of the ranks.
         policy: the policy of this rank.
-        parameters: the model's parameters by name.  Parameters that are cut already or have no values are ignored.
-        drawn: for each cut parameter, by name, a hash of the values from which this rank has cut it.
+        parameters: the model's parameters by name.  Parameters without values, or with only this rank's slice of the
+            values, are ignored.
+        drawn: for each parameter of which this rank has only a slice, by name, a hash of the whole values.
         buffers: the shape and type of each buffer, by name, as text.  Values of buffers are not compared.
     """
     mesh, rank = wire.mesh, wire.mesh.rank
@@ -62,7 +63,7 @@ def check_same_start(
 
 
 def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a checksum of each parameter that has values, by name.
+    """Return a checksum of each parameter that has its whole values, by name.
 
     The bits of each element are read as an integer, and the checksum is the sum of these integers.  So parameters with
     equal values have equal checksums.

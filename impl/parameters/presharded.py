@@ -1,8 +1,8 @@
 """Holds parameters that Init has cut before their model is sharded: each rank has only its slice.
 
-A :class:`Cut` is a group of parameters that is laid out like a unit.  If :func:`impl.zero.shard` lays the same
-parameters out in the same way, :func:`take_over` takes the slice over without a message.  Otherwise ``take_over``
-gathers one parameter after the other and cuts each again.
+A :class:`Cut` is a group of parameters, such as those of a block, of which each rank holds one slice.  When the model
+is sharded, :func:`take_over` gives the slices to the engine.  This needs no message if :func:`impl.zero.shard` lays the
+same parameters out in the same way.  Otherwise ``take_over`` gathers one parameter after the other and cuts each again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LARGE: Final = 2**61 - 1  # the modulus of the hash of values
 
 
 class Cut:
-    """Holds this rank's slice of some parameters, all of which are trainable, or all frozen.
+    """Holds this rank's slice of a group of parameters, of which all are trainable or all are frozen.
 
     Args:
         name: the name of the cut, for error messages.
@@ -41,9 +41,9 @@ class Cut:
         policy: the policy that the model will be sharded with.
         mesh: the ranks.
         wire: a function that returns the wire; it is called when values are gathered.
-        on_use: a function that is called when an operation uses a cut parameter.  It is called with this cut, with a
-            list of all cuts that the operation uses, and with the parameter's name.  It gathers the values, or raises
-            an error.
+        on_use: a function that is called when an operation uses a parameter of this cut.  Its arguments are this cut,
+            a list of all cuts that the operation uses, and the parameter's name.  It gathers the values, or raises an
+            error.
     """
 
     def __init__(
@@ -74,11 +74,13 @@ class Cut:
         self._keepers = [_InCut(self, slot.spec.name) for slot in self.geometry.slots]
         # (S,) fp32, this rank's slice, on the device of the values; empty while the parameters are whole
         self.shard = torch.empty(0)
-        self.pinned: set[int] = set()  # numbers of the slots that GatheredParameters shows
-        # For each slot, a hash of all values from which this rank has cut it, so that ranks can compare them.
+        # The indices of the parameters that are in an open GatheredParameters context.
+        self.pinned: set[int] = set()
+        # For each parameter, a hash of the whole values from which the slice was cut, so that ranks can compare them.
         self.drawn = [0] * len(self.geometry.slots)
         self.whole = True  # whether the parameters have their whole values
-        self._uses: list[int] = []  # for each parameter, the handles of its memory when it was gathered
+        # For each parameter, torch's references to its memory when it was gathered.
+        self._uses: list[int] = []
         self.cut()
 
     @property
@@ -115,9 +117,9 @@ class Cut:
         self.whole = False
 
     def gather(self) -> None:
-        """Gather the whole values of all parameters of this cut.
+        """Gather the whole values of all parameters of this cut, and put them into the parameters.
 
-        All ranks of the state group, the ranks that share one copy of the parameters, must call it.
+        All ranks that together hold one copy of the parameters must call it.
         """
         if self.whole:
             return
@@ -130,11 +132,10 @@ class Cut:
         self.whole = True
 
     def values(self, number: int, wire: Wire, part: Tensor | None = None) -> Tensor:
-        """Gather and return the values of parameter ``number``, (shape) fp32.
+        """Gather and return the values of parameter ``number``, (shape) fp32, without a change of the parameter.
 
-        All ranks of the state group, the ranks that share one copy of the parameters, must call it.
-
-        ``part`` (n,) are the values of the elements in this rank's slice.  By default they are taken from the slice.
+        All ranks that together hold one copy of the parameters must call it.  ``part`` (n,) are this rank's values of
+        the elements in its slice; by default, those that the slice has.
         """
         start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
         part = (self.shard[start:end] if part is None else part).to(wire.mesh.device)
@@ -144,7 +145,7 @@ class Cut:
 
     @property
     def viewed(self) -> bool:
-        """Whether views of the whole values exist that were made after the values were gathered."""
+        """Whether somebody holds views of the whole values, which were made after the values were gathered."""
         return any(map(operator.gt, self._counts(), self._uses))
 
     def _counts(self) -> list[int]:
@@ -153,9 +154,9 @@ class Cut:
 
 
 class _InCut:
-    """The keeper of one cut parameter: gathers the parameter when an operation uses its placeholder.
+    """Gathers a cut parameter when an operation uses it: the parameter's :class:`~impl.unit.placeholder.Keeper`.
 
-    :class:`impl.unit.placeholder.Keeper` says what a keeper is.
+    A cut parameter is a placeholder, without values; operations ask the keeper for the values.
     """
 
     def __init__(self, cut: Cut, name: str) -> None:
@@ -171,14 +172,14 @@ class _InCut:
         return parameter
 
 
-# The cut of each parameter that is whole now; keyed by identity.
+# Maps each cut parameter that has its whole values now, by identity, to its cut.
 _whole: MutableMapping[Tensor, weakref.ref[Cut]] = WeakTensorKeyDictionary()
 
 
 def cut_of(parameter: Tensor) -> Cut | None:
-    """Return the cut that ``parameter`` belongs to, also while the values of the cut are gathered.
+    """Return the cut (group of parameters held in slices) to which ``parameter`` belongs; None if there is none.
 
-    Returns None if the parameter belongs to no cut.
+    The values of the cut may be gathered at the moment.
     """
     if (keeper := keeper_of(parameter)) is not None:
         return keeper.cut if isinstance(keeper, _InCut) else None
@@ -187,7 +188,7 @@ def cut_of(parameter: Tensor) -> Cut | None:
 
 
 def drawn_numbers(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a hash for each of the ``parameters`` that Init has cut, by name; other parameters are left out.
+    """Return, by name, a hash for each of the ``parameters`` of which this rank holds only a slice.
 
     The hash is of the parameter's whole values, from which this rank has cut its slice.  It is therefore equal on all
     ranks that have cut equal values.
@@ -197,7 +198,7 @@ def drawn_numbers(parameters: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _keeping(parameter: Tensor) -> Cut | None:
-    """Return the cut that holds the slice of ``parameter``.
+    """Return the cut (group of parameters) that holds this rank's slice of ``parameter``.
 
     Returns None if the parameter belongs to no cut, or if the values of its cut are gathered.
     """
@@ -206,10 +207,11 @@ def _keeping(parameter: Tensor) -> Cut | None:
 
 
 def take_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: Wire) -> Tensor | None:
-    """Return this rank's slice (S,) fp32 of ``parameters`` in the layout of ``geometry``.
+    """Return this rank's shard (S,) fp32 of ``parameters`` in the layout of ``geometry``, made from their slices.
 
-    Returns None if no parameter is cut.  All ranks must call it.  If a cut has the slice in this layout already, no
-    message is sent.
+    All ranks must call it.  No message is sent if the slices were cut in this layout already.  Otherwise each parameter
+    is gathered and cut anew, one after the other.  Returns None if ranks hold no slices of these parameters, because
+    all of them are whole.
     """
     cuts = [_keeping(parameter) for parameter in parameters]
     if all(cut is None for cut in cuts):

@@ -1,11 +1,11 @@
-"""Holds what all units of one engine share: the wire, the policy, memory, counters, and the state of a pass.
+"""Holds what all units (groups of parameters) of one engine share: wire, policy, memory, and the state of a pass.
 
 :class:`UnitContext` bundles these objects.  :class:`Reserve` hands out flat buffers, :class:`Meter` counts the bytes
 of memory in use, :class:`HostMemory` allocates memory of the host and copies to and from the host, and
 :class:`Passes` records which forward or backward pass is running.
 
 With a GPU, host memory is pinned.  Copies to the host run on one side stream, and copies from the host on another.
-On a CPU, host and device are the same memory.  The same copies are made there too, without a stream, so that tests can
+On a CPU, host and device are the same memory.  The copies are still made, without a stream, so that tests on a CPU can
 count their bytes (:data:`ACCOUNTING`).
 """
 
@@ -36,8 +36,8 @@ ACCOUNTING: Final = "accounting only: on this device host and device are one mem
 class Meter:
     """Counts the bytes of memory that one rank's engine holds, for each part of that memory.
 
-    A part has a name, such as ``masters``, as in the dict that :func:`impl.plan.memory.memory` returns.  The name of a
-    part in host memory begins with ``host_``.
+    A part has a name, such as ``masters``.  The names are those of the dict that :func:`impl.plan.memory.memory`
+    returns.  If a part is in host memory, its name begins with ``host_``.
     """
 
     now: dict[str, int] = field(default_factory=dict)  # for each part, the bytes that are held now
@@ -56,17 +56,17 @@ class Meter:
 class Reserve:
     """A pool of flat buffers whose elements have one type; the meter counts their bytes as ``part``.
 
-    A buffer is reused only for a request of exactly its size.  All buffers of the pool, free or in use, count against
-    one limit: the most elements that were in use at one time, in the last pass or in the present pass so far.  Beyond
-    this limit, the pool drops free buffers, the largest first.
+    A buffer is reused only for a request of exactly its size.  The pool has a limit for the elements of all its
+    buffers, free or in use: the most elements that were in use at one time, in the last pass or in the present pass so
+    far.  Beyond this limit, the pool drops free buffers, the largest first.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:
         self._dtype, self._device, self._meter, self._part = dtype, device, meter, part
         self._free: dict[int, list[Tensor]] = {}  # free buffers by their number of elements
         self._held = self._used = 0  # elements of all buffers, and of those in use
-        # ``_most`` is the limit for the elements of all buffers, from the last pass; ``_lately`` is the most elements
-        # that were in use at once since the last trim().
+        # ``_most`` is the limit for the elements of all buffers.  ``_lately`` is the most elements that were in use at
+        # one time since the last trim(), which makes this number the limit.
         self._most = self._lately = 0
 
     def take(self, numel: int) -> Tensor:
@@ -141,9 +141,9 @@ class HostMemory:
     def ahead(self) -> contextlib.AbstractContextManager[Arrival]:
         """Context that enqueues the work of its body on the side stream for copies from the host.
 
-        This work starts after all work that the current stream has enqueued so far, and overlaps with work that the
-        current stream enqueues later.  Yields an :class:`Arrival`, with which later work can wait for the end of the
-        body's work.  On a CPU there is no side stream, and the body's work is done at once.
+        The work of the body starts after all work that the current stream has enqueued so far, and overlaps with work
+        that the current stream enqueues later.  Yields an :class:`Arrival`, with which later work can wait for the end
+        of the body's work.  On a CPU there is no side stream, and the body's work is done at once.
         """
         return contextlib.nullcontext(Arrival()) if self._up is None else self._up.beside()
 
@@ -198,13 +198,13 @@ class Passes:
     in_backward: bool = False  # whether a backward pass is running, or has failed and was not finished
     accumulating: bool = False  # whether backward passes only add to local gradients and reduce nothing
     gathering: set[int] = field(default_factory=set)  # units whose all-gather is under way
-    # whether a user's own gather has failed; then no weights are taken from such gathers until a new gather starts
+    # whether a gather by a user's own class has failed; then no weights are taken from such gathers until one starts
     failed: bool = False
     # units whose weights were used outside of their own module, and stay gathered to the end of the forward pass
     escaped: set[int] = field(default_factory=set)
     # maps the address of a flat buffer to the unit whose weights were last gathered there
     weights_at: dict[int, int] = field(default_factory=dict)
-    # names of parameters that were written while gathered, which no error has reported yet
+    # names of parameters that were written while gathered, and that no error has named yet
     written: list[str] = field(default_factory=list)
 
 

@@ -2,10 +2,10 @@
 
 [Note: flat buffer]
 The weights of a gathered unit are one tensor (P,) in the compute type, the flat buffer; P is the number of the unit's
-elements with padding.  Each parameter is an autograd leaf whose ``data`` is a view of the flat buffer.  Therefore each
-parameter has a version counter that the other parameters do not share, and filling the buffer again for backward does
-not look like an in-place change of tensors that autograd has saved.  The memory comes from a
-:class:`~impl.unit.context.Reserve`.  While the unit is sharded it has no flat buffer, and modules hold placeholders
+elements with padding.  Each parameter is an autograd leaf whose ``data`` is a view of the flat buffer.  Assigning
+``data`` gives each parameter a version counter of its own.  So when the buffer is filled again for backward, autograd
+does not see an in-place change of tensors that it has saved.  The memory comes from a pool
+(:class:`~impl.unit.context.Reserve`).  While the unit is sharded it has no flat buffer, and modules hold placeholders
 (:mod:`impl.unit.placeholder`).
 
 When the unit is resharded, autograd may still hold views of the flat buffer.  They come from weights that were used
@@ -51,7 +51,7 @@ View = tuple[torch.Size, tuple[int, ...], int]  # shape, strides and offset of a
 class Member:
     """A parameter of a unit, as two leaves: one to compute with, and a placeholder for the time between uses."""
 
-    # the leaf whose data is a view of the flat buffer; while the unit is sharded, it has no values
+    # the leaf that operations compute with: a view of the flat buffer; it has no values while the unit is sharded
     parameter: nn.Parameter
     # the parameter that modules hold between their passes: the same shape, type and device, but no values
     placeholder: nn.Parameter
@@ -68,7 +68,7 @@ class Member:
 class FlatBuffer:
     """The memory of one unit's gathered weights on one rank, and the parameters that are views of this memory.
 
-    ``members`` are the unit's parameters, in slot order: the order of the parameters in the flat buffer.
+    ``members`` are the unit's parameters, in the order in which they lie in the flat buffer.
 
     The constructor gets the model's parameters as ``originals``, and for each of them the modules that hold the
     parameter as ``holders``.  The constructor puts placeholders into these modules, and frees the memory of the
@@ -98,13 +98,13 @@ class FlatBuffer:
             self.members[-1].place(placeholder)
             release(original, Taken(name))
         self.address = 0  # the address of the flat buffer; 0 while there is none
-        # for each member that GatheredParameters shows, its number and the values (shape) that are shown
+        # for each parameter in an open GatheredParameters context, its index and its whole values (shape)
         self.shown: dict[int, Tensor] = {}
-        # The unit sets this function.  It is called with the name of a parameter that is used while modules
-        # hold placeholders, and gathers the unit or refuses the use.
+        # A function that the unit sets.  It is called with the name of a parameter that an operation uses while modules
+        # hold placeholders.  It gathers the unit, or raises an error.
         self.used_outside: Callable[[str], None]
         self._flat: Tensor | None = None  # (P,) the flat buffer, while the unit has one
-        # how many handles of the flat buffer's memory belong to this object and to the parameters
+        # torch's references to the flat buffer's memory (handles()) that belong to this object and to the parameters
         self._own_views = 0
         self._marks: list[tuple[int, int]] = []  # version and address of each member, from expose() on
 
@@ -120,10 +120,10 @@ class FlatBuffer:
         return self._flat
 
     def detach(self) -> None:
-        """Give the flat buffer's memory back to the reserve; the parameters then have no values.
+        """Give the flat buffer's memory back to the reserve (a pool); the parameters then have no values.
 
-        Nothing happens while autograd or a user holds views of this memory ([Note: flat buffer]), or while
-        GatheredParameters shows a parameter of the unit.
+        Nothing happens if autograd or a user holds views of this memory ([Note: flat buffer]), or if a parameter of the
+        unit is in an open GatheredParameters context.
         """
         flat = self._flat
         if flat is None or self.shown or handles(flat) != self._own_views:
@@ -137,7 +137,7 @@ class FlatBuffer:
     def lay(self) -> None:
         """Make each parameter a view of the flat buffer again, after a user has assigned another tensor to ``p.data``.
 
-        The method does not change parameters that GatheredParameters shows.  Without a flat buffer it does nothing.
+        Parameters in an open GatheredParameters context are not changed.  Without a flat buffer, nothing happens.
         """
         if (flat := self._flat) is None:
             return
@@ -147,7 +147,7 @@ class FlatBuffer:
                     member.parameter.data = flat.as_strided(*member.view)
 
     def expose(self) -> None:
-        """Put the parameters into the modules; from now on :meth:`written` reports parameters that are written."""
+        """Put the parameters, with their values, into the modules; :meth:`written` reports writes from now on."""
         self._marks = marks = []
         for member in self.members:
             parameter = member.parameter
@@ -157,11 +157,10 @@ class FlatBuffer:
                 module._parameters[name] = parameter  # noqa: SLF001
 
     def conceal(self, *, sharded: bool) -> None:
-        """Put the placeholders into the modules.
+        """Put the placeholders, which have no values, into the modules in place of the parameters.
 
-        With ``sharded``, the parameters will lose their values.  Therefore they are turned into placeholders too.  If a
-        user keeps a reference to a parameter after the pass, a later use of this parameter gathers the unit again, or
-        raises an error.
+        With ``sharded``, the parameters are turned into placeholders too, since they will lose their values.  If a user
+        has kept a parameter from a pass and uses it later, the use then gathers the unit again, or raises an error.
         """
         self._marks = []
         for member in self.members:
@@ -184,9 +183,10 @@ class FlatBuffer:
 
 
 class InUnit:
-    """The :class:`~impl.unit.placeholder.Keeper` of the parameter and the placeholder of one member of a unit.
+    """Provides the values of one parameter of a unit to operations that get it while its unit is sharded.
 
-    It has only a weak reference to the flat buffer.
+    It is the :class:`~impl.unit.placeholder.Keeper` of both the parameter and the placeholder that modules hold in its
+    place.  It has only a weak reference to the flat buffer.
     """
 
     def __init__(self, flat: FlatBuffer, name: str, number: int) -> None:
@@ -208,10 +208,10 @@ class InUnit:
 
 
 class Taken:
-    """The :class:`~impl.unit.placeholder.Keeper` of a parameter that the model had before shard().
+    """Raises an error if a parameter object is used that shard() has replaced in the model by another object.
 
-    shard() has put another object into the model.  A user may have kept the old parameter, for example in an optimizer.
-    Every use of the old parameter raises an error, since computing with it would train nothing.
+    A user may have kept the old object, for example in an optimizer, and computing with it would train nothing.  This
+    is the old object's :class:`~impl.unit.placeholder.Keeper`, which operations ask for values.
     """
 
     def __init__(self, name: str) -> None:

@@ -55,9 +55,9 @@ from impl.unit.own_reduction import OwnReduction
 class GradientReduction:
     """Collects the gradients of one unit on one rank, and reduces them.
 
-    The hooks of the model call :meth:`collect` with each gradient.  The attribute ``collective`` is the object that
+    The hooks of the model call :meth:`collect` for each gradient.  The attribute ``collective`` is the object that
     sends and adds the gradients, hop by hop.  The :class:`~impl.plan.reduction_queue.ReductionQueue` decides when the
-    reduction starts, when it posts each hop, and when it waits for the mean.
+    reduction starts, when it posts the message of each hop, and when it waits for the mean.
     """
 
     def __init__(
@@ -76,12 +76,14 @@ class GradientReduction:
         self.missing = set[int]()
         self.local: Tensor | None = None  # (P,) the local gradients, while any wait to be reduced
         self._buffer: Tensor | None = None  # the memory of ``local``, if it comes from the reserve
-        self._opened: Exchange | None = None  # the exchange whose message is ``local``, if there is one
+        # The first hop's messages, if ``local`` is the memory of one of them.
+        self._opened: Exchange | None = None
         self._written: set[int] = set()  # members that have a gradient in ``local``
         # On a GPU, places in ``local`` and the gradients to be copied there, all with one launch.
         self._places: list[Tensor] = []
         self._arrived: list[Tensor] = []
-        # Gradients of outer units arrive throughout the pass, and should not be held twice meanwhile.
+        # Whether gradients are copied to ``local`` with one launch.  Not for the root's and the persistent unit: their
+        # gradients arrive throughout the pass, and would be held twice meanwhile.
         self._together = context.wire.streams and not geometry.outer
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
         self._errors: Errors | None = None  # the gradient codecs' carried errors, from the first reduction on
@@ -90,14 +92,14 @@ class GradientReduction:
         self.follow(context.policy)
 
     def follow(self, policy: Policy) -> None:
-        """Reduce with the axes and codecs of ``policy`` from now on; carried errors are kept."""
+        """Reduce with the axes and codecs of ``policy`` from now on; errors that error feedback carries are kept."""
         self._take_up(self._way(policy))
 
     def prepare(self, policies: Sequence[Policy]) -> None:
-        """Compile the reduction for each of the ``policies`` of a schedule, and use the first policy from now on.
+        """Prepare the reduction for each of the ``policies`` of a schedule, and use the first policy from now on.
 
-        If a policy has error feedback, the memory of the carried errors is allocated here.  All policies share this
-        memory, so that :meth:`take_up` allocates nothing.
+        If a policy has error feedback, memory is allocated here for the errors that it carries from step to step.  All
+        policies share this memory, so that :meth:`take_up` allocates nothing.
         """
         self._prepared = [self._way(policy) for policy in policies]
         carrying = next((way for way in self._prepared if way.feedback is not None), None)
@@ -143,13 +145,14 @@ class GradientReduction:
     def begin(self) -> bool:
         """Begin to collect this pass's gradients, unless the unit has begun to collect them already.
 
-        To be called when a gradient arrives, before :meth:`collect`.  Returns whether the arrival is an event at which
-        all ranks post the next hops of the reductions that are under way.  The first gradient of a block's unit in a
-        pass is such an event.
+        To be called when a gradient arrives, before :meth:`collect`.
 
-        The gradients of the root's unit and of the persistent unit are no such events.  They may arrive just after the
-        reduction of a block has started.  To post the second hop of the block's reduction then, this rank would have to
-        wait at once for the first hop.
+        Returns True if the caller should now post the next messages of other units' reductions.  This is the case for
+        the first gradient of a block's unit in a pass: all ranks then post in the same order.
+
+        It is not the case for the root's unit, which has the parameters outside of blocks, nor for the persistent unit,
+        which has small parameters.  Their gradients may arrive just after the reduction of a block has started.  This
+        rank would then have to wait at once for the block's first hop, in order to post the second.
 
         Raises:
             ZeroError: if the unit's reduction has started in this pass.
@@ -170,8 +173,8 @@ class GradientReduction:
         ``local`` is the buffer in which this rank's gradients of the unit are collected.  To be called after
         :meth:`begin`.  Returns whether all gradients of the unit have now arrived.
 
-        ``is_next`` says whether this reduction is the next to start.  If so, the message of the first hop may serve as
-        ``local``.
+        ``is_next`` says whether this reduction is the next that will start.  If so, ``local`` may be the message of the
+        first hop itself, so that the gradient need not be copied again.
         """
         self._add(number, self._members[number].parameter, is_next=is_next)
         self.missing.discard(number)
@@ -182,19 +185,21 @@ class GradientReduction:
     def collect_outside(self, number: int, *, is_next: bool) -> None:
         """Add a gradient that has arrived at a placeholder to ``local``, the buffer of this rank's gradients.
 
-        Modules hold the placeholder in place of parameter ``number`` while the unit is sharded.  A gradient arrives
-        there if an ``autograd.Function`` was called with the placeholder.  The gradient of the parameter itself still
-        counts as missing, since it may arrive later.  If it does not, the reduction starts at the end of the pass.
+        The placeholder is the object without values that modules hold in place of parameter ``number`` while the unit
+        is sharded.  It gets a gradient if an ``autograd.Function`` was called with it.  The gradient of the parameter
+        itself still counts as missing, since it may arrive later.  If it does not, the reduction starts at the end of
+        the pass.
 
-        ``is_next`` is as in :meth:`collect`.
+        ``is_next`` says whether this reduction is the next that will start.
         """
         self.begin()
         self._add(number, self._members[number].placeholder, is_next=is_next)
 
     def _add(self, number: int, leaf: nn.Parameter, *, is_next: bool) -> None:
-        """Add the gradient of ``leaf`` to the part of member ``number`` in ``local``, and set ``leaf.grad`` to None.
+        """Add the gradient of ``leaf`` to the part of parameter ``number`` in ``local``, and set ``leaf.grad`` to None.
 
-        The first gradient overwrites the part, whose memory has arbitrary content before.
+        ``leaf`` is the parameter itself, or its placeholder.  The first gradient of a pass overwrites the part, whose
+        content is arbitrary before.
         """
         flat = self._open(is_next=is_next) if self.local is None else self.local
         shape, strides, offset = self._members[number].view
@@ -225,10 +230,10 @@ class GradientReduction:
         self._arrived.clear()
 
     def _open(self, *, is_next: bool) -> Tensor:
-        """Return the memory (P,) in which gradients are collected, and make it ``local``.
+        """Choose the memory (P,) in which this rank's gradients are collected, make it ``local``, and return it.
 
-        A pass that only accumulates takes a buffer of the reserve, with elements in fp32.  A pass that reduces takes
-        the first of these memories that is possible:
+        A pass that only accumulates takes a buffer of the reserve (a pool), with elements in fp32.  A pass that reduces
+        takes the first possible memory in this list:
 
         - the memory of the masters' gradients, on a single rank, where the local gradient is the mean;
         - the message of hop 1, if this reduction ``is_next`` and the codec sends the elements as they are;
@@ -251,8 +256,8 @@ class GradientReduction:
     def _completed(self) -> Tensor:
         """Return the collected gradients of all members, (P,).
 
-        Padding is set to zero, and so are members without a gradient.  These members take part in the reduction, since
-        other ranks may have gradients for them.
+        Padding is set to zero, and so are the parts of parameters without a gradient.  These parameters are reduced
+        too, since other ranks may have gradients for them.
         """
         flat = self._open(is_next=False) if self.local is None else self.local
         if self._places:
@@ -271,7 +276,7 @@ class GradientReduction:
         return flat
 
     def _forget(self) -> None:
-        """Release the memory of ``local``, because its gradients were encoded or are not needed any more."""
+        """Release the memory of ``local``; its gradients have been encoded, or are not needed any more."""
         if self.local is not None and self._opened is not None:
             self._meter.add("local_gradients", -self.local.nbytes)
         if self._buffer is not None:
@@ -305,8 +310,8 @@ class GradientReduction:
     def start(self) -> None:
         """Start the reduction with the gradients that have arrived, and post the first hop.
 
-        On a GPU, all later hops are enqueued here too, on a side stream.  There are two exceptions: a user's own class
-        reduces the gradients, or the wire has an observer.
+        On a GPU, all later hops are enqueued here too, on a side stream.  They are not if a user's own class reduces
+        the gradients, or if the wire has an observer, an object that looks at the gradients.
         """
         self.missing.clear()
         self.progress = Progress.FAILED  # stays so if this method is interrupted
@@ -330,17 +335,19 @@ class GradientReduction:
             self.post_next_hop(finish=True)
 
     def post_next_hop(self, *, finish: bool = False) -> None:
-        """Post the message of the next hop.
+        """Post the message of the next hop, or finish the reduction.
 
-        With ``finish``, post the messages of all hops that are left, wait for the mean, and give the mean to the master
-        shard.
+        What the method does depends on the state of the reduction:
 
-        Once the last hop has been posted, a call without ``finish`` has no message to post.  If the last hop stays
-        inside a node, such a call waits for the mean, and gives the mean to the master shard.  If the last hop crosses
-        between nodes, such a call does nothing: see [Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`.
-
-        After :meth:`start` has enqueued all hops, as on a GPU, a call without ``finish`` does nothing.  The method also
-        does nothing if no reduction is under way.
+        - No reduction is under way: it does nothing.
+        - With ``finish``: it posts the messages of all hops that are left, waits for the mean, and gives the mean to
+          the master shard.
+        - :meth:`start` has enqueued all hops, as on a GPU: it does nothing.
+        - A hop is left: it waits for the messages of the previous hop, and posts those of the next.
+        - All hops are posted, and the last hop stays inside a node: it waits for the mean, and gives the mean to the
+          master shard.
+        - All hops are posted, and the last hop crosses between nodes: it does nothing.  Only a call with ``finish``
+          waits for this slow hop ([Note: deferred last hop] in :mod:`impl.comm.reduce_scatter`).
 
         Raises:
             ZeroError: if the reduction was interrupted.
@@ -369,8 +376,8 @@ class GradientReduction:
     def average(self, gradient: Tensor) -> Tensor:
         """Return this rank's shard (S,) fp32 of the mean of ``gradient`` (P,) over all ranks.
 
-        The masters' gradients stay as they are, but carried errors change.  The method is for checks outside of
-        backward passes.  These checks restore the carried errors afterwards.  All ranks must call the method.
+        The masters' gradients stay as they are, but the errors that error feedback carries change.  The method is for
+        checks outside of backward passes, which restore these errors afterwards.  All ranks must call it.
         """
         reduction = self.collective
         key = self._clock.gradients(self._geometry.name, self._wire.mesh.rank) if self._draws else None
@@ -380,9 +387,9 @@ class GradientReduction:
         return mean
 
     def _take(self, mean: Tensor) -> None:
-        """Give the mean (S,) to the master shard, after setting padding to zero.
+        """Set padding in the mean (S,) to zero, and give the mean to the master shard as the masters' gradient.
 
-        If the wire has an observer, the observer gets the mean too.
+        If the wire has an observer, an object that looks at gradients, it gets the mean too.
         """
         for start, end in self._pads:
             mean[start:end] = 0
@@ -393,9 +400,9 @@ class GradientReduction:
         self._master_shard.take(mean)
 
     def drop(self) -> None:
-        """Forget the gradients that were collected but whose reduction has not started, and forget carried errors.
+        """Forget gradients whose reduction has not started, and the errors that error feedback carries to later steps.
 
-        The state of a user's own reduction is kept.
+        The state of a user's own reduction class is kept.
         """
         if self._opened is not None and self.progress is not Progress.FAILED:
             # The exchange is in the log of collectives already, so the other ranks wait for its message.
@@ -406,12 +413,12 @@ class GradientReduction:
         self.missing.clear()
         if self.progress < Progress.REDUCING:
             self.progress = Progress.COLLECTING
-        # Other ranks may not have dropped gradients, and a method's state is often the same on all of them.
+        # A user's own reduction keeps its state: it is often the same on all ranks, and others may not call drop().
         if self._errors is not None:
             self._errors.clear()
 
     def feedback(self) -> Errors | None:
-        """Return the carried errors that the reduction of this step adds to gradients.
+        """Return the errors of earlier encodings that the reduction of this step adds to gradients (error feedback).
 
         Returns None if the present policy has no error feedback, or if the unit is frozen.
         """
@@ -424,20 +431,20 @@ class GradientReduction:
         return self._errors
 
     def kept_errors(self) -> Errors | None:
-        """Return the carried errors that are kept for this step or for later steps.
+        """Return the errors of earlier encodings that are kept for this step or for later steps (error feedback).
 
         With a schedule of policies, the present policy may have no error feedback.  The result is then the errors that
-        the last policy with error feedback has left.  Returns None if no errors are carried.
+        the last policy with error feedback has left.  Returns None if no errors are kept.
         """
         return self.feedback() if self._errors is None or self._feedback is not None else self._errors
 
     @property
     def remembers(self) -> bool:
-        """Whether a user's own reduction reduces this unit and has a state on which the next mean depends."""
+        """Whether a user's own class reduces this unit's gradients and has a state on which the next mean depends."""
         return self.own is not None and bool(self.own.state())
 
     def clear_feedback(self) -> None:
-        """Set carried errors to zero, and replace the object of a user's own reduction by a newly constructed object.
+        """Set the errors that error feedback carries to zero, and construct the object of a user's own reduction anew.
 
         To be called on all ranks if the gradients of this step are not used, for example after an overflow.
         """

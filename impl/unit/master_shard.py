@@ -1,15 +1,15 @@
 """Holds a rank's shard of a unit: (S,) fp32 master weights, and the mean gradient with which the optimizer steps them.
 
 Frozen weights may be held as the codes of a codec instead of in fp32.  An offloaded shard is in host memory, together
-with its mean gradient.  It is encoded on the host, and its frame is copied to the device.
+with its mean gradient.  It is encoded on the host, and the encoded shard, its frame, is copied to the device.
 
 [Note: what users do to masters]
 The masters that an optimizer holds are views of the shard, and users treat them like any parameter:
 
 * ``p.data = values`` gives a master other memory.  :meth:`MasterShard.adopt` copies these values to the shard
-  before a forward pass, and whenever the shard is read outside of passes.  It makes the master a view of the
-  shard again, unless somebody else holds the assigned memory.  In this case the master keeps the assigned memory,
-  and the next call of :meth:`MasterShard.adopt` copies the values again.
+  before a forward pass, and whenever the shard is read outside of passes.  Afterwards it makes the master a view of
+  the shard again.  If somebody else holds the assigned memory too, the master keeps that memory instead, and the next
+  call of :meth:`MasterShard.adopt` copies the values again.
 * ``old = p.data; p.data = values`` keeps the master's old memory, which the user may assign again later.  From then on
   the old memory belongs to the user, so the shard moves to other memory before it takes the new values.
 * ``p.data.copy_(values)`` writes to the shard, but torch does not count the write.  The next gather that
@@ -63,7 +63,7 @@ def part_of(value: Tensor, geometry: UnitGeometry, slot: Slot, rank: int) -> Ten
     return value.detach().reshape(-1)[first - slot.offset : end - slot.offset]
 
 
-# A version of the weights: how many changes were reported to the engine, and how many torch has counted.
+# A version of the weights: how many changes were reported to the engine, and how many writes torch has counted.
 Version = tuple[int, int]
 
 
@@ -89,8 +89,8 @@ class MasterShard:
         self.changes = 0  # changes of the weights that were reported to the engine
         self._encoded: Tensor | None = None  # (F,) on the host: the frame of an offloaded master
         self._sent: Tensor | None = None  # (F,) the frame on the device, unless frames are offloaded too
-        # For each of these two frames, the version of the master and the step of the random bits with which the frame
-        # was encoded.
+        # For each of these two frames: the version of the master from which it was encoded, and the optimizer step from
+        # which a stochastic codec's random bits were drawn.
         self._encoded_of: tuple[Version, int] | None = None
         self._sent_of: tuple[Version, int] | None = None
         self.arrival = Arrival()  # the end of the last gather's copies from the host
@@ -102,8 +102,8 @@ class MasterShard:
             self.held = self.codes = codes
         else:
             context.meter.add("masters", self.held.nbytes, host=placement.shard)
-        # Pairs of an optimizer group's number and the leaf that is the group's part of the shard.  All ranks have
-        # equally many pairs; a leaf is empty if the group has no elements in this rank's shard.
+        # Pairs of an optimizer group's number and a leaf tensor: the part of the shard that belongs to the group.  All
+        # ranks have equally many pairs; a leaf has no elements if the group has none in this rank's shard.
         self.masters: list[tuple[int, nn.Parameter]] = []
         # The same leaves, with their bounds (start, end) in the shard.
         self._spans: list[tuple[nn.Parameter, int, int]] = []
@@ -113,9 +113,9 @@ class MasterShard:
             self._spans.append((master, start, end))
         # For each master, its part of the shard.  The master is a view of this part, unless a user assigned other data.
         self._own = [self.held[start:end] for _, start, end in self._spans]
-        self._foreign = False  # whether a master has memory that a user holds too
+        self._foreign = False  # whether a master lies in memory that a user has assigned and still holds
         self._sums: tuple[Version, Tensor] | None = None  # checksums of the shard, from mark()
-        self._mean: Tensor | None = None  # (S,) fp32, the memory of the masters' gradients
+        self._mean: Tensor | None = None  # (S,) fp32, the memory in which the masters' gradients lie
         self._landing: tuple[Arrival, Tensor] | None = None  # (S,) a mean that is being copied to the host
         self._landed: Tensor | None = None  # (S,) where a mean arrives if it is then added to an earlier mean
         self._anchor: Tensor | None = None  # (S,) the weights after the last outer step, with local steps
@@ -131,7 +131,7 @@ class MasterShard:
     def master(self) -> Tensor:
         """This rank's shard of the weights (S,) fp32, in host memory if the shard is offloaded.
 
-        If frozen weights are held as codes, the tensor is a new one with the decoded values.
+        If frozen weights are held as codes of a codec, the result is a new tensor with the decoded values.
         """
         if self.codes is None:
             self.adopt()
@@ -141,9 +141,9 @@ class MasterShard:
         return master
 
     def keep_anchor(self) -> Tensor:
-        """Return a copy of the shard (S,) fp32, the anchor of local steps.
+        """Make and return the anchor (S,) fp32 of local steps (DiLoCo): a copy of the shard's present values.
 
-        Steps of the optimizer do not change the copy.  Later calls of :meth:`load_part` change both shard and copy.
+        Optimizer steps do not change the anchor.  Later calls of :meth:`load_part` change both shard and anchor.
         """
         with torch.inference_mode(mode=False):
             self._anchor = self.master.detach().clone()
@@ -153,7 +153,7 @@ class MasterShard:
     def load_part(self, start: int, end: int, values: Tensor) -> None:
         """Overwrite elements [start, end) of the shard with ``values`` (end - start,) fp32.
 
-        With local steps, the same elements of the anchor are overwritten too.
+        With local steps, the same elements of the anchor (:meth:`keep_anchor`) are overwritten too.
         """
         master = self.master
         with torch.no_grad():
@@ -170,7 +170,7 @@ class MasterShard:
     def load_codes(self, frame: Tensor) -> None:
         """Overwrite frozen weights that are held as codes.
 
-        ``frame`` (F,) uint8 has the same codec and the same number of elements as these weights.
+        ``frame`` (F,) uint8 is an encoded shard with the same codec and the same number of elements as these weights.
         """
         assert self.codes is not None  # noqa: S101  # checkpoints have codes for no other unit
         self.arrival.finish()  # the codes may still be read by a copy to the device
@@ -179,9 +179,9 @@ class MasterShard:
     # Writes by users ([Note: what users do to masters])
 
     def adopt(self) -> None:
-        """Find masters to whose ``data`` a user has assigned another tensor, and copy the tensor's values to the shard.
+        """Copy to the shard the values of tensors that a user has assigned to the ``data`` of masters.
 
-        [Note: what users do to masters] says what becomes of the shard's memory and of the assigned memory.
+        [Note: what users do to masters] says which memory the shard and the masters have afterwards.
 
         Raises:
             ZeroError: if the assigned tensor has another shape, type or device than the master.
@@ -220,8 +220,8 @@ class MasterShard:
             # Through .data, so that torch does not count the write.  It has not counted the assignment either, and
             # the counts must be equal on all ranks.
             own.data.copy_(master.data)
-        # Memory is this master's alone if torch counts no other handles.  Memory that is not resizable belongs to
-        # another library, such as NumPy, whose handles torch does not count.
+        # Memory belongs to this master alone if torch counts no other references to it.  Memory that is not resizable
+        # belongs to another library, such as NumPy, whose references torch does not count.
         alone = {
             _storage_of(master)
             for master, _ in assigned
@@ -260,15 +260,15 @@ class MasterShard:
                 )
 
     def mark(self) -> None:
-        """Take checksums of the shard, for :meth:`check_unwritten`; to be called when a copy of the shard is made."""
+        """Take checksums of the shard for a later :meth:`check_unwritten`; call it when a copy of the shard is made."""
         version = self.version
         if self._sums is None or self._sums[0] != version:
             self._sums = version, ops.sums_of_bits(self.held)
 
     def check_unwritten(self) -> None:
-        """Raise a ZeroError if masters were written since :meth:`mark` and torch has not counted the write.
+        """Raise a ZeroError if masters were written since :meth:`mark` in a way that torch does not count.
 
-        Without this error, a pass could compute with copies of the old values.
+        Such a write goes unnoticed otherwise, and a pass could compute with copies of the old values.
         """
         if self._sums is None or self._sums[0] != self.version:
             return  # the change is known, so no copy will be reused
@@ -282,13 +282,13 @@ class MasterShard:
     # Frames
 
     def encode_as(self, codec: Codec) -> None:
-        """Encode the shard with ``codec`` from now on."""
+        """Use ``codec`` to encode the shard from now on, and compute the bytes of the encoded shard."""
         self._codec, self._frame_bytes = codec, codec.frame_bytes(self._geometry.shard)
 
     def write_frame(self, frame: Tensor) -> None:
         """Write this rank's encoded shard to ``frame`` (F,) uint8 on the device, the message of the first hop.
 
-        An offloaded shard is encoded on the host, and its frame is then copied to the device.
+        An offloaded shard is encoded on the host, and then copied to the device.
         """
         if not self.placement.shard:
             if self.codes is None:
@@ -308,10 +308,10 @@ class MasterShard:
         frame.copy_(self._sent)
 
     def _kept_frame(self) -> Tensor:
-        """Return the frame (F,) uint8 of an offloaded shard, in host memory.
+        """Return the encoded shard (F,) uint8 of an offloaded shard, in host memory.
 
-        The frame is kept.  It is encoded anew only if the shard has changed, or if the codec is stochastic and the
-        random bits have changed.
+        The result is kept for later calls.  It is encoded anew only if the shard has changed, or if a stochastic codec
+        draws other random bits in this step.
         """
         varies = self._codec.stochastic and self._geometry.trainable
         now = (self.version, self._clock.step if varies else 0)
@@ -324,7 +324,7 @@ class MasterShard:
         return self._encoded
 
     def noise(self, codec: Codec) -> Noise | None:
-        """Return the random bits with which a stochastic ``codec`` rounds this rank's shard.
+        """Return the source of the random bits with which a stochastic ``codec`` rounds this rank's shard.
 
         Returns None if ``codec`` is not stochastic.
         """
@@ -389,8 +389,8 @@ class MasterShard:
     def gradient(self) -> Tensor:
         """Return the memory (S,) fp32 of the masters' gradients.
 
-        If no master has a gradient and a user has kept an earlier gradient, the user's gradient keeps the old memory,
-        and the method returns new memory.
+        If no master has a gradient, but a user still holds an earlier gradient, the user keeps the old memory, and the
+        method returns new memory.
         """
         host = self.placement.shard
         if self._mean is not None and handles(self._mean) > ALONE and self.fresh:
@@ -404,7 +404,8 @@ class MasterShard:
     def _kept_by_user(self) -> bool:
         """Return whether a user holds the memory in which the masters' gradients are kept (:meth:`gradient`).
 
-        A user does if torch counts more references to this memory than those of the masters' gradients and this object.
+        Torch counts the references to a memory.  A user holds it if there are more references than those of the
+        masters' gradients and of this object.
         """
         own = sum(self._is_own(master, start, end) for master, start, end in self._spans)
         return self._mean is not None and handles(self._mean) > ALONE + own
@@ -416,7 +417,7 @@ class MasterShard:
         return start == end or master.grad.data_ptr() == self._mean[start:end].data_ptr()
 
     def mean_gradient(self) -> Tensor | None:
-        """Return the gradients of all masters as one tensor (S,) fp32: means over ranks, added up over micro-batches.
+        """Return the gradients of all masters as one tensor (S,) fp32: the mean over ranks, summed over micro-batches.
 
         Returns None if no master has a gradient.
         """
@@ -431,13 +432,13 @@ class MasterShard:
         return whole
 
     def own_gradients(self) -> Iterator[Tensor]:
-        """Yield the parts (n,) of the masters' gradients whose squares this rank adds to a gradient norm.
+        """Yield the parts (n,) of the masters' gradients that this rank counts in a gradient norm.
 
-        If several ranks hold copies of the shard, each of them yields a different part, so that the norm over all ranks
+        If several ranks hold copies of the shard, each of them counts a different part, so that the norm over all ranks
         counts each element once.
 
-        With local steps, gradients differ between state groups, and each group computes a norm of its own.  A rank then
-        yields the gradients of its whole shard.
+        With local steps (DiLoCo), each group of ranks that shares one copy of the states has gradients of its own, and
+        computes a norm of its own.  A rank then counts the gradients of its whole shard.
         """
         apart = self._anchor is not None
         low, high = (0, self._geometry.shard) if apart else self._geometry.own_piece(self._mesh.rank)

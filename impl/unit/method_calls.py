@@ -1,7 +1,7 @@
-"""Notes which call of a user's reduction or gather a process is in, and reports a call that does not return.
+"""Notes which function of a user's reduction or gather class is running, and reports a call that does not return.
 
-If one rank never leaves the user's code, other ranks wait for its messages until the wire's time-out ends them.  The
-rank itself waits for no message, so without the report of this module no error would name this rank.
+If one rank never leaves the user's code, the other ranks wait for its messages until their time-out, and only they
+raise an error.  The report of this module names the rank that hangs, and the call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOOK_SECONDS: Final = 1.0  # most seconds between two looks at the present call
 
 
 class _Call(NamedTuple):
-    what: str  # the method, rank and unit, and the function
+    what: str  # the user's class, the rank, the unit and the function, for errors
     thread: int
 
 
@@ -30,9 +30,9 @@ _present: _Call | None = None  # one for the process: its engine calls one metho
 
 @contextlib.contextmanager
 def inside(what: str) -> Iterator[None]:
-    """Context for a call of a user's method, which :func:`watch` then watches.
+    """Context to put around a call of a user's reduction or gather class, so that :func:`watch` watches the call.
 
-    ``what`` describes the call: the method, the rank, the unit, and the function.
+    ``what`` describes the call in errors: the class, the rank, the unit, and the function.
     """
     global _present  # noqa: PLW0603  # state of the process, which another thread reads
     _present = _Call(what, threading.get_ident())
@@ -43,11 +43,11 @@ def inside(what: str) -> Iterator[None]:
 
 
 def watch(seconds: float, report: Callable[[ZeroError], object]) -> None:
-    """Start a thread that watches the calls of users' methods in this process.
+    """Start a thread that reports a call of a user's reduction or gather class that does not return.
 
     The thread looks at the present call once a second, or more often if ``seconds`` is less than 4.  If it sees the
-    same call for ``seconds``, and never sees it post a message or wait for a message, it calls ``report`` with an error
-    that names the call.  The thread then ends.
+    same call for ``seconds``, and never sees it post a message or wait for one, it calls ``report`` with an error that
+    names the call.  The thread then ends.
 
     This function is for ranks that are processes.  Ranks that are threads (:func:`impl.simulate.simulate`) do not need
     it: :mod:`impl.transport.threads` itself ends a rank that keeps its turn for too long.

@@ -1,8 +1,8 @@
-"""Calls a user's own class, a *method*, which reduces the gradients or gathers the weights of one unit on one rank.
+"""Calls a user's own class, which reduces the gradients or gathers the weights of one unit on one rank.
 
-:class:`Method` is what the two base classes for users' classes have in common.  The engine calls a user's class through
-:class:`MethodDriver`, which constructs the object, copies its state, and names the class, the rank and the unit in
-every error.
+Such a class is called a *method*, and a unit is a group of parameters.  :class:`Method` is what the two base classes
+for users' classes have in common.  The engine calls a user's class through :class:`MethodDriver`, which constructs the
+object, copies its state, and names the class, the rank and the unit in every error.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from impl.unit.method_calls import inside
 
 
 class Method(abc.ABC):
-    """What :class:`~impl.unit.own_reduction.ReductionMethod` and :class:`~impl.unit.own_gather.GatherMethod` share.
+    """Base class of :class:`~impl.unit.own_reduction.ReductionMethod` and :class:`~impl.unit.own_gather.GatherMethod`.
 
-    Users write subclasses of these two classes.
+    Users write subclasses of these two classes, to reduce gradients or to gather weights in a way of their own.
 
     Args:
         unit: the layout of the unit: its P = ``unit.numel`` elements, and the S = ``unit.shard`` elements of this rank.
         wire: sends tensors to other ranks; not to be used in the constructor.
-        arguments: the arguments of the method in the policy, such as ``method(PowerSGD, rank=4)``, or in a suite
-            ``method.rank = 4``.
+        arguments: the arguments that the policy gives for the class, such as ``method(PowerSGD, rank=4)``, or
+            ``method.rank = 4`` in a suite.
     """
 
     laws: ClassVar[Iterable[str]] = ()
@@ -56,9 +56,10 @@ class Method(abc.ABC):
         self.kept: dict[str, Tensor] = {}  # the state, unless a class has its own state() and load()
 
     def advance(self) -> None:  # noqa: B027  # most methods have nothing to post
-        """Post the next messages, if the method has any.
+        """Post the next messages, if there are any to post.
 
-        The engine calls this at events at which messages that were posted before have usually arrived.
+        The engine calls this from time to time between ``start()`` and ``finish()``, at moments when messages that were
+        posted before have usually arrived.
         """
 
     @abc.abstractmethod
@@ -66,21 +67,21 @@ class Method(abc.ABC):
         """Wait for the result of what ``start()`` has begun, and return this result."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return the tensors on which later results depend, such as carried errors, by name.
+        """Return, by name, the tensors on which later results depend, such as the errors of error feedback.
 
         This base class returns ``self.kept``.  A class that keeps its state elsewhere defines both :meth:`state` and
         :meth:`load`.
 
         The engine saves the state in checkpoints.  It also restores the state after passes that have to leave no trace,
-        such as a warm-up.  The names, shapes and types must be those that a newly constructed object returns.  The
-        engine does not call this function between ``start()`` and ``finish()``.
+        such as a warm-up.  The names, shapes and types of the tensors must be the same at all times, also for a newly
+        constructed object.  The engine does not call this function between ``start()`` and ``finish()``.
         """
         return self.kept
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Continue from ``state``, which :meth:`state` has returned.
 
-        The tensors are copies that belong to the method.
+        The tensors are copies, which this object may keep and change.
         """
         self.kept = dict(state)
 
@@ -95,7 +96,7 @@ class MethodDriver:
     """
 
     role: ClassVar[Role]
-    prefix: ClassVar[str]  # begins the names of the method's tensors in a unit's communication state
+    prefix: ClassVar[str]  # begins the names of the object's tensors in a unit's communication state
 
     def __init__(
         self, method: OwnMethod, geometry: UnitGeometry, wire: Wire, tag: Tag, dtype: torch.dtype
@@ -106,14 +107,14 @@ class MethodDriver:
         self._instance = self._new()
 
     def advance(self) -> None:
-        """Let the method post its next messages, if its class has the function ``advance()``."""
+        """Let the user's object post its next messages, if its class has the function ``advance()``."""
         if hasattr(self._instance, "advance"):
             self._call("advance")
 
     # State
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of the tensors in the method's state, with names that begin with ``prefix``.
+        """Return copies of the tensors in the object's state, by name; each name begins with ``prefix``.
 
         The dict is empty if the class has no function ``state()``.
         """
@@ -131,9 +132,9 @@ class MethodDriver:
         return copies
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Give the method the tensors of ``state`` whose names begin with ``prefix``; other tensors are ignored.
+        """Give the object the tensors of ``state`` whose names begin with ``prefix``; other tensors are ignored.
 
-        Before that, the driver waits for the messages that the method has posted.
+        Before that, the method waits for all messages that the object has posted.
         """
         self.wire.drain()
         own = {
@@ -150,13 +151,14 @@ class MethodDriver:
         self._instance = self._new()
 
     def drain(self) -> None:
-        """Wait for all messages that the method has posted but not yet waited for."""
+        """Wait for all messages that the user's object has posted but not yet waited for."""
         self.wire.drain()
 
     def messages(self, topology: Topology, *gather: GatherInfo) -> tuple[MethodMessage, ...] | None:
-        """Return the messages that the method declares for one reduction, or for one ``gather``.
+        """Return the messages that the user's class declares for one reduction, or for one gather.
 
-        Returns None if the class has no function ``bytes()``.
+        ``gather``, for a class that gathers, describes the gather.  Returns None if the class has no function
+        ``bytes()``.
         """
         return declared(self.method, self._instance, self.unit, topology, *gather)
 
@@ -205,9 +207,9 @@ class MethodDriver:
             raise self._error(f"{name}() raised {raised(error)}") from error
 
     def _checked(self, result: Any, numel: int, dtype: torch.dtype, what: str) -> Tensor:
-        """Return the ``result`` of finish(), after checking that it is a tensor (numel,) of ``dtype``.
+        """Return ``result``, which the user's finish() has returned, after checking its shape (numel,) and ``dtype``.
 
-        Raises a ZeroError if it is not.  ``what`` describes the result that is expected, for the error message.
+        Raises a ZeroError if it is no such tensor.  ``what`` describes the result that is expected, for the error.
         """
         name = str(dtype).removeprefix("torch.")
         if not isinstance(result, Tensor):

@@ -1,10 +1,16 @@
-"""Takes one unit's outer step: state groups that took local steps average their masters (DiLoCo, 2311.08105).
+"""Takes one unit's outer step (DiLoCo, 2311.08105): groups of ranks average what they have trained apart.
 
-Each rank keeps the *anchor*: its shard of the weights after the last outer step.  The anchor is the same in all groups.
-In an outer step, each group subtracts its masters from the anchor.  These differences are averaged over all groups;
-the messages have the codec that the policy gives for gradients between groups.  SGD with Nesterov momentum then moves
-the anchor, with the mean as its gradient, and the masters become equal to the anchor.  All groups decode the same
-messages, so that afterwards their anchors, momenta and masters are equal bit by bit.
+Between two outer steps, each group of ranks trains by itself, without messages to other groups.  Each rank keeps the
+*anchor*: its shard of the weights after the last outer step, which is the same in all groups.  An outer step has these
+parts:
+
+1. Each group subtracts its masters from the anchor.
+2. The differences are averaged over all groups, by messages in the codec that the policy gives for gradients between
+   groups.
+3. SGD with Nesterov momentum moves the anchor, with the average as its gradient.
+4. The masters are set to the anchor.
+
+All groups decode the same messages, so that afterwards their anchors, momenta and masters are equal bit by bit.
 
 The difference and its mean are computed in the memory of the masters, so that an outer step needs no other memory.
 """
@@ -32,8 +38,8 @@ _BETWEEN: Final = -1  # stands for the micro-batch in keys of random bits; no ba
 class OuterStep:
     """Takes the outer steps of one unit on one rank.
 
-    Between two outer steps, the optimizer steps each group of ranks apart from the other groups.  In an outer step, the
-    groups average how far their weights have moved since the last outer step, and continue from the same weights.
+    Between two outer steps, each group of ranks trains by itself, without messages to other groups.  In an outer step,
+    the groups average how far their weights have moved since the last outer step, and continue from the same weights.
 
     The policy of ``context`` is the policy for this unit (``Policy.for_unit``), and has local steps.
     """
@@ -88,7 +94,7 @@ class OuterStep:
         self._master_shard.load_part(0, self._geometry.shard, anchor)
 
     def clear_feedback(self) -> None:
-        """Set to zero the encoding errors that outer steps carry to later outer steps (error feedback)."""
+        """Set to zero the errors of encoding that an outer step adds to the values of the next one (error feedback)."""
         if self._errors is not None:
             self._errors.clear()
 

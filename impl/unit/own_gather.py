@@ -1,9 +1,9 @@
 """Runs a user's own gather of weights: a class that a policy names, such as ``gather = "mine:Differences"``.
 
 :class:`GatherMethod` documents the functions of such a class.  The engine constructs one object of the class for each
-trained unit on each rank.  It calls ``start()`` when a gather of the unit begins, usually while an earlier unit
-computes; ``advance()`` whenever another unit is about to be used; and ``finish()`` when the weights are needed.  Frozen
-units and the persistent unit are gathered as without the class.
+trained unit, a group of parameters, on each rank.  It calls ``start()`` when a gather of the unit begins, usually while
+an earlier unit computes; ``advance()`` whenever another unit is about to be used; and ``finish()`` when the weights are
+needed.  Frozen units, and the persistent unit, whose small parameters stay gathered, do not use the class.
 
 The engine calls the class through :class:`OwnGather`, which checks the tensors that the class returns.
 :class:`OwnWeightGather` takes the place of :class:`~impl.unit.weight_gather.WeightGather` in a unit.
@@ -44,7 +44,7 @@ class GatherMethod(Method):
         """Begin a gather, and post the first messages.
 
         Args:
-            weights: (S,) fp32, this rank's shard.  The tensor belongs to the method, which may keep and change it.
+            weights: (S,) fp32, this rank's shard.  The tensor is a copy, which this object may keep and change.
                 Padding is zero.
             gather: the pass that needs the weights, and how the weights have changed since the unit's last gather.
         """
@@ -53,17 +53,17 @@ class GatherMethod(Method):
     def finish(self) -> Tensor:
         """Wait for the messages, and return the weights of the whole unit, (P,) in the type ``self.wire.dtype``.
 
-        P is ``self.unit.numel``, the number of the unit's elements with padding.  The engine copies the tensor, so the
-        method may keep it.  Padding may have any finite value.
+        P is ``self.unit.numel``, the number of the unit's elements with padding.  The engine copies the tensor, so this
+        object may keep it.  Padding may have any finite value.
         """
 
     # Classes may also have:
     #
     # def bytes(self, unit, topology, gather): the messages of a gather, as tuples (kind, axis, bytes to each other
     #     rank).
-    # @staticmethod def error_bound(unit, **arguments): needed for the law ``bound``.
-    # @staticmethod def full_rank(unit, **arguments): arguments for the law ``exact_at_full_rank``.
-    # @staticmethod def settles_after(unit, **arguments): number of gathers for the law ``settles``.
+    # @staticmethod def error_bound(unit, **arguments): needed if ``laws`` promises the property ``bound``.
+    # @staticmethod def full_rank(unit, **arguments): arguments with which ``exact_at_full_rank`` is tested.
+    # @staticmethod def settles_after(unit, **arguments): number of gathers after which ``settles`` is tested.
 
 
 class OwnGather(MethodDriver):
@@ -77,7 +77,7 @@ class OwnGather(MethodDriver):
         super().__init__(method, geometry, wire, Tag("forward", "weights", geometry.name), dtype)
 
     def start(self, weights: Tensor, gather: GatherInfo) -> None:
-        """Begin a gather by giving the method a copy of ``weights`` (S,) fp32, this rank's shard."""
+        """Begin a gather: give the user's object a copy of ``weights`` (S,) fp32, which are this rank's shard."""
         self.wire.tag = Tag(gather.phase, "weights", self.unit.name)
         with torch.inference_mode(mode=False):  # the method may keep the copy beyond a pass in inference mode
             own = weights.detach().clone()
@@ -85,7 +85,7 @@ class OwnGather(MethodDriver):
         self._call("start", own, gather)
 
     def finish(self) -> Tensor:
-        """Return the tensor (P,) of gathered weights that the method returns.
+        """Return the gathered weights of the unit, (P,), from ``finish()`` of the user's object.
 
         Raises:
             ZeroError: if the tensor has another shape or type, or is not finite although this rank's shard is finite.
@@ -107,7 +107,7 @@ class OwnWeightGather:
     The policy of ``context`` is the policy for this unit (``Policy.for_unit``).
     """
 
-    # A method may return weights that it has kept, so that a pass may compute with a copy of the weights.
+    # A user's class may return weights that it has kept from an earlier gather, so a pass may compute with a copy.
     keeps_copy: Final = True
 
     def __init__(
@@ -124,7 +124,7 @@ class OwnWeightGather:
         self.version: Version = (-1, -1)  # the version of the weights that are gathered
         self._change: Change = "loaded"  # how the weights have changed since the last gather
         self._seen = -1  # torch's version of the master at the last gather
-        self._begun = 0  # the optimizer step at the last gather whose change was ``loaded``
+        self._begun = 0  # the optimizer step at the last gather that told the user's class ``loaded``
 
     def start(self, phase: Phase) -> None:
         """Start a gather of the weights for a pass of this ``phase``."""
@@ -140,14 +140,14 @@ class OwnWeightGather:
         self._change, self._seen = "unchanged", self.version[1]
 
     def advance(self) -> None:
-        """Let the method post its next messages, if its class has the function ``advance()``."""
+        """Let the user's object post its next messages, if its class has the function ``advance()``."""
         self.own.advance()
 
     def finish(self) -> None:
         """Finish the gather, and copy the weights to the flat buffer.
 
-        If a call of a user's class has failed since the last gather started, nothing is copied.  Torch still runs the
-        hooks after modules then, and this method must not raise a second error in them.
+        If a call of a user's class has failed since the last gather started, nothing is copied: that call has raised an
+        error, torch still runs the hooks after modules, and these must not raise a second error.
         """
         flat = self._flat.attach()
         if not self._passes.failed:
@@ -158,8 +158,8 @@ class OwnWeightGather:
     def _present(self) -> Change:
         """Return how the weights have changed since the last gather: ``unchanged``, ``stepped`` or ``loaded``.
 
-        The changes are those that :meth:`end` and :meth:`distrust` have reported.  A write to the master that was not
-        reported counts as ``stepped``, if torch's version counter shows the write.
+        The changes are those that :meth:`end` and :meth:`distrust` have noted.  A write to the master that was not
+        reported there counts as ``stepped``, if torch's version counter shows the write.
         """
         written = self._change == "unchanged" and self._seen != self._master_shard.version[1]
         return "stepped" if written else self._change
@@ -174,10 +174,10 @@ class OwnWeightGather:
             self._change = change
 
     def distrust(self) -> None:
-        """Make the next gather pass the change ``loaded`` to the user's class, even if no weights were loaded.
+        """Make the next gather tell the user's class that weights were ``loaded``, even if they were not.
 
         The class then does not rely on what earlier gathers have sent.  To be called if some ranks may not have
-        received everything that was sent.
+        received all messages of earlier gathers.
         """
         self._change = "loaded"
 
@@ -187,11 +187,12 @@ class OwnWeightGather:
         self.distrust()
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of the tensors in the method's state, by name, for a resumed run.
+        """Return copies of the tensors that a resumed run needs, by name.
 
-        The dict has one tensor more, with two integers.  The first is the optimizer step at the last gather that told
-        the method that the weights were ``loaded``.  The second says how the weights have changed since the last
-        gather: 0 for ``unchanged``, 1 for ``stepped``, 2 for ``loaded``.
+        These are the tensors in the state of the user's object, and one tensor more with two integers.  The first
+        integer is the optimizer step at the last gather that told the object that the weights were ``loaded``.  The
+        second says how the weights have changed since the last gather: 0 for ``unchanged``, 1 for ``stepped``, 2 for
+        ``loaded``.
         """
         return {_RECORD: torch.tensor([self._begun, _CHANGES.index(self._present())]), **self.own.state()}
 

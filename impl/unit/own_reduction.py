@@ -39,21 +39,21 @@ class ReductionMethod(Method):
     def start(self, gradient: Tensor) -> None:
         """Begin to reduce ``gradient`` (P,) fp32, the local gradient of this rank, and post the first messages.
 
-        The tensor belongs to the method, which may keep and change it.  Padding is zero.
+        The tensor is a copy, which this object may keep and change.  Padding is zero.
         """
 
     @abc.abstractmethod
     def finish(self) -> Tensor:
         """Wait for the messages, and return this rank's shard (S,) fp32 of the mean of all ranks' gradients.
 
-        S is ``self.unit.shard``.  The method must not change the tensor afterwards.  Padding may have any value.
+        S is ``self.unit.shard``.  This object must not change the tensor afterwards.  Padding may have any value.
         """
 
     # Classes may also have:
     #
     # def bytes(self, unit, topology): the messages of one reduction, as tuples (kind, axis, bytes to each other rank).
-    # @staticmethod def error_bound(unit, **arguments): needed for the law ``bound``.
-    # @staticmethod def full_rank(unit, **arguments): arguments for the law ``exact_at_full_rank``.
+    # @staticmethod def error_bound(unit, **arguments): needed if ``laws`` promises the property ``bound``.
+    # @staticmethod def full_rank(unit, **arguments): arguments with which ``exact_at_full_rank`` is tested.
 
 
 class OwnReduction(MethodDriver):
@@ -81,7 +81,7 @@ class OwnReduction(MethodDriver):
         return False
 
     def open_message(self) -> Exchange:
-        """Raise an error, since :meth:`collects` is False."""
+        """Raise a ZeroError; the method exists only because the class has the interface of a reduction."""
         raise self._error("gradients cannot be collected in a message: pass the whole gradient to start()")
 
     def start(
@@ -93,10 +93,10 @@ class OwnReduction(MethodDriver):
         opened: Exchange | None = None,
         out: Tensor | None = None,
     ) -> None:
-        """Begin a reduction by giving the method a copy of ``gradient`` (P,), cast to fp32.
+        """Begin a reduction: give the user's object a copy of ``gradient`` (P,), cast to fp32.
 
         :meth:`finish` will write the mean to ``out`` (S,) fp32, or to new memory if ``out`` is None.  The arguments
-        ``key``, ``errors`` and ``opened`` have no effect, since the method itself encodes and sends the gradient.
+        ``key``, ``errors`` and ``opened`` have no effect, since the class itself encodes and sends gradients.
         """
         self._out = out
         own = gradient.to(torch.float32, copy=True)
@@ -106,19 +106,19 @@ class OwnReduction(MethodDriver):
         self._call("start", own)
 
     def post_next_hop(self) -> None:
-        """Let the method post its next messages, if its class has the function ``advance()``."""
+        """Let the user's object post its next messages, if its class has the function ``advance()``."""
         self.advance()
 
     def finish(self) -> Tensor:
-        """Return a copy (S,) fp32 of the mean that the method returns.
+        """Return this rank's shard (S,) fp32 of the mean gradient, which the user's object has computed.
 
-        The copy is in the memory ``out`` that :meth:`start` was given, or in new memory if ``out`` was None.
+        It is a copy, in the memory ``out`` that :meth:`start` was given, or in new memory if ``out`` was None.
         """
         mean = self.mean_of_method()
         return mean.clone() if self._out is None else self._out.copy_(mean)
 
     def mean_of_method(self) -> Tensor:
-        """Return the tensor (S,) fp32 with the mean that the method returns, without copying it.
+        """Return the tensor (S,) fp32 that ``finish()`` of the user's object returns as mean, without copying it.
 
         Raises:
             ZeroError: if the tensor has another shape or type, or is not finite although the local gradient is finite.

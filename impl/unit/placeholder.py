@@ -1,8 +1,9 @@
 """Defines the placeholder: a parameter with shape, type and device, whose values are sharded.
 
-Modules hold placeholders while their parameters are not gathered.  Each placeholder has a *keeper*.  An operation that
-needs the placeholder's values asks the keeper, which gathers and returns the values, or raises an error.  Gathered
-parameters are plain ``nn.Parameter`` objects, so that computing with them calls no keeper and costs nothing.
+Modules hold placeholders while their parameters are not gathered.  Each placeholder has a *keeper*, an object that
+provides the placeholder's values.  If an operation gets a placeholder as argument, the keeper is asked for the values;
+it gathers and returns them, or raises an error.  Gathered parameters are plain ``nn.Parameter`` objects, so that
+computing with them calls no keeper and costs nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Keeper(Protocol):
         """
 
 
-# The keeper of each placeholder, keyed by identity.  A keeper must hold its placeholder weakly, or neither of the two
-# would ever be freed.
+# Maps each placeholder, by identity, to its keeper.  A keeper must hold its placeholder weakly; otherwise neither of
+# the two would ever be freed.
 _keepers: MutableMapping[Tensor, Keeper] = WeakTensorKeyDictionary()
 
 
@@ -65,8 +66,8 @@ _HARMLESS: Final = frozenset(
 )
 
 
-# Gathered values are contiguous, but the expanded NaN that takes their place is not.  These functions are
-# therefore answered for a contiguous tensor of the same shape.
+# These functions are answered for a contiguous tensor of the parameter's shape, because gathered values are contiguous.
+# The data of a placeholder, an expanded NaN, is not.
 _OF_LAYOUT: Final = frozenset([torch.Tensor.stride, torch.Tensor.is_contiguous])
 _OF_GRADIENTS: Final = frozenset(
     [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook]
@@ -79,9 +80,9 @@ class Placeholder(nn.Parameter):
     Each placeholder has a *keeper*, an object that provides the values to operations that need them, or raises an
     error.
 
-    ``detach()`` never raises the keeper's error.  If there is one, ``detach()`` returns a new placeholder, and every
-    use of the new placeholder raises the error.  The reason is torch's ``state_dict()``: it calls ``detach()`` for
-    every parameter, before a hook can replace the results by values.
+    If the keeper raises an error, ``detach()`` does not raise it, but returns a new placeholder, and every use of the
+    new placeholder raises the error.  The reason is torch's ``state_dict()``: it calls ``detach()`` for every
+    parameter, before a hook can replace the results by values.
     """
 
     @classmethod
@@ -153,18 +154,18 @@ def _detached(parameter: Placeholder, refusal: ZeroError) -> nn.Parameter:
 
 
 def values_of(parameter: Placeholder) -> Tensor:
-    """Return the tensor with the values of ``parameter``, which the keeper provides, or raise the keeper's error."""
+    """Return the values of ``parameter`` from its keeper, which gathers them if needed, or raise the keeper's error."""
     return _keepers[parameter].use(parameter, [parameter])
 
 
 def keep(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Make ``parameter`` a placeholder, whose values ``keeper`` provides; ``parameter.data`` stays as it is."""
+    """Make ``parameter`` a placeholder whose values ``keeper`` provides, without a change of ``parameter.data``."""
     _keepers[parameter] = keeper
     parameter.__class__ = Placeholder
 
 
 def release(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """Make ``parameter`` a placeholder, whose values ``keeper`` provides, and free the memory of its present values."""
+    """Make ``parameter`` a placeholder whose values ``keeper`` provides, and free the memory of its present values."""
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001
         # One NaN, expanded to the shape: code that does not ask the keeper reads NaN, and torch refuses writes.

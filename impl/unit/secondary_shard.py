@@ -1,20 +1,20 @@
-"""Keeps hpZ's secondary shard: the frames that came from other nodes, which the backward all-gather uses again.
+"""Keeps hpZ's secondary shard: the encoded shards from other nodes, which the backward all-gather uses again.
 
 [Note: lifetime of the secondary]
-The frames (node, F) that arrive from the hops between nodes are this rank's secondary copy of the weights.
-They are kept as they arrived, or in another codec, such as bf16 (paper section 3.2).  They are CURRENT until the
-weights change: by an optimizer step, by a load, or by a user's write to masters or under GatheredParameters.
-:meth:`SecondaryShard.sends` detects a change by comparing versions.  After a change the frames are STALE and
-never used as weights again.  This file alone decides whether frames are current.  DeepSpeed decides it in many
-places, and has trained on stale copies, for example after a checkpoint was loaded (its issue 7606).
+A frame is one encoded shard, F bytes.  The frames (node, F) that arrive from the hops between nodes are this rank's
+secondary copy of the weights.  They are kept as they arrived, or in another codec, such as bf16 (paper section 3.2).
+They are CURRENT until the weights change: by an optimizer step, by a load, or by a user's write to masters or under
+GatheredParameters.  :meth:`SecondaryShard.sends` detects a change by comparing versions.  After a change the frames are
+STALE and never used as weights again.  This file alone decides whether frames are current.  DeepSpeed decides it in
+many places, and has trained on stale copies, for example after a checkpoint was loaded (its issue 7606).
 
 [Note: differences]
-A stale copy is equal on all ranks that hold it.  The next all-gather may therefore send the difference between
-the masters and this copy instead of the weights (SDP4Bit, 2410.15526).  Every rank, also the rank that has the master,
-adds the decoded difference to its copy in fp32, and rounds the sum to the type of the copy.  Thus copies stay equal to
-the bit, and the errors of encoding and rounding become part of the next difference.  After a load, and after a call of
-``Zero.weights_changed()``, the weights themselves are sent.  If the weights are gathered again without a change, the
-difference is zero, so an evaluation does not change later training.
+A stale copy of a shard is equal on all ranks that hold the copy.  The next all-gather may therefore send the difference
+between the master and the copy instead of the weights (SDP4Bit, 2410.15526).  Every rank, also the rank that has the
+master, adds the decoded difference to its copy in fp32, and rounds the sum to the type of the copy.  Thus copies stay
+equal to the bit, and the errors of encoding and rounding become part of the next difference.  After a load, and after a
+call of ``Zero.weights_changed()``, the weights themselves are sent.  If the weights are gathered again without a
+change, the difference is zero, so an evaluation does not change later training.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from impl.unit.master_shard import Version
 class SecondaryShard:
     """Keeps the copy of one unit's weights that one rank has with hpZ: the encoded shards that came from other nodes.
 
-    As long as the weights do not change, gathers send this copy inside the node, and leave out ``hops``, the hops
-    between nodes.
+    As long as the weights do not change, gathers send this copy inside the node, and skip ``hops``, the hops between
+    nodes.
 
     A frame is one encoded shard.  Shapes below have three numbers.  F is the bytes of a frame that arrives.  K is the
     bytes of a frame that is kept, in ``codec``.  ``copies`` is the number of frames that are kept, such as 2 with two
@@ -69,17 +69,13 @@ class SecondaryShard:
         self._settled: int | None = None  # torch's version of the master whose values the copies have
 
     def sends(self, version: Version, step: int) -> Sends:
-        """Return what a gather of this ``version`` of the weights sends; the result is equal on all ranks.
+        """Return what a gather of this ``version`` of the weights has to send; the result is equal on all ranks.
 
-        The result is ``copy``, the kept frames, if they have this version of the weights.
-
-        Otherwise it is ``weights``, the masters' values, in each of these cases:
-
-        - the policy has no differences;
-        - the gather is the first, or the first after a load or after :meth:`distrust`;
-        - ``refresh`` optimizer steps have passed since a gather last sent the weights.
-
-        In all other cases it is ``differences``, the masters' values minus their copy.
+        - ``copy``: the kept frames, if they have this version of the weights.
+        - ``weights``: the masters' values, if the kept frames are stale, in each of these cases: the policy has no
+          differences; the gather is the first, or the first after a load or after :meth:`distrust`; ``refresh``
+          optimizer steps have passed since a gather last sent the weights.
+        - ``differences``: the masters' values minus their kept copy, in all other cases.
 
         ``step`` is the number of optimizer steps so far.
         """
@@ -91,7 +87,7 @@ class SecondaryShard:
         return "differences"
 
     def end(self, change: Change) -> None:
-        """Make the kept frames stale, so that the next gather renews them.
+        """Make the kept copy of the weights stale, so that the next gather renews it.
 
         ``change`` says why, and decides what the next gather may send:
 
@@ -106,7 +102,7 @@ class SecondaryShard:
             self._settled = None
 
     def distrust(self) -> None:
-        """After the next change of the weights, let a gather send the weights themselves, not differences.
+        """Let the next gather that needs new messages between nodes send the weights themselves, not differences.
 
         To be called if the copies may differ between ranks, for example after a gather that was interrupted on some
         ranks only.
@@ -114,10 +110,11 @@ class SecondaryShard:
         self.begun = None
 
     def keep(self, received: Tensor, version: Version, *, step: int = 0) -> None:
-        """Keep the frames ``received`` (..., F) uint8 from the hops between nodes as the copy of the weights.
+        """Keep ``received``, the encoded shards that came from other nodes, as the copy of the weights.
 
-        If the copy has another codec than the frames, the frames are decoded and encoded in the copy's codec.
-        ``version`` is the version of the weights in the frames.  ``step`` is the number of optimizer steps so far.
+        ``received`` is (..., F) uint8, with F bytes for each shard.  If the copy is kept in another codec, the shards
+        are decoded and encoded anew.  ``version`` is the version of these weights.  ``step`` is the number of optimizer
+        steps so far.
         """
         cast = self._cast(received) if self.codec != self._policy.weights else received
         kept = self._memory().view(cast.shape)
@@ -129,20 +126,20 @@ class SecondaryShard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all frames that are kept."""
+        """The bytes of all encoded shards that are kept."""
         return self.copies * self.codec.frame_bytes(self._numel)
 
     def _memory(self) -> Tensor:
-        """Return the memory (copies * K,) uint8 of the frames, allocated on first use."""
+        """Return the memory (copies * K,) uint8 of the kept encoded shards, allocated on first use."""
         if self._frames is None:
             self._frames = self._host.empty("secondary", self.nbytes, host=self._offloaded).zero_()
         return self._frames
 
     def share_memory(self, others: Sequence[SecondaryShard]) -> None:
-        """Allocate the memory of this shard's frames, and let ``others`` keep their frames in the same memory.
+        """Allocate the memory for this object's copy of the weights, and let ``others`` keep theirs in the same memory.
 
         ``others`` are secondary shards of the same unit, for other policies of a schedule, and need no more bytes than
-        this shard.  Only one of all these shards may be in use at a time.  When a shard comes into use, call its
+        this object.  Only one of all these objects may be in use at a time.  When one of them comes into use, call its
         :meth:`forget`.
         """
         memory = self._memory()
@@ -150,21 +147,21 @@ class SecondaryShard:
             other.keep_in(memory)
 
     def keep_in(self, memory: Tensor) -> None:
-        """Keep the frames at the start of ``memory`` (n,) uint8, which another secondary shard has allocated."""
+        """Keep the copy at the start of ``memory`` (n,) uint8, which another secondary shard has allocated."""
         self._frames = memory[: self.nbytes]
 
     def forget(self) -> None:
-        """Let the next gather send the weights themselves, because the memory of the frames has arbitrary content."""
+        """Let the next gather send the weights themselves, because the memory of the copy has arbitrary content."""
         self._version = self.begun = self._settled = None
 
     def let_go(self) -> None:
-        """Free the memory of the frames, because later gathers use another secondary shard, with another codec."""
+        """Free the memory of the copy, because later gathers use another secondary shard, with another codec."""
         if self._frames is not None:
             self._meter.add("secondary", -self._frames.nbytes, host=self._offloaded)
             self._frames = None
 
     def _cast(self, received: Tensor) -> Tensor:
-        """Return the frames ``received`` (..., F) uint8 encoded anew in the copy's codec, (..., K) uint8."""
+        """Return the encoded shards ``received`` (..., F) uint8, encoded anew in the copy's codec, (..., K) uint8."""
         codec, ranks = self.codec, received.shape[:-1]
         dtype = DTYPES[codec.dtype] if isinstance(codec, Raw) else torch.float32
         values = torch.empty((*ranks, self._numel), dtype=dtype, device=received.device)
@@ -176,7 +173,7 @@ class SecondaryShard:
         return kept
 
     def write(self, message: Tensor) -> None:
-        """Write the kept frames to ``message`` (copies * K,) uint8, a message on the device."""
+        """Write the kept encoded shards to ``message`` (copies * K,) uint8, a message on the device."""
         assert self._frames is not None  # noqa: S101  # the frames are current
         if self._offloaded:
             self._host.copy("to_device", self._frames, message, "secondary", self._unit)
@@ -186,15 +183,14 @@ class SecondaryShard:
     # Differences ([Note: differences])
 
     def settled(self, version: Version) -> bool:
-        """Return whether the copies already have the master's values, so that the difference is zero.
+        """Return whether the master has not changed since the copies were last updated, so that the difference is zero.
 
-        The copies have these values if torch has counted no write to the master since the copies were last updated.
-        ``version`` is the present version of the master.  Only its count of torch's writes matters.
+        ``version`` is the present version of the master.  Only its second number, torch's count of writes, matters.
         """
         return self._settled == version[1]
 
     def _values(self) -> Tensor:
-        """Return the kept weights (copies, S), a view of the frames as elements of the copy's floating-point type."""
+        """Return the kept copy of the weights (copies, S), viewed as elements of its floating-point type."""
         assert isinstance(self.codec, Raw)  # noqa: S101  # a policy adds differences to nothing else
         return self._memory().view(DTYPES[self.codec.dtype]).view(self.copies, -1)[:, : self._numel]
 

@@ -1,4 +1,4 @@
-"""Gathers, reshards and reduces one unit: a block of the model whose parameters are sharded together.
+"""Gathers, reshards and reduces one unit: a group of parameters, such as those of a block, that are sharded together.
 
 In a training step, the engine's hooks call four methods of each unit, in this order:
 :meth:`Unit.pre_forward`, :meth:`Unit.post_forward`, :meth:`Unit.pre_backward` and :meth:`Unit.post_backward`.
@@ -44,8 +44,8 @@ class State(enum.Enum):
     SHARDED = enum.auto()  # this rank has only its shard; modules hold placeholders
     GATHERING = enum.auto()  # an all-gather is under way; modules hold placeholders
     UNSHARDED = enum.auto()  # the weights are gathered, and modules hold the parameters
-    # The weights are gathered, but modules hold placeholders.  This is the state between passes below stage 3, and of
-    # the persistent unit at every stage.
+    # The weights are gathered, but modules hold placeholders.  This is the state between passes below stage 3.  At
+    # stage 3 it is the state of the persistent unit, whose small parameters stay gathered.
     HIDDEN = enum.auto()
 
 
@@ -104,7 +104,7 @@ class Unit:
 
     @property
     def visible(self) -> list[nn.Parameter]:
-        """The parameters that modules hold now, in slot order."""
+        """The parameter objects that modules hold now, in the unit's order: placeholders, or parameters with values."""
         shown = self.state is State.UNSHARDED
         return [member.parameter if shown else member.placeholder for member in self.members]
 
@@ -115,7 +115,7 @@ class Unit:
         self.all_gather(phase, self._passes.schedule.ahead_in_forward[self.index])
 
     def post_forward(self, outputs: Collection[int], *, backward: bool) -> None:
-        """Reshard the weights after the unit's module has run, unless :meth:`used_after` returns True.
+        """Reshard the weights after the unit's module has run, unless they must stay gathered (:meth:`used_after`).
 
         Args:
             outputs: the memory addresses of the tensors that the module has returned.
@@ -157,9 +157,8 @@ class Unit:
     def gathered(self) -> bool:
         """Whether the weights are gathered.
 
-        While the weights are gathered, modules hold the parameters, except in the state ``HIDDEN``.  In this state,
-        below stage 3 and in the persistent unit, the weights stay gathered between passes, but modules hold
-        placeholders.
+        While the weights are gathered, modules hold the parameters, except in the state ``HIDDEN``: below stage 3, and
+        for small parameters that stay gathered, modules hold placeholders between passes.
         """
         return self.state is State.UNSHARDED or self.state is State.HIDDEN
 
@@ -174,9 +173,12 @@ class Unit:
         Nothing is sent for this unit if its present weights are gathered already.
 
         ``ahead`` are the indices of the units that run next.  The method also starts the all-gathers of these units,
-        and does not wait for them, so that their messages overlap with the computation of this unit.  A pair of the
-        schedule is started together, or later.  A unit that is gathered already is left out.  At most
-        :data:`~impl.plan.prefetch_schedule.MOST_AHEAD` + 1 all-gathers are under way, with that of this unit.
+        and does not wait for them, so that their messages overlap with the computation of this unit:
+
+        - A unit that is gathered already, or being gathered, is left out.
+        - At most :data:`~impl.plan.prefetch_schedule.MOST_AHEAD` + 1 all-gathers are under way, with that of this unit.
+        - Two small units that the schedule pairs are started together, which saves launches.  If there is room for only
+          one of them, neither is started now.
         """
         current = self.state is State.UNSHARDED and self.weight_gather.version == self.master_shard.version
         if not current:
@@ -200,7 +202,7 @@ class Unit:
             self.wait()
 
     def _advance_others(self) -> None:
-        """Let users' own gathers of other units post their next messages, in the same order on all ranks."""
+        """Let other units' gathers by users' own classes post their next messages, in the same order on all ranks."""
         for index in sorted(self._passes.gathering - {self.index}):
             if isinstance(gather := self._siblings[index].weight_gather, OwnWeightGather):
                 gather.advance()
@@ -215,7 +217,7 @@ class Unit:
         are not in use, because all ranks must gather in the same order.
 
         Raises:
-            ZeroError: if GatheredParameters shows one of the unit's parameters.
+            ZeroError: if one of the unit's parameters is in an open GatheredParameters context.
         """
         if self.flat.shown:
             self.check_hidden("a pass inside")
@@ -243,10 +245,10 @@ class Unit:
         self._passes.gathering.add(self.index)
 
     def start_pair(self, other: Unit, phase: Phase) -> None:
-        """Start the all-gathers of this unit and of ``other`` together; both are sharded.
+        """Start the all-gathers of this unit and of ``other`` with grouped messages; both units must be sharded.
 
         Raises:
-            ZeroError: if GatheredParameters shows a parameter of one of the units.
+            ZeroError: if a parameter of one of the units is in an open GatheredParameters context.
         """
         gathers = list[WeightGather]()
         for unit in (self, other):
@@ -261,9 +263,9 @@ class Unit:
             self._passes.gathering.add(unit.index)
 
     def wait(self) -> None:
-        """Wait for the all-gather that is under way, if any, and let modules hold the gathered parameters.
+        """Wait for the all-gather that is under way, if any, and put the gathered parameters into the modules.
 
-        If the unit is sharded, nothing happens.
+        If the unit is sharded and no all-gather is under way, nothing happens.
         """
         if self.state is State.GATHERING:
             try:
@@ -280,10 +282,10 @@ class Unit:
         self.state = State.UNSHARDED
 
     def end_use(self) -> None:
-        """Reshard the weights, and note the names of parameters that were written while the weights were gathered.
+        """Reshard the weights, and note which parameters were written while the weights were gathered.
 
-        Below stage 3, and in the persistent unit, weights that were not written stay gathered.  Modules then get
-        placeholders in place of the parameters, and nothing else changes.
+        Below stage 3, and for small parameters that stay gathered (the persistent unit), the weights are not freed
+        unless a parameter was written.  Modules only get placeholders in place of the parameters.
         """
         if self.state is State.GATHERING:
             self.wait()  # its messages are already posted
@@ -299,9 +301,9 @@ class Unit:
         self.flat.detach()
 
     def reshard(self) -> None:
-        """Reshard the weights with :meth:`end_use`.
+        """Reshard the weights; raise a WrittenError if parameters of any unit were written while they were gathered.
 
-        Raises a WrittenError if parameters of any unit were written while they were gathered.
+        :meth:`end_use` says what resharding does below stage 3.
         """
         self.end_use()
         if self._passes.written:
@@ -322,10 +324,10 @@ class Unit:
         self.all_gather("forward" if torch.is_grad_enabled() else "evaluate")
 
     def end_use_outside(self, outputs: Collection[int]) -> None:
-        """Reshard the weights that :meth:`gather_outside` gathered, unless :meth:`used_after` returns True.
+        """End the use for which :meth:`gather_outside` gathered the weights: reshard them if nothing else needs them.
 
-        To be called after the module that used the weights has run.  ``outputs`` are the memory addresses of the
-        tensors that this module has returned.
+        To be called after the module that used the weights has run.  :meth:`used_after` says when they must stay
+        gathered.  ``outputs`` are the memory addresses of the tensors that this module has returned.
         """
         self._passes.escaped.discard(self.index)
         if not self.used_after(outputs, backward=torch.is_grad_enabled()):
@@ -349,7 +351,7 @@ class Unit:
             )
 
     def hide(self) -> None:
-        """Let modules hold placeholders; the weights stay gathered."""
+        """Put placeholders into the modules, in place of the parameters, while the weights stay gathered."""
         if self.state is State.UNSHARDED:
             self.flat.conceal(sharded=False)
             self.state = State.HIDDEN
@@ -381,12 +383,12 @@ class Unit:
             self.flat.detach()
 
     def _become_sharded(self) -> None:
-        """Let modules hold placeholders, and set the state to ``SHARDED``; the flat buffer is not given back here."""
+        """Put placeholders into the modules, and set the state to ``SHARDED``; the flat buffer keeps its memory."""
         self.flat.conceal(sharded=True)
         self.state = State.SHARDED
 
     def follow(self, policy: Policy) -> None:
-        """Send weights and gradients with the codecs of another ``policy`` from now on.
+        """Gather weights and reduce gradients with the codecs of another ``policy`` from now on.
 
         No reduction may be under way.
         """
@@ -402,10 +404,11 @@ class Unit:
     # Schedules
 
     def _prepare_phases(self) -> None:
-        """Compile the gathers and reductions of all policies of a schedule.
+        """Prepare the gathers and reductions of all policies that a schedule changes between.
 
-        The memory of hpZ's copies and of carried errors is allocated here.  Policies that gather weights in the same
-        way share one gather, so that hpZ's copy stays current when the schedule changes between these policies.
+        The memory of hpZ's copies, and of the errors that error feedback carries, is allocated here.  Policies that
+        gather weights in the same way share one gather, so that hpZ's copy stays current when the schedule changes
+        between these policies.
         """
         known = {self.policy.gathering: self.weight_gather}
         for policy in self._phases:
@@ -422,10 +425,11 @@ class Unit:
         self.reduction.prepare(self._phases)
 
     def take_up(self, number: int) -> None:
-        """Send with policy ``number`` of the schedule (``Policy.phases``, from 0) from now on.
+        """Gather weights and reduce gradients with policy ``number`` of the schedule from now on.
 
-        No pass may be running.  If this policy gathers weights in another way than the policy before, the next gather
-        sends the weights themselves: it uses neither hpZ's copy nor differences.
+        ``number`` is an index of ``Policy.phases``.  No pass may be running.  If this policy gathers weights in another
+        way than the policy before, the next gather sends the weights themselves: it uses neither hpZ's copy nor
+        differences.
         """
         policy, gather = self._phases[number], self._gathers[number]
         if gather is not self.weight_gather and isinstance(gather, WeightGather):
@@ -449,13 +453,14 @@ class Unit:
                 member.parameter.grad = member.placeholder.grad = None
         self.reduction.drop()
 
-    # State of communication: carried errors by hop, and the copies that differences are taken from
+    # State of communication: the errors that error feedback carries, and the copies from which differences are taken
 
     def communication_state(self) -> dict[str, Tensor]:
         """Return the tensors that this rank needs to resume a run, in addition to masters and optimizer state, by name.
 
-        They are the errors that gradient codecs carry to later steps, the copies of weights from which differences are
-        taken, the state of users' own reduction and gather, and the anchor and momentum of outer steps.
+        They are the errors that gradient codecs carry to later steps (error feedback), the copies of weights from which
+        differences are taken, the state of users' own reduction and gather, and the anchor and momentum of outer steps
+        (DiLoCo).
 
         Raises:
             ZeroError: if a user has written to masters without torch's version counter showing it, while copies of the
@@ -498,9 +503,9 @@ class Unit:
     # Refusals
 
     def check_hidden(self, place: str) -> None:
-        """Raise a ZeroError if GatheredParameters shows a parameter of this unit.
+        """Raise a ZeroError if a parameter of this unit is in an open GatheredParameters context.
 
-        ``place`` is the beginning of the message, such as "a pass inside" or "optimizer.step() under".
+        ``place`` begins the error message and says what is refused, such as "a pass inside".
         """
         for number in self.flat.shown:
             name = self.geometry.slots[number].spec.name

@@ -11,13 +11,13 @@ A frame is one encoded shard, codes and scales, and has F bytes.
    axis ``node``, among the ranks of equal local index: (node, F) = (2, F) uint8.
 3. *The secondary shard is kept.*  The received frames are hpZ's secondary shard (section 3.2).
    :mod:`impl.unit.secondary_shard` keeps a copy of them, in another codec such as bf16 if the policy says so.
-   The received frames, unchanged, are also the message of hop 2, unless the policy sends the copy in hop 2.
+   The message of hop 2 is the received frames, unchanged, or the copy, if the policy says so.
 4. *Hop 2 stays inside the node*, along the axis ``local``: (local, node, F) = (2, 2, F) uint8.  Every rank now
    has every frame, including its own, and all ranks decode the same bytes, so their weights are bit-equal.
 5. *The frames are decoded* into the flat buffer (P,) of :mod:`impl.unit.flat_buffer`, viewed as
-   (local, node, S); the parameters are views of this buffer.  There are two shortcuts: if frames are the
+   (local, node, S); the parameters are views of this buffer.  There are two shortcuts.  If frames are the
    elements themselves and gloo carries the only hop, messages arrive in the flat buffer and nothing is
-   decoded; a single rank casts its master into the flat buffer.
+   decoded.  If there is only one rank, it casts its master into the flat buffer.
 6. *The forward pass computes with the weights*, and :mod:`impl.unit.unit` reshards them: the flat buffer is
    given back, unless the schedule keeps the unit for backward.  The secondary shard stays.
 7. *The backward pass gathers again*, from the secondary shard, which is written to the message of hop 2.
@@ -30,10 +30,11 @@ A frame is one encoded shard, codes and scales, and has F bytes.
 :meth:`impl.unit.unit.Unit.all_gather` starts this sequence, starts the gathers of units that run next, as
 :mod:`impl.plan.prefetch_schedule` says, and waits.  docs/design/engine.md has a table of a parameter's states.
 
-There are several kinds of gathers (:data:`impl.plan.hops.Sends`): of the weights, of one plane of the weights, of
-differences, and from the secondary shard.  :mod:`impl.plan.hops` compiles the hops of each kind once.
-:class:`~impl.comm.all_gather.FrameGather` posts the messages of the hops.  :class:`WeightGather` chooses the kind of
-gather, writes the message of each hop as the hop's ``source`` says, keeps hpZ's copy, and decodes the frames.
+There are several kinds of gathers (:data:`impl.plan.hops.Sends`), which differ in what is sent: the weights, the
+weights quantised by rows or by columns (a plane of the weights), differences of weights, or the secondary shard.
+:mod:`impl.plan.hops` compiles the hops of each kind once.  :class:`~impl.comm.all_gather.FrameGather` posts the
+messages of the hops.  :class:`WeightGather` chooses the kind of gather, writes the message of each hop as the hop's
+``source`` says, keeps hpZ's copy, and decodes the frames.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class WeightGather:
         }
         hops = self._gathers["weights"].hops
         wire.make_groups(hop.axis for hop in hops)
-        # The shape and the strides of the view of the flat buffer that has a dimension for each axis, last hop
-        # first, and one for the elements of a shard.
+        # Shape and strides of a view of the flat buffer: one dimension for each hop's axis, the last hop first, and one
+        # for the elements of a shard.
         sizes, strides = zip(*((hop.axis.size, hop.stride * shard) for hop in hops[::-1]), strict=True)
         self.target = ((*sizes, shard), (*strides, 1))
         self.keeps_copy = policy.secondary != 0
@@ -91,17 +92,17 @@ class WeightGather:
         purpose: Purpose = "persistent" if geometry.persistent else "weights"
         self._tags = {phase: Tag(phase, purpose, geometry.name) for phase in get_args(Phase)}
         self._alone = casts_alone(hops, policy.compute)
-        # Messages may arrive in the flat buffer, unless the wire keeps a reference to its memory afterwards, which
-        # FlatBuffer would take for a view that autograd holds.
+        # Whether messages arrive directly in the flat buffer.  They must not if the wire keeps a reference to its
+        # memory afterwards: FlatBuffer would take the reference for a view that autograd holds.
         plain = len(hops) == 1 and hops[0].sends_elements(policy.compute)
         self._in_place = plain and not self._alone and wire.lets_go(hops[0].axis)
-        # With two planes: the number of rows in a band, and the bands of each shard.
+        # If weights are also quantised by columns (planes): the number of rows in a band, and the bands of each shard.
         self._rows, self._bands = 0, list[tuple[Band, ...]]()
         if policy.planes != 1 and isinstance(policy.weights, Blocked):
             self._rows = policy.weights.block_size(shard)
             self._bands = [geometry.bands(index, self._rows) for index in range(geometry.shards)]
-        self._columns = False  # whether the gather under way decodes the plane of columns
-        # Whether a gather sends only the plane that its phase computes with.
+        self._columns = False  # whether the gather under way decodes weights quantised by columns
+        # Whether a gather sends weights quantised only as its phase needs them: forward by rows, backward by columns.
         self._by_phase = policy.planes == "phase"
         self._under_way: FrameGather | None = None
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
@@ -166,7 +167,7 @@ class WeightGather:
     def _write(self, hop: Hop, message: Tensor, received: Tensor | None = None) -> None:
         """Write this rank's message of ``hop`` to ``message`` (bytes,) uint8.
 
-        ``received`` is what the hop before has received; None for the first hop.
+        ``received`` is what this rank has received in the previous hop; None for the first hop.
         """
         match hop.source:
             case "master" if hop.planes == ("rows",):
@@ -189,7 +190,7 @@ class WeightGather:
                 forward(hop, message, received)
 
     def _keep(self, hop: Hop, received: Tensor) -> None:
-        """Update hpZ's copy with what the last ``hop`` between nodes has ``received``.
+        """Update hpZ's copy with the frames ``received`` in ``hop``, the last hop between nodes.
 
         Received weights replace the copy, and received differences are added to the copy.
         """
@@ -202,7 +203,7 @@ class WeightGather:
             self.secondary.keep(frames, self.version, step=self.clock.step)
 
     def _decode(self, hop: Hop, received: Tensor) -> None:
-        """Decode what the last ``hop`` has ``received`` into the flat buffer."""
+        """Decode the frames ``received`` in ``hop``, the last hop, into the flat buffer."""
         frames, flat = received.view(*self.target[0][:-1], -1), self.flat.attach()
         if len(hop.planes) > 1:
             frames = _plane(frames, "columns" if self._columns else "rows")
@@ -212,10 +213,10 @@ class WeightGather:
                 turn(shard, bands, self._rows, back=True)
 
     def _write_planes(self, hop: Hop, message: Tensor) -> None:
-        """Encode the master into ``message``, once for each plane of ``hop``.
+        """Encode the master into ``message``, once for each entry of ``hop.planes``: "rows", "columns", or both.
 
-        In the plane of rows, the codec's blocks run along the rows of a matrix; the forward pass decodes this plane.
-        In the plane of columns, the blocks run along the columns; the backward pass decodes this plane.
+        For "rows", the codec's blocks run along the rows of a matrix; the forward pass uses the result.  For "columns",
+        the blocks run along the columns; the backward pass uses the result.
         """
         rank, count = self.wire.mesh.rank, len(hop.planes)
         planes = self.master_shard.master.expand(count, -1).clone()  # (planes, S)
@@ -227,8 +228,8 @@ class WeightGather:
 def start_together(gathers: Sequence[WeightGather], phase: Phase) -> None:
     """Start several gathers over NCCL for passes of one ``phase``; each gather's ``finish()`` waits for it.
 
-    One call of NCCL posts a hop of all gathers, if the hop is along the same axis, and one event marks the end of all
-    gathers.
+    Hops of different gathers that run along the same axis are posted with one call of NCCL.  All gathers share one
+    event, which marks the end of all of them.
     """
     for gather in gathers:
         gather.start(phase, post=False)
@@ -250,8 +251,9 @@ def start_together(gathers: Sequence[WeightGather], phase: Phase) -> None:
 
 
 def _plane(frames: Tensor, plane: Plane) -> Tensor:
-    """Return one plane (..., F) of ``frames`` (..., 2 F) uint8.
+    """Return the half of ``frames`` (..., 2 F) uint8 that is quantised by rows, or by columns, (..., F).
 
-    The first F bytes of each frame are the plane of rows, the other F bytes the plane of columns.
+    Each frame has the same weights twice: the first F bytes are quantised by rows, the last F bytes by columns.
+    ``plane`` is "rows" or "columns".
     """
     return frames.chunk(2, -1)[plane == "columns"]

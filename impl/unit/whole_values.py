@@ -1,6 +1,6 @@
 """Gathers and writes the values of whole parameters of one unit, outside of passes.
 
-State dicts, GatheredParameters and the access to parameters by name use this module.
+State dicts, GatheredParameters and the classes that read and write parameters by name use this module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from impl.unit.unit import Unit
 class WholeValues:
     """Gathers, shows and overwrites the values of the parameters of one unit.
 
-    After values were overwritten, all copies of the weights are stale.
+    Overwriting values makes all copies of the weights stale, so that the next pass gathers them anew.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -50,8 +50,8 @@ class WholeValues:
     def gather_member(self, number: int, part: Tensor) -> Tensor:
         """Gather values of parameter ``number`` of the unit, such as its masters or its mean gradient.
 
-        ``part`` (n,) are the values of the elements in this rank's shard; n may be 0.  Returns the values of all
-        elements, fp32 in the shape of the parameter.  All ranks must call this method.
+        ``part`` (n,) fp32 are the values of the elements in this rank's shard; n may be 0.  Returns the values of all
+        elements, fp32 in the shape of the parameter.
         """
         part = part.to(self._wire.mesh.device)
         return assemble(self._geometry, number, part, self._axes, wire=self._wire, tag=self._tag)
@@ -64,10 +64,10 @@ class WholeValues:
         return self._geometry.part(self._geometry.slots[number], self._wire.mesh.rank)
 
     def show(self, number: int, values: Tensor) -> nn.Parameter:
-        """Give ``values`` (shape) to the parameter that modules hold for member ``number``, and return this parameter.
+        """Give ``values`` (shape) to parameter ``number`` as modules hold it now, and return that parameter object.
 
-        A user can then read and write the values in the model.  The returned parameter is the placeholder of the
-        member, turned into a plain parameter.
+        A user can then read and write the values in the model.  The returned object is the placeholder (a parameter
+        without values) that modules hold in the parameter's place, turned into a plain parameter.
         """
         unit, member = self._unit, self._unit.members[number]
         unit.wait()
@@ -80,7 +80,7 @@ class WholeValues:
         return member.placeholder
 
     def end_showing(self, number: int) -> None:
-        """Undo :meth:`show`: turn the parameter into a placeholder again; its values are not written to the masters."""
+        """Undo :meth:`show`: turn the parameter into a placeholder again, without writing its values to the masters."""
         unit, member = self._unit, self._unit.members[number]
         member.place(member.placeholder)  # users may have replaced the placeholder, or its data
         values = unit.flat.shown.pop(number)
@@ -95,7 +95,7 @@ class WholeValues:
             member.parameter.__class__ = Placeholder
 
     def write_part(self, number: int, part: Tensor) -> None:
-        """Overwrite those masters of parameter ``number`` that are in this rank's shard with ``part`` (n,) fp32."""
+        """Overwrite the masters of parameter ``number`` in this rank's shard with ``part`` (n,) fp32; n may be 0."""
         self._master_shard.load_part(*self.part(number), part)
         self._unit.weights_changed()
 
@@ -107,7 +107,7 @@ class WholeValues:
     def load_codes(self, frame: Tensor) -> None:
         """Overwrite frozen weights that are held as codes.
 
-        ``frame`` (F,) uint8 has the same codec and the same number of elements as these weights.
+        ``frame`` (F,) uint8 is an encoded shard with the same codec and the same number of elements as these weights.
         """
         self._master_shard.load_codes(frame)
         self._unit.weights_changed()
@@ -116,15 +116,15 @@ class WholeValues:
 def assemble(
     geometry: UnitGeometry, number: int, part: Tensor, axes: Sequence[Axis], *, wire: Wire, tag: Tag
 ) -> Tensor:
-    """Gather values of the parameter in slot ``number`` of ``geometry``, such as its masters or its mean gradient.
+    """Gather values of parameter ``number`` of a unit, such as its masters or its mean gradient, from all ranks.
 
     Args:
         geometry: the layout of the parameter's unit.
-        number: the index of the parameter's slot.
+        number: the index of the parameter in ``geometry.slots``.
         part: (n,) fp32, the values of the elements in this rank's shard; n may be 0.
         axes: the axes along which values are gathered; all ranks along them must call this function.
         wire: sends the messages.
-        tag: the purpose under which the ledger books the messages.
+        tag: the phase and purpose under which the wire counts the bytes.
 
     Returns:
         The values of all elements, fp32 in the shape of the parameter.

@@ -63,8 +63,8 @@ def test_a_state_is_taken_in_any_strides_and_floating_type(mesh: Mesh, kind: str
 
 REFUSED: dict[str, tuple[str, Any, str]] = {
     "another shape": (NAME, NEW.t(), r"has shape \(16, 40\), expected \(40, 16\)"),
-    "int8 codes": (NAME, NEW.to(torch.int8), "is int8, expected float32: convert it first"),
-    "large integers": (NAME, NEW.long() + (1 << 30), "is int64, expected float32: convert it first"),
+    "int8 codes": (NAME, NEW.to(torch.int8), "is int8, expected float32: convert it to float32"),
+    "large integers": (NAME, NEW.long() + (1 << 30), "is int64, expected float32: convert it to float32"),
     "bools": (NAME, NEW > 1, "is bool, expected float32"),
     "complex": (NAME, NEW * 1j, "is torch.complex64, but the model's tensor is real: load value.real"),
     "meta": (NAME, NEW.to("meta"), "is on the meta device, expected a dense tensor with values"),
@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     ),
     "a broadcast buffer": ("count", torch.tensor(3), r"has shape \(\), expected \(1,\)"),
     "a buffer of large integers": ("scale", torch.tensor((1 << 24) + 1), "is int64, expected float32"),
-    "a rounded buffer": ("count", torch.tensor([2.5]), "is float32, expected int64: convert it first"),
+    "a rounded buffer": ("count", torch.tensor([2.5]), "is float32, expected int64: convert it to int64"),
     "a buffer of NaN": ("count", torch.tensor([torch.nan]), "is float32, expected int64"),
     "a complex buffer": ("scale", torch.tensor(1j), "is torch.complex64, but the model's"),
     "a buffer beyond fp32": ("scale", torch.tensor(1e300, dtype=torch.float64), "overflow fp32, .*: 'scale'"),
