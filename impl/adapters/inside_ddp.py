@@ -1,9 +1,9 @@
 """Reduces DDP's gradients with this project's collectives, through DDP's communication hook.
 
-Gradients are averaged as under a policy of stage 0, in which nothing is sharded: they are reduced to one piece for each
-rank, in one or more hops (exchanges between nodes or inside a node), and then all ranks gather the means of all pieces.
-:mod:`impl.adapters.traffic` predicts the bytes.  The model stays an ordinary ``DistributedDataParallel``, and the
-training loop does not change.
+Gradients are averaged as under a policy of stage 0, in which nothing is sharded.  They are first reduced, in one or
+more hops (exchanges between nodes or inside a node), so that each rank has the mean of one piece of the gradients.
+Then all ranks gather the means of all pieces.  :mod:`impl.adapters.traffic` predicts the bytes.  The model stays an
+ordinary ``DistributedDataParallel``, and the training loop does not change.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class _Unit:
 
 
 class InDDP(Joined):
-    """Reduces the gradients of a DDP model.
+    """Reduces the gradients of a DDP model with this project's collectives.
 
     Every rank must create an InDDP before the first backward pass, and keep a reference to it.
 
     Gradients are sent in units, so the bytes do not depend on DDP's buckets.  A unit is the parameters of one block (a
-    repeated part of the model); the parameters outside all blocks are one more unit.  DDP's buckets fill the units in
-    the same order on all ranks.  When the buckets have filled a unit, the reductions of earlier units post the messages
-    of their next hop (exchange), and the reduction of this unit starts.  After DDP's last bucket, DDP's communication
-    hook waits for all reductions.
+    repeated part of the model); the parameters outside all blocks are one more unit.  DDP hands over its buckets in the
+    same order on all ranks, and their gradients are copied into the units.  When all gradients of a unit have arrived,
+    its reduction starts, and the reductions of earlier units post the messages of their next hop (exchange).  After
+    DDP's last bucket, DDP's communication hook waits for all reductions.
 
     Args:
         model: a model in DDP over all ranks of ``wire.mesh``.
@@ -86,10 +86,10 @@ class InDDP(Joined):
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
 
     def _taker(self) -> Callable[[Any, Any], Any]:
-        """Returns the communication hook, which DDP calls with each bucket of gradients.
+        """Returns the communication hook, a function that DDP calls with each bucket of gradients.
 
-        DDP keeps the hook where Python's garbage collector does not see it, so the hook refers to this object
-        weakly.
+        The hook refers to this object weakly.  Python's garbage collector does not see DDP's reference to the hook, so
+        a strong reference would keep this object alive for ever.
         """
         reference = weakref.ref(self)
 

@@ -23,15 +23,19 @@ reduce-scatter                  FSDP2's reduce-scatter     FSDP2 records an even
                                 stream
 ==============================  =========================  ==========================================================
 
-In the first and the last row, encoding, all hops and decoding are enqueued on the current stream, and the call returns
-None.  If the call returned a ``Work``, FSDP2 would free the gathered buffer at another time.  In the second row, the
-first hop is posted on the computation's stream, where FSDP2 also copies this rank's shard to the gathered buffer.  The
-later hops and decoding follow on the wire's side stream, so that they overlap with the computation.  The encoded
-messages are in the wire's buffers.  The next user of a buffer waits for the end of the buffer's last use, on any
-stream.  The gathered buffer and the mean belong to FSDP2, which keeps them until the events of the table have passed.
+In the first and the last row, encoding, all hops (exchanges) and decoding are enqueued on the current stream, and the
+call returns None.  If the call returned a ``Work``, FSDP2 would free the gathered buffer at another time.
 
-Where the host waits for messages (gloo, and GPUs with transport ``staged``), an all-gather returns a ``Work`` in both
-cases, so that messages are under way until FSDP2 needs the weights.
+In the second row, the first hop is posted on the computation's stream, where FSDP2 also copies this rank's shard to the
+gathered buffer.  The later hops and decoding follow on the wire's side stream, so that they overlap with the
+computation.
+
+The encoded messages are in the wire's buffers.  Before a buffer is used again, on any stream, that stream waits for the
+end of the last use.  The gathered buffer and the mean belong to FSDP2, which keeps them until the events of the table
+have passed.
+
+Where the CPU and not a stream waits for messages (gloo, and GPUs with transport ``staged``), an all-gather returns a
+``Work`` whether ``async_op`` is set or not, so that messages are under way until FSDP2 needs the weights.
 """
 
 from __future__ import annotations
@@ -89,8 +93,8 @@ def fsdp2(
 
     Raises:
         HostError: if the model is not sharded as a whole over all ranks in one dimension, or if ``mesh`` is a
-            :class:`Mesh` of other ranks than the model's device mesh.  Also if this function was called with the model
-            before, unless ``mesh`` is a :class:`Mesh`.
+            :class:`Mesh` of other ranks than the model's device mesh.  Also if ``mesh`` is not a :class:`Mesh` and this
+            function was called with the model before.
         PolicyError: if FSDP2 cannot carry out the policy; the message names the field or the codec.
         MeshError: if ``mesh`` is a topology with another number of ranks than the model's device mesh, or if
             :meth:`Mesh.of` cannot read the nodes.
@@ -159,11 +163,11 @@ class InFSDP2(Joined):
         return self.wire.ledger
 
     def predict(self, events: Iterable[Event], *, kept: Collection[str] = (ROOT,)) -> dict[LedgerKey, Sent]:
-        """Predict the bytes and messages that this rank sends, by phase, purpose, unit, hop and link (LedgerKey).
+        """Predict the bytes and messages that this rank sends, by phase, purpose, unit, hop and link.
 
-        ``events`` are the passes in their order, such as ``["forward", "backward", "step"]``.  ``kept`` are the names
-        of the parameter groups that FSDP2 keeps gathered from forward to backward (``reshard_after_forward=False``).
-        See :func:`predict_hosted`.
+        ``events`` are the passes and steps in their order, such as ``["forward", "backward", "step"]``.  ``kept`` are
+        the names of the parameter groups that FSDP2 keeps gathered from forward to backward
+        (``reshard_after_forward=False``).  The keys of the result are those of the ledger.  See :func:`predict_hosted`.
         """
         layout = self.policy, self.wire.mesh.topology, self.units
         return predict_hosted("fsdp2", *layout, rank=self.wire.mesh.rank, events=events, kept=kept)
@@ -217,8 +221,12 @@ class InFSDP2(Joined):
     def check(self, group: GroupGeometry, verb: str, numel: int, dtype: torch.dtype, ranks: int) -> None:
         """Raise HostError if FSDP2 calls a collective of ``group`` in a way that the adapter does not support.
 
-        ``verb`` is ``gathers`` or ``reduces``.  The number of ranks ``ranks`` and the type ``dtype`` are checked for
-        both.  The number of elements of one rank, ``numel``, is checked for gathers only.
+        Args:
+            group: the parameter group.
+            verb: ``gathers`` or ``reduces``, which of FSDP2's collectives is called.
+            numel: the number of elements of one rank's part; checked for ``gathers`` only.
+            dtype: the type of the elements.
+            ranks: the number of ranks over which FSDP2 calls the collective.
         """
         world, prefix = self.wire.mesh.topology.world, f"FSDP2 {verb} {group.name!r}"
         if ranks != world:
@@ -276,8 +284,8 @@ class _Gather(_OfGroup, AllGather):
     ) -> dist.Work | None:
         """Gather ``input_tensor`` (S,) to ``output_tensor`` (world * S,); the input may be a part of the output.
 
-        Returns a ``Work`` on which FSDP2 waits.  Returns None if a stream of the GPU waits for messages and
-        ``async_op`` is False.
+        Returns None if a stream of the GPU waits for messages and ``async_op`` is False.  In all other cases returns a
+        ``Work``, on which FSDP2 calls ``wait()``.
         """
         joined, wire = self._joined, self._joined.wire
         joined.check(self._group, "gathers", input_tensor.numel(), input_tensor.dtype, group.size())
@@ -293,7 +301,7 @@ class _Gather(_OfGroup, AllGather):
         return _Pending(partial(wire.join, arrival))
 
     def _started(self, output_tensor: Tensor, input_tensor: Tensor) -> Gathering:
-        """Encode this rank's shard ``input_tensor``, post the first hop, and return the all-gather under way."""
+        """Encode this rank's shard ``input_tensor``, post the first hop (exchange), and return the all-gather."""
         wire, policy = self._joined.wire, self._joined.policy
         tag = Tag(self._joined.phase, "weights", self._group.name)
         hops = gather_hops(policy, wire.mesh.topology, input_tensor.numel())

@@ -1,9 +1,9 @@
 """Holds what the adapters of FSDP2 and DDP share.
 
-A *host* is FSDP2 or DDP, which keeps its own engine and training loop but uses this project's collectives.  The
-ledger counts the messages of these collectives.  It does not count what the host sends by itself: DDP broadcasts
-the weights when it is created, the order of its buckets after the first step, and the model's buffers unless
-``broadcast_buffers=False``.
+In this folder, a *host* is FSDP2 or DDP: it keeps its own engine and training loop but uses this project's collectives.
+The ledger counts the messages of these collectives.  It does not count what the host sends by itself.  DDP, for
+example, broadcasts the weights when it is created, the order of its buckets after the first step, and, unless
+``broadcast_buffers=False``, the model's buffers.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Joined:
             )
 
     def predict(self, events: Iterable[Event]) -> dict[LedgerKey, Sent]:
-        """Predicts the bytes and messages that this rank sends, by phase, purpose, unit, hop and link (LedgerKey).
+        """Predicts the bytes and messages that this rank sends, by phase, purpose, unit, hop and link.
 
-        ``events`` are the passes in their order, such as ``["forward", "backward", "step"]``; see
-        :func:`predict_hosted`.
+        ``events`` are the passes and steps in their order, such as ``["forward", "backward", "step"]``; see
+        :func:`predict_hosted`.  The keys of the result are those of the ledger.
         """
         layout = self.policy, self.wire.mesh.topology, self.units
         return predict_hosted(self._host, *layout, rank=self.wire.mesh.rank, events=events)
@@ -80,10 +80,10 @@ class Joined:
         }
 
     def _reduction(self, name: str, piece: int) -> Reduction:
-        """Returns the reduction of the gradients of unit ``name``, which have ``world * piece`` elements.
+        """Returns the reduction, not started yet, of the gradients of unit ``name``: ``world * piece`` elements.
 
-        The reduction has not started.  If the host is FSDP2, it gives each rank ``piece`` elements of the mean.  If the
-        host is DDP, it gives each rank all elements of the mean.
+        Inside FSDP2, the reduction gives each rank ``piece`` elements of the mean.  Inside DDP, it gives each rank all
+        elements of the mean.
         """
         tag, grain = Tag("backward", "gradients", name), common_grain(*self.policy.gradients)
         return reduction_of(self.policy, self.wire, tag, piece, grain)
@@ -124,12 +124,13 @@ def fsdp2_groups(model: nn.Module, blocks: Iterable[nn.Module], topology: Topolo
 def hosted_units(
     host: Host, model: nn.Module, topology: Topology, policy: Policy
 ) -> list[GroupGeometry] | list[UnitGeometry]:
-    """Returns the parts of ``model`` whose weights or gradients are sent together inside ``host``.
+    """Returns the parts of ``model`` whose weights or gradients are sent together inside FSDP2 or DDP.
 
-    With ``fsdp2``, these parts are FSDP2's parameter groups.  With ``ddp``, they are units.  The host must not have
-    wrapped the model yet.  The model may be on the meta device.
+    If ``host`` is ``fsdp2``, these parts are FSDP2's parameter groups, one for each block of the model and one for the
+    rest.  If ``host`` is ``ddp``, they are the units (groups of parameters) that the policy lays out.  The model must
+    not be wrapped by FSDP2 or DDP yet, and may be on the meta device.
 
-    Raises PolicyError, HostError, GeometryError: for the same reasons as the host's adapter, ``InFSDP2`` or ``InDDP``.
+    Raises PolicyError, HostError, GeometryError: for the same reasons as the adapters ``InFSDP2`` and ``InDDP``.
     """
     check_host(host, policy)
     if host == "fsdp2":

@@ -1,8 +1,8 @@
-"""Predicts what FSDP2 and DDP send through this project's collectives, from the policy and the units' layout alone.
+"""Predicts what FSDP2 and DDP send through this project's collectives, from the policy and the layout alone.
 
-FSDP2 gathers weights and reduces gradients one parameter group at a time, with each parameter cut along its
-first dimension.  DDP reduces gradients, which are laid out as for a policy of stage 0.  Tests check that the
-adapters' ledgers equal these predictions to the byte.  Pure: no torch.
+FSDP2 gathers weights and reduces gradients one parameter group at a time, with each parameter cut along its first
+dimension.  DDP reduces gradients, which are laid out as for a policy of stage 0 (nothing is sharded).  Tests check that
+the bytes which the adapters count while they run equal these predictions.  Pure: no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from impl.policy.topology import Topology
 Host = Literal["fsdp2", "ddp"]
 
 BASES: Final[dict[Host, Policy]] = {"fsdp2": Policy(), "ddp": Policy(stage=0, weights=FP32)}
-"""The policy that describes each host; only the fields in :data:`_OPEN` may differ from it."""
+"""For FSDP2 and DDP, the policy that describes what they do by themselves.
+
+A policy that runs inside one of them may differ from this policy only in the fields in :data:`_OPEN`.
+"""
 
 HOSTED: Final[dict[str, tuple[Host, Policy]]] = {
     "fsdp2+exact": ("fsdp2", PRESETS["exact"]),
@@ -35,7 +38,7 @@ HOSTED: Final[dict[str, tuple[Host, Policy]]] = {
     "ddp+bf16": ("ddp", BASES["ddp"]),
     "ddp+qgz": ("ddp", replace(BASES["ddp"], gradients=PRESETS["qgz"].gradients)),
 }
-"""For each named strategy that runs inside FSDP2 or DDP: the host that it runs inside, and its policy."""
+"""The named strategies that run inside FSDP2 or DDP: for each name, ``fsdp2`` or ``ddp``, and the policy."""
 
 # Fields that lay out DDP's units.  They change nothing inside FSDP2, which lays out its groups by itself.
 _LAYOUT: Final = ("align", "memory.max_padding")
@@ -53,12 +56,15 @@ _WHY: Final = {
 
 
 def carries(host: Host, name: str) -> bool:
-    """Returns whether a suite may set ``policy.<name>`` for a strategy that runs inside ``host``."""
+    """Returns whether a run inside ``host`` (FSDP2 or DDP) may change the policy's field ``name``.
+
+    ``name`` is the last part of the field's path: ``max_padding`` for ``memory.max_padding``.
+    """
     return any(name == field.rpartition(".")[2] for field in _OPEN[host])
 
 
 def check_host(host: Host, policy: Policy) -> None:
-    """Raise PolicyError if ``host`` cannot carry out ``policy``.
+    """Raise PolicyError if ``host`` (FSDP2 or DDP) cannot carry out ``policy``.
 
     The message names a field or a codec, the reason, and what is expected instead.
     """
@@ -89,12 +95,12 @@ def check_host(host: Host, policy: Policy) -> None:
 
 
 class HostError(RuntimeError):
-    """An adapter cannot be made, or cannot do what FSDP2 or DDP asks for; the message names a way out."""
+    """An adapter cannot be created, or cannot do what FSDP2 or DDP asks of it; the message names a way out."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """A parameter group of FSDP2: the parameters of one module, which one message gathers or reduces.
+    """The sizes of one parameter group of FSDP2: the parameters of a module that one message gathers or reduces.
 
     Every parameter is cut along its first dimension into ``world`` parts, one for each rank.  The last parts may have
     fewer rows, or none, and are padded to the size of the first part.  A rank's message consists of its parts of all
@@ -143,13 +149,15 @@ def predict_hosted(
     events: Iterable[Event],
     kept: Collection[str] = (ROOT,),
 ) -> dict[LedgerKey, Sent]:
-    """Predicts the bytes and messages that ``rank`` sends inside ``host``, by phase, purpose, unit, hop and link.
+    """Predicts the bytes and messages that ``rank`` sends inside FSDP2 or DDP, by phase, purpose, unit, hop and link.
 
     Inside FSDP2, each pass (forward, backward, evaluation) gathers the weights of every parameter group, and a backward
-    pass also reduces the gradients of every group.  The groups named in ``kept`` are an exception: after a forward or
-    evaluation pass they stay gathered until a backward pass ends, or an event ``changed`` or ``forgotten`` comes.  With
-    FSDP2's default settings, the root's group is the only one in ``kept``.  For a gradient norm, a rank sends one small
-    message to each other rank.
+    pass also reduces the gradients of every group.  For a gradient norm, a rank sends one small message to each other
+    rank.  The groups named in ``kept`` are not gathered again in the pass after a forward or evaluation pass.  They
+    stay gathered until a backward pass ends, or until one of these events:
+
+    - ``changed``: weights were written outside an optimizer step.
+    - ``forgotten``: gathered weights were dropped, although they had not changed.
 
     Inside DDP, the gradients of every unit are reduced once in each optimizer step, in its last micro-batch.  No
     weights are gathered, and a norm sends nothing.
@@ -161,7 +169,8 @@ def predict_hosted(
         units: FSDP2's groups, cut into ``topology.world`` parts, or DDP's units, laid out for ``policy``.
         rank: the rank whose messages are predicted.
         events: the passes and steps in their order, such as ``["forward", "backward", "norm", "step"]``.
-        kept: names of the groups that FSDP2 keeps gathered from forward to backward; not used inside DDP.
+        kept: names of the groups that FSDP2 keeps gathered from forward to backward; not used inside DDP.  With FSDP2's
+            default settings, this is the group of the root module only.
     """
     if host == "ddp":
         ddp_units = [unit for unit in units if isinstance(unit, UnitGeometry)]

@@ -1,8 +1,8 @@
 """Makes checkpoints appear on disk completely or not at all.  No torch.
 
-A checkpoint is written into a folder with a temporary name.  Renaming this folder completes the checkpoint.  The
-files and the folder are synced to disk before the rename, and the parent folder after it, so that a checkpoint is
-whole after a crash too.
+A checkpoint is written into a folder with a temporary name.  When all files are written, the folder is renamed, which
+makes it a checkpoint.  The files and the folder are synced to disk before the rename, and the parent folder after it,
+so that a checkpoint is complete even after a crash of the machine.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def resolve(folder: Path) -> Path:
 
 
 def begin(folder: Path) -> Path:
-    """Make a folder with a temporary name, into which the next checkpoint is written, and return its path.
+    """Make the folder, with a temporary name, into which the next checkpoint is written, and return its path.
 
-    Also removes the folders that interrupted saves and removals have left.
+    The new folder is in ``folder``, from which the remains of interrupted saves and removals are removed first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
@@ -119,7 +119,7 @@ def sync(path: Path) -> None:
 def thin(folder: Path, keep: int) -> None:
     """Remove all complete checkpoints in ``folder`` except the ``keep`` newest.
 
-    Each of these checkpoints first gets a temporary name, so that an interrupted removal leaves no incomplete
+    A checkpoint that is removed first gets a temporary name, so that an interrupted removal leaves no incomplete
     checkpoint.  If the name cannot be changed, a warning is logged, and the checkpoint stays.  If the renamed folder
     cannot be removed, a warning is logged, and the next :func:`begin` tries again.
     """
@@ -138,7 +138,7 @@ def thin(folder: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove the folder ``path``, an incomplete or no longer wanted checkpoint under a temporary name.
+    """Remove the folder ``path``, which has a temporary name and holds a checkpoint that is incomplete or not wanted.
 
     If ``path`` is a link, only the link is removed.  If ``path`` cannot be removed, a warning is logged.
     """

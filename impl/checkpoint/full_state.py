@@ -37,20 +37,20 @@ def export(
 ) -> tuple[str, ...]:
     """Write the unsharded model's state dict as one safetensors file.
 
-    Extra states that are not tensors are left out.  The whole state dict is in host memory before it is
+    Modules' extra states that are not tensors are left out.  The whole state dict is in host memory before it is
     written.
 
     Args:
         folder: a checkpoint, or a folder of checkpoints.  From a folder of checkpoints the newest is taken.
         path: the file to write, which must not exist yet.
         dtype: type of the parameters: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
-        allow_overflow: whether finite values beyond the type's range are written as infinity.  If False, these
-            values are an error.
+        allow_overflow: whether finite values beyond the type's range are written as infinity.  If False, these values
+            are an error.
 
     Returns:
-        Up to three lines: on finite values that became infinite, on values that became 0, and on values that were
-        infinite or NaN before the cast.  Each line counts the affected values of each parameter.  A line is left out if
-        no value is affected.
+        Up to three lines of text, one for each kind of value: finite values that became infinite, values that became 0,
+        and values that were infinite or NaN before the cast.  A line has the number of such values in up to four
+        parameters, and the number of further parameters with such values.  It is left out if there are none.
 
     Raises:
         CheckpointError: if ``path`` exists, if ``dtype`` is not a floating-point type, if a file cannot be read or

@@ -5,8 +5,9 @@ A value for which JSON has no form becomes an object with one key:
 - ``{"__tuple__": [...]}``: a tuple
 - ``{"__number__": ["float32", 3.0]}``: a tensor without dimensions
 - ``{"__numpy__": ["float32", 3.0]}``: a NumPy scalar
-- ``{"__dict__": [[key, value], ...]}``: a dict with a key that is not text, or that is one of these names
-- ``{"__counter__": ...}``, ``{"__ordered__": ...}``: the same for ``collections.Counter`` and ``OrderedDict``
+- ``{"__dict__": [[key, value], ...]}``: a dict with a key that is not text, or with one of the keys of this list
+- ``{"__counter__": [[key, value], ...]}``: a ``collections.Counter``
+- ``{"__ordered__": [[key, value], ...]}``: a ``collections.OrderedDict``
 
 Values of any other type are refused; nothing is pickled.
 """
@@ -32,7 +33,7 @@ _KEYS: Final = ("__tuple__", "__number__", "__numpy__", *_DICTS)
 
 
 def to_json(value: object, place: str) -> Any:
-    """Converts ``value`` to JSON's types; ``place`` says in messages where the value was found.
+    """Returns ``value`` in JSON's types; ``place`` is where the value was found, for error messages.
 
     Raises CheckpointError: if a part of the value cannot be converted.  The message names the part's place and type.
     """
@@ -58,7 +59,7 @@ def to_json(value: object, place: str) -> Any:
 
 
 def _key(key: object, place: str) -> Any:
-    """Converts a dict's key to JSON's types."""
+    """Returns a dict's key in JSON's types; ``place`` is where the dict was found, for error messages."""
     if isinstance(key, str):
         return str(key)
     if type(key) is tuple:
@@ -71,7 +72,7 @@ def _key(key: object, place: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Returns the value that :func:`to_json` converted."""
+    """Returns the original value from ``value``, the JSON form that :func:`to_json` returned."""
     match value:
         case {"__tuple__": items}:
             return tuple(from_json(item) for item in items)

@@ -47,14 +47,17 @@ class Manifest:
         return sum(map(math.prod, self.parameters.values()))
 
     def text(self) -> str:
-        """Returns the text of the manifest's file: JSON, whose last key is the SHA-256 of all other keys' JSON."""
+        """Returns the text of the manifest's file: JSON, with a last key ``sha256`` that protects all other keys.
+
+        The value of ``sha256`` is the SHA-256 of the JSON of all other keys.
+        """
         fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
         return json.dumps({**fields, "sha256": digest(fields)}, indent=1) + "\n"
 
     def verify(self, path: Path, numbers: Collection[int]) -> None:
-        """Check the sizes of all ranks' files in the folder ``path``, and the SHA-256 of some of them.
+        """Check the sizes of all ranks' files in the folder ``path``, and hash some of the files.
 
-        ``numbers`` are the ranks whose files are hashed.
+        ``numbers`` are the ranks whose files are hashed, to compare their SHA-256 with the manifest's.
 
         Raises CheckpointError: if a file is missing or was altered.  The message names the first such file.
         """
@@ -179,8 +182,8 @@ def _is_file(value: Any) -> bool:
 def check_names(model_names: Collection[str], saved_names: Collection[str], kind: str) -> None:
     """Raise CheckpointError unless ``model_names`` and ``saved_names`` are the same.
 
-    The message says how many names only the model or only the checkpoint has, and cites the first of them.  ``kind``
-    says in the message what has these names, such as ``parameters of optimizer 0``.
+    The message gives the number of names that only the model or only the checkpoint has, and the first of these names.
+    ``kind`` says in the message what the names belong to, such as ``parameters of optimizer 0``.
     """
     if different := sorted(set(model_names) ^ set(saved_names)):
         side = "only in the model" if different[0] in model_names else "only in the checkpoint"

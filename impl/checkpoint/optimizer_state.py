@@ -1,9 +1,9 @@
 """Saves and restores optimizer states by parameter name instead of by shard.
 
-An optimizer steps *masters*: fp32 tensors that hold the elements of several parameters in a rank's shard.  State
-that has a value for each element of a master is cut into ranges of parameters.  Options and numbers (Adam's
-``step``) are saved for each parameter of the master.  So a run with another layout, whose masters hold other
-parameters, can load the state.
+An optimizer steps *masters*.  A master is an fp32 tensor with the part of a rank's shard that belongs to one optimizer
+group, so it can hold elements of several parameters.  State that has a value for each element of a master is cut at the
+borders of parameters, and saved under their names.  Options and numbers (Adam's ``step``) are saved for each parameter
+of the master.  So a run with another layout, whose masters hold other parameters, can load the state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from impl.unit.unit import Unit
 
 
 class MasterRanges(NamedTuple):
-    """What one master holds and what this rank saves of it; a master is an fp32 tensor that an optimizer steps."""
+    """Which parameters one master holds, and which parts of them this rank saves.
+
+    A master is an fp32 tensor that an optimizer steps.
+    """
 
     names: list[str]  # the parameters with elements in this master on any rank
     ranges: list[Range]  # the parts of the parameters in this rank's master
@@ -33,12 +36,17 @@ class MasterRanges(NamedTuple):
 class SavedMasters:
     """Saves and loads the states of the optimizers that step one engine's masters, on one rank.
 
-    ``units`` are the engine's units.  ``copy`` is None if all ranks together save each element once.  In a run with
-    local steps (DiLoCo), each state group (ranks that share one copy of all states) saves all elements.  Then ``copy``
-    is the prefix that names have in this rank's file, such as ``group1:``; for the first group it is empty.
+    Args:
+        units: the engine's units.
+        rank: this rank.
+        optimizers: the optimizers, which must hold masters of this engine.
+        copy: None without local steps (DiLoCo): all ranks together save each element once.  With local steps, each
+            state group (ranks that share one copy of all states) saves all elements.  ``copy`` is then the prefix of
+            the names in this rank's file, such as ``group1:``, or empty for the first group.
 
-    Raises CheckpointError: if an optimizer holds a tensor that is not a master of this engine, or if two optimizers
-    hold the same master.
+    Raises:
+        CheckpointError: if an optimizer holds a tensor that is not a master of this engine, or if two optimizers hold
+            the same master.
     """
 
     def __init__(
@@ -70,7 +78,10 @@ class SavedMasters:
         return [name for master in masters for name in self._ranges[id(master)].names]
 
     def manifest_entries(self) -> list[dict[str, Any]]:
-        """Returns the optimizers' entries of the manifest, which are equal on all ranks.
+        """Returns a dict for each optimizer, which the manifest keeps, and which is equal on all ranks.
+
+        The dict has the optimizer's class (``kind``), and for each parameter its options and its numbers, such as
+        Adam's ``step``.
 
         Raises CheckpointError: for options or states that cannot be saved.
         """
@@ -89,7 +100,7 @@ class SavedMasters:
         return entries
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, values (n,)) for each optimizer state of each range of parameters that this rank saves.
+        """Yield (name, values (n,)) for each optimizer state of each part of a parameter that this rank saves.
 
         Only states with one value for each element of a master, such as Adam's ``exp_avg``, are yielded.
         """
@@ -100,11 +111,11 @@ class SavedMasters:
                         yield part.key(f"{self._copy}optimizer{number}.{key}"), value[part.place]
 
     def check(self, saved: Sequence[dict[str, Any]]) -> None:
-        """Raise CheckpointError if these optimizers cannot load ``saved``; changes nothing.
+        """Raise CheckpointError if these optimizers cannot load ``saved``, the manifest's entries of optimizers.
 
-        ``saved`` are the manifest's entries of the optimizers.  The number of optimizers, their classes and their
-        parameters must be the same as in ``saved``.  Parameters that share an optimizer group here must have been saved
-        with the same options, and parameters that share a master with the same numbers, such as Adam's ``step``.
+        The number of optimizers, their classes and their parameters must be the same as in ``saved``.  Parameters that
+        share an optimizer group here must have been saved with the same options, and parameters that share a master
+        with the same numbers, such as Adam's ``step``.  Nothing is changed.
         """
         if len(saved) != (count := len(self._optimizers)):
             raise CheckpointError(
@@ -125,14 +136,18 @@ class SavedMasters:
                     self._shared(parameters, [master], "numbers")
 
     def _shared(self, parameters: dict[str, Any], masters: Sequence[Tensor], key: str) -> Any:
-        """Returns the saved options or numbers, which are the same for all parameters of ``masters``.
+        """Returns the options or numbers that were saved for the parameters of ``masters``, equal for all of them.
 
-        ``key`` is ``options`` or ``numbers``, and says which of the two is returned.  ``parameters`` is a part of the
-        manifest: a dict from each parameter's name to its options and numbers.
+        Args:
+            parameters: a part of the manifest: for the name of each parameter, a dict with its options and numbers.
+            masters: the masters of one optimizer group, or one master.
+            key: ``options`` or ``numbers``, which of the two is returned.
 
-        Returns None if the masters hold no parameters.
+        Returns:
+            The value, converted from JSON's types.  None if the masters hold no parameters.
 
-        Raises CheckpointError: if two parameters of ``masters`` were saved with different values.
+        Raises:
+            CheckpointError: if two parameters of ``masters`` were saved with different values.
         """
         names = self._names(masters)
         for name in names:
@@ -146,10 +161,12 @@ class SavedMasters:
     def load(self, saved: Sequence[dict[str, Any]], parts: Parts, copy: str) -> None:
         """Load the states of the optimizers.
 
-        Options and numbers come from ``saved``, the manifest's entries, which must have passed :meth:`check`.  States
-        with a value for each element, such as Adam's ``exp_avg``, come from the files ``parts``.  In a checkpoint of a
-        run with local steps, ``copy`` says which state group's values are loaded: it is the prefix of their names, such
-        as ``group1:``.  It is empty for the first group, and without local steps.
+        Args:
+            saved: the manifest's entries of the optimizers, which must have passed :meth:`check`.  They have the
+                options, and numbers such as Adam's ``step``.
+            parts: the files, which have the states with a value for each element, such as Adam's ``exp_avg``.
+            copy: the prefix of the names in the files, such as ``group1:``.  It says which state group's values are
+                loaded from a run with local steps.  It is empty for the first group, and for a run without local steps.
         """
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}
@@ -190,7 +207,8 @@ def _numbers(state: dict[str, Any], master: Tensor, number: int) -> dict[str, An
         if _by_element(value) and value.numel() != master.numel():
             raise CheckpointError(
                 f"optimizer {number}: state {key!r} has {value.numel()} elements for a master of "
-                f"{master.numel()}, and cannot be saved: expected one value for each element, or a number"
+                f"{master.numel()} elements, and cannot be saved: expected a number, or a tensor with one "
+                "value for each element of the master"
             )
     plain = {key: value for key, value in state.items() if not _by_element(value)}
     return {key: to_json(value, f"optimizer {number}: {key!r}") for key, value in plain.items()}

@@ -1,9 +1,11 @@
-"""Writes ranks' files, and reads any range of parameters from them, whatever the layout that saved them.
+"""Writes ranks' files, and reads any part of a parameter from them, whatever the layout that saved them.
 
-Files hold *ranges*: elements [start, end) of one flattened parameter, under the name ``KIND/NAME@START``.  These
-names do not depend on units, shards or ranks, so a rank of another layout can read the elements of its own shards
-from the files of all ranks.  With local steps each group of ranks saves all elements, since values differ between
-groups; all but the first group put their number before the name, as ``group1:KIND/NAME@START``.
+Files hold *ranges*: a range is elements [start, end) of one flattened parameter, under the name ``KIND/NAME@START``.
+The name does not depend on units, shards or ranks, so a rank of another layout can read the elements of its own shards
+from the files of all ranks.
+
+With local steps each group of ranks saves all elements, since values differ between groups.  The names of every group
+but the first begin with the group's number, as in ``group1:KIND/NAME@START``.
 
 Files have the safetensors format.
 """
@@ -44,13 +46,17 @@ class Range(NamedTuple):
 def ranges(
     geometry: UnitGeometry, rank: int, span: Sequence[int] = (), *, saved: bool = False
 ) -> Iterator[Range]:
-    """Yield the ranges of parameters that are in a part of the shard of ``rank``.
+    """Yield the parts of parameters that a rank's shard, or a part of the shard, contains.
 
-    ``span`` is the part, as elements (start, end) of the shard; by default the whole shard.  A range's ``place`` counts
-    from the start of the part.  Padding belongs to no range.
+    Padding belongs to no parameter.
 
-    If ``saved`` is True, only the elements that ``rank`` saves are yielded: several state groups may hold copies of a
-    shard, and only one rank saves each element.
+    Args:
+        geometry: the layout of a unit, whose shard it is.
+        rank: the rank that has the shard.
+        span: elements (start, end) of the shard; by default the whole shard.  The ``place`` of a range counts from
+            ``start``.
+        saved: whether only elements that ``rank`` saves are yielded.  Several state groups may hold copies of a shard,
+            and only one rank saves each element.
     """
     first, _ = geometry.bounds(rank)
     start, end = span or (0, geometry.shard)
@@ -129,18 +135,19 @@ class Parts:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def fill(self, whole: Tensor, kind: str, wanted: Iterable[Range]) -> Tensor:
-        """Copy the saved values ``kind`` of the ranges ``wanted`` to their places in ``whole`` (n,).
+        """Copy saved values to ``whole`` (n,), a shard or a master, and return ``whole``.
 
-        ``whole`` is a shard or a master, and is returned.
+        ``kind`` says which values: for example ``weight`` or ``optimizer0.exp_avg``.  ``wanted`` are the ranges to
+        copy, and their places in ``whole``.
         """
         for part in wanted:
             whole[part.place] = self.read(kind, part.name, part.start, part.end)
         return whole
 
     def tensors(self, number: int, kind: str) -> dict[str, Tensor]:
-        """Returns copies of the tensors whose names in file ``number`` are ``kind/NAME``, as a dict by NAME.
+        """Returns copies of the tensors that file ``number`` holds under names ``kind/NAME``, as a dict by NAME.
 
-        For example, ``kind = "buffer"`` in file 0 gives all buffers.
+        ``number`` is the rank that saved the file.  For example, ``kind = "buffer"`` in file 0 gives all buffers.
         """
         file, prefix = self._files[number], f"{kind}/"
         keys = [key for key in file.offset_keys() if key.startswith(prefix)]

@@ -1,8 +1,8 @@
 """Saves checkpoints of all ranks, which any number of ranks can load, with any policy.
 
-Each rank writes its ranges of parameters into one file; rank 0 adds the manifest, and one rename completes the
-checkpoint.  If a step of saving or loading fails on one rank, it fails on all (:func:`together`).
-docs/guide/checkpoints.md states the guarantees.
+Each rank writes one file, with the parts of parameters that are in its shards.  Rank 0 adds the manifest, which
+describes the files.  Then one rename of the folder completes the checkpoint.  If a step of saving or loading fails on
+one rank, it fails on all (:func:`together`).  docs/guide/checkpoints.md states the guarantees.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from impl.policy.spans import in_words
 from impl.unit.whole_values import WholeValues
 from impl.zero import Zero
 
-# Size in bytes of the message in which a rank says how a step of saving or loading went.  The message is a report in
-# JSON, or "!" and the line of an error.  A longer line is cut to this size.
+# Size in bytes of the message in which a rank tells the others the outcome of a step of saving or loading.  If the step
+# succeeded, the message is its report in JSON.  If it failed, the message is "!" and the text of the error, cut to
+# size.
 MESSAGE_BYTES: Final = 1024
 _T = TypeVar("_T")
 
@@ -56,16 +57,19 @@ def together(
 ) -> tuple[_T, list[Any]]:
     """Run ``attempt`` on every rank, and raise on all ranks if it fails on any; all ranks must call this.
 
-    ``attempt`` returns a result and a short report in JSON's types.
+    Args:
+        wire: the transport between the ranks.
+        attempt: returns a result and a short report in JSON's types.
+        unlike: if given, all ranks' reports must be equal.  It is the error's text if they are not, without the ``rank
+            N`` that comes before it.
 
     Returns:
         This rank's result, and the reports of all ranks.
 
     Raises:
         CheckpointError: on all ranks, if ``attempt`` raises on any rank.  The error has the message of the first rank
-            that failed, and names the rank unless all ranks have the same message.  If ``unlike`` is given, also if
-            the report of a rank differs from the report of rank 0.  The message is then ``rank N``, followed by
-            ``unlike``.
+            that failed, and names the rank unless all ranks have the same message.  Also if ``unlike`` is given and the
+            report of a rank differs from the report of rank 0.
     """
     failure, result = None, None
     try:
@@ -131,8 +135,9 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
         zero.hooks.check_parameters()
         if unused := zero.masters.unused_gradients:
             raise CheckpointError(
-                f"save() was called while {unused} masters have gradients that no optimizer has used: gradients are "
-                "not saved; save after the step of every optimizer, or drop the gradients with model.zero_grad()"
+                f"save() was called while {unused} masters (fp32 shards of weights) have gradients that no optimizer "
+                "has used: gradients are not saved; save after the step of every optimizer, or drop the gradients with "
+                "model.zero_grad()"
             )
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep = {keep}: expected 1 or more, or None to keep all checkpoints")
@@ -165,7 +170,9 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
             disk.thin(folder, keep)
         return None, name
 
-    unlike = "has another extra, or other options of optimizers, than rank 0: make them equal on all ranks"
+    unlike = (
+        "passes another extra=, or optimizers with other options, than rank 0: make them equal on all ranks"
+    )
     (manifest, masters), _ = together(wire, describe, unlike)
     _, (begun, *_) = together(wire, begin)
     partial = folder / begun
@@ -181,10 +188,10 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
 
 
 def _identity(zero: Zero) -> dict[str, str]:
-    """Returns the settings on which the communication state depends, each by its name and as text.
+    """Returns the settings on which the communication state depends: the text of each setting, by its name.
 
-    The communication state is, for example, the carried errors of error feedback.  If one of these
-    settings differs between the run and the checkpoint, :func:`load` drops the checkpoint's communication state.
+    The communication state is, for example, the carried errors of error feedback.  If one of these settings differs
+    between the run and the checkpoint, :func:`load` drops the checkpoint's communication state.
     """
     policy, topology = zero.policy, zero.wire.mesh.topology
     return {
@@ -220,11 +227,11 @@ def _local_steps(policy: Policy) -> str:
 
 
 def _group(zero: Zero) -> str | None:
-    """Returns the prefix of the names under which this rank's state group saves its values, such as ``group1:``.
+    """Returns the prefix of the names under which this rank saves its values, such as ``group1:``.
 
     In a run with local steps (DiLoCo), each state group (ranks that share one copy of all states) saves values of its
-    own, and the first group's prefix is empty.  A run with another topology or policy looks for names without a prefix,
-    and so loads the first group's weights and optimizer states.
+    own, under names with the group's prefix.  The first group's prefix is empty.  A run with another topology or policy
+    looks for names without a prefix, and so loads the first group's weights and optimizer states.
 
     Returns None in a run without local steps, whose names have no prefix either.
     """
@@ -236,19 +243,20 @@ def _group(zero: Zero) -> str | None:
 
 
 def _of_phases(policy: Policy, text: Callable[[Policy], str]) -> str:
-    """Calls ``text`` with each phase of ``policy``, and returns the different texts joined by ``or``, ``none`` last.
+    """Returns what ``text`` returns for the phases of ``policy``, joined by ``or``, such as ``0.8 or none``.
 
     The phases are the different policies that a schedule gives to the steps of a run; without a schedule, the only
-    phase is the policy.
+    phase is the policy itself.  ``text`` describes one setting of a phase.  Equal descriptions are given once, and
+    ``none`` comes last.
     """
     return " or ".join(sorted(dict.fromkeys(map(text, policy.phases)), key=lambda each: each == "none"))
 
 
 def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
-    """Returns what the manifest says about each entry of the model's state dict, by the entry's name.
+    """Returns the manifest's description of each entry of the model's state dict, by the entry's name.
 
-    For a parameter this is its name and shape, for a buffer its type and shape, and for a module's extra state the
-    state itself, which is not yet converted to JSON's types.
+    A parameter is described by its name and shape, and a buffer by its type and shape.  For a module's extra state, the
+    description contains the state itself, not yet converted to JSON's types.
     """
     names = state.parameter_names(zero.model, zero.units)
     entries: dict[str, dict[str, Any]] = {}
@@ -341,13 +349,20 @@ def _load(folder: Path, zero: Zero, optimizers: Sequence[Optimizer]) -> Loaded:
             ]
         return [*dropped, *_take_run(zero, parts)], None
 
-    (parts, masters), _ = together(wire, find, f"finds another checkpoint in {folder} than rank 0")
+    (parts, masters), _ = together(
+        wire,
+        find,
+        f"finds another checkpoint in {folder} than rank 0: name a folder on a disk that all ranks share",
+    )
     dropped, _ = together(wire, take)
     return Loaded(from_json(parts.manifest.extra), parts.manifest.step, tuple(dropped))
 
 
 def check_model(zero: Zero, manifest: Manifest) -> None:
-    """Raise CheckpointError if the checkpoint of this manifest is of another model than the engine's."""
+    """Raise CheckpointError if the engine's model differs from the model of the checkpoint with this manifest.
+
+    The names of the state dict's entries must be the same, and so must their shapes and the types of buffers.
+    """
     entries, saved = _entries(zero), manifest.state
     check_names(entries, saved, "entries of the state dict")
     for name, entry in entries.items():
@@ -360,7 +375,7 @@ def check_model(zero: Zero, manifest: Manifest) -> None:
 
 
 def _unlike(zero: Zero, manifest: Manifest) -> list[str]:
-    """Returns a text for each setting in which a checkpoint differs from this run (:func:`_identity`)."""
+    """Returns a line for each setting of :func:`_identity` that differs between a checkpoint and this run."""
     return [
         f"saved with {name} {manifest.of.get(name)}, here {value}"
         for name, value in _identity(zero).items()
@@ -387,11 +402,10 @@ def _take_weights(zero: Zero, parts: Parts, group: str) -> None:
 
 
 def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
-    """Load everything except weights, buffers and optimizers.
+    """Load everything except weights, buffers and optimizers, and yield a line for each part that is dropped.
 
-    These are the loss scale, the numbers of the step and the micro-batch, the communication state (such as carried
-    errors), the codes of frozen weights, and the states of the random generators.  Yields a line for each part that is
-    dropped, with the reason.
+    The parts are the loss scale, the numbers of the step and the micro-batch, the communication state (such as carried
+    errors), the codes of frozen weights, and the states of the random generators.  A line gives the reason too.
     """
     mesh, manifest = zero.wire.mesh, parts.manifest
     if manifest.loss_scale is not None:
@@ -409,7 +423,7 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
             if manifest.of.get(feature, "none") != "none":
                 yield f"state of {feature}: {differ[0]}"
         if manifest.of.get("local steps", "none") != "none":
-            yield f"state of local steps, so that weights and optimizers are those of the first group: {differ[0]}"
+            yield f"state of local steps, so weights and optimizer states are those of group 0: {differ[0]}"
         for name in ("reduction", "gather"):
             if ":" in (method := manifest.of.get(name, "")):
                 yield f"state of {method}: {differ[0]}"

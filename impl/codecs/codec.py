@@ -4,7 +4,8 @@ A codec is a frozen value with a text form, which suites use and :func:`parse` r
 
 - ``fp32``, ``bf16``, ``fp16``: a cast (:class:`Raw`).  Messages that are not quantised use one of these codecs,
   so the engine needs no branch for them.
-- ``int8:2048``, ``int4:256:asym``, ``int4:256:clip``, ``int4:shard``: integers (:class:`IntCodec`)
+- ``int8:2048``, ``int4:256:asym``, ``int4:256:clip``, ``int4:shard``: integers (:class:`IntCodec`).  The number after
+  the colon is the block: how many elements share a scale.
 - ``fp8e4m3:128``, ``mxfp8``, ``mxfp4``: small floats (:class:`FloatCodec`)
 - ``:hadamard32`` and ``:stochastic`` may follow: a rotation before quantising, and stochastic rounding
 - ``nf4`` and other published formats, and a user's ``module:object`` (:class:`OwnCodec`)
@@ -60,9 +61,10 @@ def padded_bytes(n: int) -> int:
 
 
 class _Framed:
-    """Base class of all codecs, which computes the size of a frame (an encoded shard) that has codes and no scales.
+    """Computes the size of a frame, which is one encoded row of elements; the base class of all codecs.
 
-    :class:`_Scaled`, the base class of codecs with scales, overrides the methods that concern scales.
+    A frame has codes and no scales here.  :class:`_Scaled`, the base class of codecs with scales, overrides the methods
+    that concern scales.
     """
 
     __slots__ = ()
@@ -72,11 +74,14 @@ class _Framed:
     stochastic: bool = False
 
     def blocks(self, numel: int) -> int:
-        """Returns how many blocks with a scale a row of ``numel`` elements has: 0 for a codec without scales."""
+        """Returns the number of blocks, groups of elements that share a scale, in a row of ``numel`` elements.
+
+        The result is 0 here, since this class has no scales.
+        """
         return 0
 
     def scale_bytes(self, numel: int) -> int:
-        """Returns how many bytes the scales and offsets of ``numel`` elements take: 0 for a codec without scales."""
+        """Returns how many bytes of a frame of ``numel`` elements are scales; here 0, since there are no scales."""
         return 0
 
     def code_bytes(self, numel: int) -> int:
@@ -84,7 +89,7 @@ class _Framed:
         return -(-numel * self.bits // 8)
 
     def scales_at(self, numel: int) -> int:
-        """Returns the offset in bytes at which a frame's scales start."""
+        """Returns at which byte of a frame of ``numel`` elements the scales start; the first byte is number 0."""
         return padded_bytes(self.code_bytes(numel))
 
     def frame_bytes(self, numel: int) -> int:
@@ -94,7 +99,7 @@ class _Framed:
 
 @dataclass(frozen=True, slots=True)
 class Raw(_Framed):
-    """A cast of the elements to the floating-point type ``dtype``, without scales."""
+    """Casts elements to the floating-point type ``dtype``; such a codec has no scales."""
 
     dtype: Dtype
     block: ClassVar[int] = 1  # a cast has no scales, so elements share none
@@ -105,7 +110,7 @@ class Raw(_Framed):
 
     @property
     def grain(self) -> int:
-        """The number of elements of every shard must be a multiple of this number: the elements in 16 bytes."""
+        """The number of elements in 16 bytes; the number of elements of a shard must be a multiple of this number."""
         return FRAME_ALIGNMENT // ITEM_BYTES[self.dtype]
 
     @property
@@ -119,7 +124,7 @@ class Raw(_Framed):
 
 
 class _Scaled(_Framed):
-    """The common part of codecs with a scale for each block; :class:`IntCodec` explains the attributes."""
+    """Base class of the codecs that store a scale for each block; :class:`IntCodec` explains the attributes."""
 
     __slots__ = ()
 
@@ -139,15 +144,16 @@ class _Scaled(_Framed):
 
     @property
     def grain(self) -> int:
-        """The number of elements of every shard must be a multiple of this number.
+        """The number of elements of a shard must be a multiple of this number.
 
-        Otherwise a block would span two shards.
+        It is the number of elements in a block, since no block may span two shards.  If the block is the whole shard,
+        it is the number of elements that are rotated together, or 1 without a rotation.
         """
         return max(1, self.hadamard) if self.block == "shard" else self.block
 
     @property
     def laws(self) -> frozenset[Law]:
-        """The laws that the codec promises (:class:`Law`)."""
+        """The properties that the codec promises, such as that zeros decode to zeros (:class:`Law`)."""
         broken = set() if self.stochastic else {Law.UNBIASED}
         if self.stochastic or self.asymmetric or self.clipped:
             broken |= {Law.IDEMPOTENT, Law.SIGN}
@@ -167,7 +173,10 @@ class _Scaled(_Framed):
         return -(-numel // self.block_size(numel)) if numel else 0
 
     def scale_bytes(self, numel: int) -> int:
-        """Returns how many bytes the scales and offsets of ``numel`` elements take, before padding."""
+        """Returns how many bytes the scales of ``numel`` elements take, before padding.
+
+        If the codec stores an offset (the smallest element) for each block, the bytes of the offsets are included.
+        """
         width = 1 if self.scale == "e8m0" else SCALE_BYTES
         return self.blocks(numel) * width * (2 if self.asymmetric else 1)
 
@@ -210,11 +219,12 @@ class _Scaled(_Framed):
 
 @dataclass(frozen=True, slots=True)
 class IntCodec(_Scaled):
-    """Block-quantised integers of 2 to 8 bits with an fp32 scale for each block.
+    """Quantises blocks of elements to integers of 2 to 8 bits, with an fp32 scale for each block.
 
-    Symmetric codes have the scale ``absmax / largest code``.  Without rotation and stochastic rounding, quantising
-    decoded values once more therefore gives the same codes.  If ``clipped`` is True, the scale is DeepSpeed's
-    ``2 absmax / 2^bits``: steps are smaller, but values near ``+absmax`` are cut off at the largest code.
+    Codes without an offset have the scale ``absmax / largest code``, where absmax is the block's largest magnitude.
+    Values that were decoded with this scale get the same codes when they are quantised again, if the codec neither
+    rotates nor rounds stochastically.  If ``clipped`` is True, the scale is DeepSpeed's ``2 absmax / 2^bits``: steps
+    are smaller, but values near ``+absmax`` are cut off at the largest code.
 
     Raises CodecError: if ``bits`` is not 2 to 8, or if ``block`` or ``hadamard`` has an impossible size.  Also if
     ``clipped`` is combined with ``asymmetric``, whose codes have no sign, or with ``stochastic``, since clipping would
@@ -261,12 +271,13 @@ class IntCodec(_Scaled):
 
 @dataclass(frozen=True, slots=True)
 class FloatCodec(_Scaled):
-    """Block-quantised floats of 8 or 4 bits with a scale for each block.
+    """Quantises blocks of elements to floats of 8 or 4 bits, with a scale for each block.
 
-    No code stands for infinity.  An E8M0 scale is rounded up to a power of two, so that no element saturates.
+    No code stands for infinity.  An E8M0 scale is rounded up to a power of two, so that no element exceeds the largest
+    float.
 
-    Raises CodecError: if the element type and the scale are no known format, if an MX block does not have 32 elements,
-    or if a block or a rotation has an impossible size.
+    Raises CodecError: if no known format has this element type and this scale, if an MX block does not have 32
+    elements, or if a block or a rotation has an impossible size.
     """
 
     element: Element  # ``e4m3`` (largest 448), ``e5m2`` (57344), ``e2m1`` (6)
@@ -274,8 +285,8 @@ class FloatCodec(_Scaled):
     scale: Scale = "fp32"  # or ``e8m0``: a power of two in one byte, for 32 elements, as in OCP's MX formats
     hadamard: int = 0
     stochastic: bool = False
-    # Properties of the element type: its bits, the bits of its mantissa, the exponent of its smallest normal number,
-    # and its largest number.
+    # Four properties of the element type, filled in by __post_init__: its number of bits, the number of bits in its
+    # mantissa, the exponent of its smallest normal number, and its largest number.
     bits: int = field(init=False, repr=False, compare=False)
     mantissa: int = field(init=False, repr=False, compare=False)
     smallest_exponent: int = field(init=False, repr=False, compare=False)
@@ -350,7 +361,7 @@ def has_zstd() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnCodec(_Framed):
-    """A user's codec, a published format, or one of :data:`LOSSLESS`.
+    """A codec whose methods belong to an object: a user's codec, a published format, or one of :data:`LOSSLESS`.
 
     A frame has the bytes that the codec's object writes, padded with zeros to a multiple of 16 bytes.  ``name`` is
     ``module:object``, or the name of a format such as ``nf4``.  The object is imported on first use, so that a record
@@ -389,10 +400,10 @@ class OwnCodec(_Framed):
 
     @property
     def readable(self) -> bool:
-        """Whether the codec's attributes can be read here.
+        """Whether the codec's attributes can be read now; if not, reading them would import a user's module.
 
-        False only inside the context :func:`impl.named_object.forbidden`, where users' modules must not be imported,
-        and only for a codec whose attributes are in a user's module.
+        Inside the context :func:`impl.named_object.forbidden`, where users' modules must not be imported, the answer is
+        False for codecs that are defined in a user's module.  In all other cases it is True.
         """
         return self.instance is not None or self.name in _OURS or named_object.allowed()
 
@@ -409,7 +420,7 @@ class OwnCodec(_Framed):
     def _contract(self) -> BuiltIn | OwnObject:
         """The object from which this codec's sizes, laws and error bound are read.
 
-        If this codec claims to equal a built-in codec bit for bit, the object is this built-in codec.  Otherwise it is
+        If this codec claims to equal a built-in codec bit for bit, this is the built-in codec.  Otherwise it is
         :attr:`definition`.
         """
         return self.claimed or self.definition
@@ -421,12 +432,12 @@ class OwnCodec(_Framed):
 
     @property
     def grain(self) -> int:
-        """The number of elements of every shard must be a multiple of this number."""
+        """The number of elements of a shard must be a multiple of this number."""
         return self._contract.grain
 
     @property
     def laws(self) -> frozenset[Law]:
-        """The laws that the codec promises (:class:`Law`)."""
+        """The properties that the codec promises, such as that zeros decode to zeros (:class:`Law`)."""
         return self._contract.laws
 
     @property
@@ -448,9 +459,9 @@ class OwnCodec(_Framed):
         return padded_bytes(self.own_bytes(numel))
 
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
-        """Returns the promised upper bound of |decoded - x| for every element x of a block with values in [low, high].
+        """Returns the codec's own upper bound of |decoded - x| for elements x of a block with values in [low, high].
 
-        ``out`` is the type decoded to.  Returns infinity if the codec promises no bound.
+        ``out`` is the type to which elements are decoded.  Returns infinity if the codec promises no bound.
         """
         bound = self._contract.error_bound if self.laws & {Law.BOUND, Law.UNBIASED} else None
         return math.inf if bound is None else float(bound(low, high, out))
@@ -459,8 +470,8 @@ class OwnCodec(_Framed):
 def user_codec(source: Any, name: str | None = None) -> OwnCodec:
     """Returns the codec that ``source``, a user's object or class, defines (docs/reference/codecs.md).
 
-    ``name`` is what error messages call the codec; the default is the module and name of the object's class.  All ranks
-    must give the same name.
+    ``name`` is how error messages refer to the codec; the default is the module and name of the object's class.  All
+    ranks must give the same name.
 
     Raises CodecError: if an attribute is missing or wrong; the message names the attribute.
     """
@@ -477,7 +488,11 @@ Codec = BuiltIn | OwnCodec
 
 
 def has_kernels(codec: Codec) -> TypeGuard[Blocked | OwnCodec]:
-    """Returns whether backends have kernels for a codec: True if it has scales, or is a published format."""
+    """Returns whether the CPU and CUDA backends have kernels of their own for ``codec``.
+
+    They have kernels for codecs with scales and for published formats.  They have none for casts, users' codecs and
+    lossless codecs.
+    """
     return codec.published if isinstance(codec, OwnCodec) else not isinstance(codec, Raw)
 
 
@@ -548,8 +563,8 @@ def built_in(text: str) -> BuiltIn:
 
 
 def common_grain(*codecs: Codec) -> int:
-    """Returns the least common multiple of 32 and the grains of ``codecs``.
+    """Returns a number; a shard suits all ``codecs`` if its number of elements is a multiple of this number.
 
-    A shard whose number of elements is a multiple of the result suits all codecs.
+    The result is the least common multiple of 32 and the grains of the codecs.
     """
     return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits fill a 16-byte vector

@@ -2,8 +2,9 @@
 
 Mantissas and signs of weights and gradients are random bits, which no coder shortens.  The exponents are not random:
 most elements have one of a few exponents, so that about 2.6 of an exponent's 8 bits are information (ZipCCL,
-2604.27844).  Elements are therefore cut into planes of bytes, the exponents in a plane of their own, and each plane
-that is not random is compressed with an entropy coder: Huffman's code in zlib, or the coder in zstd.
+2604.27844).  Elements are therefore cut into planes: a plane has the bytes at one place of all elements, and the first
+plane has the exponents.  Each plane that is not random is compressed with an entropy coder: Huffman's code in zlib, or
+the coder in zstd.
 
 The number of bytes is known only after encoding.  A frame is therefore as large as the largest possible encoding, and
 :meth:`_Lossless.used_bytes` returns how many bytes of the frame are used.  The messages of a policy have fixed sizes,
@@ -40,7 +41,7 @@ Planes = NDArray[np.uint8]  # (bytes of an element, S)
 
 
 class _Lossless:
-    """The common part of the lossless codecs; subclasses choose the coder, and whether elements are cast to bf16."""
+    """Encodes rows without loss; subclasses choose the coder, and whether elements are cast to bf16 before."""
 
     device = "cpu"
     laws: ClassVar = ["bound", "zero", "idempotent", "sign", "power_of_two", "nonfinite"]
@@ -70,7 +71,10 @@ class _Lossless:
         frame[len(used) :] = 0
 
     def decode(self, frame: Tensor, out: Tensor) -> None:
-        """Decode ``frame`` (F,) uint8 to ``out`` (S,); elements are rounded and saturated to the type of ``out``."""
+        """Decode ``frame`` (F,) uint8 to ``out`` (S,), in the type of ``out``.
+
+        Elements are rounded to this type.  Finite elements beyond its largest number become this number.
+        """
         numel, data = out.numel(), frame.contiguous().numpy()
         kind = DTYPES[_KINDS[int(data[0])]]
         planes, start = list[NDArray[np.uint8]](), HEADER
@@ -87,7 +91,7 @@ class _Lossless:
         return HEADER + sum(_sizes(frame.contiguous().numpy()))
 
     def _smaller(self, plane: NDArray[np.uint8]) -> bytes:
-        """Returns the bytes of a plane (S,) uint8, compressed only if compression makes them fewer."""
+        """Returns the bytes of a plane (S,) uint8, compressed if that makes them fewer, otherwise as they are."""
         plain = plane.tobytes()
         compressed = self._compress(plain) if _entropy(plane) < _RANDOM else plain
         return compressed if len(compressed) < len(plain) else plain
@@ -117,7 +121,8 @@ class Zstd(_Lossless):
     def _compress(self, plain: bytes) -> bytes:
         from zstandard import STRATEGY_FAST, ZstdCompressionParameters, ZstdCompressor
 
-        # The smallest table and the longest strings, since exponents hardly repeat as strings; long runs are found.
+        # Exponents hardly repeat as strings, so the search for repeated strings has the smallest table, and finds only
+        # long strings.
         settings = ZstdCompressionParameters(strategy=STRATEGY_FAST, hash_log=6, min_match=7)
         # A coder serves one thread, and ranks may be threads.
         coder = ZstdCompressor(compression_params=settings)
@@ -162,7 +167,7 @@ def _rounding(low: float, high: float, dtype: Dtype) -> float:
 
 
 def _within(x: Tensor, kind: torch.dtype) -> Tensor:
-    """Returns ``x`` (S,) fp32 with its finite elements saturated to the largest number of type ``kind``."""
+    """Returns ``x`` (S,) fp32, with finite elements limited to the largest number of type ``kind``."""
     largest = torch.finfo(kind).max
     return torch.where(x.isinf(), x, x.clamp(-largest, largest))
 
@@ -175,9 +180,9 @@ def _sizes(frame: NDArray[np.uint8]) -> list[int]:
 def _cut(x: Tensor) -> Planes:
     """Cut elements ``x`` (S,) into byte planes, (bytes of an element, S) uint8; the first plane has the exponents.
 
-    Each element's sign is first moved from its front to its end.  So the first byte of an fp32 or bf16 element is
-    exactly the exponent, which has eight bits.  The first byte of an fp16 element is the exponent, which has five bits,
-    and three bits of the mantissa.
+    The sign bit of each element is first moved from the front to the end, behind the mantissa.  So the first byte of an
+    fp32 or bf16 element is exactly the exponent, which has eight bits.  The first byte of an fp16 element has the five
+    bits of the exponent and three bits of the mantissa.
     """
     size = x.element_size()
     bits = x.detach().contiguous().view(_WORDS[size]).numpy().view(f"u{size}")

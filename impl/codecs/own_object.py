@@ -1,6 +1,6 @@
-"""Defines the laws that codecs promise, and checks a user's codec object for what a codec must have.
+"""Defines the laws, properties that codecs promise, and checks that a user's codec object is complete.
 
-docs/reference/codecs.md explains both to users.  No torch.
+docs/reference/codecs.md explains to users what an object needs.  No torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DEVICE: Final = re.compile(r"any|cpu|cuda(:\d{1,3})?")
 
 
 class Law(enum.Enum):
-    """A property that a codec can promise; tests and ``zeropp check codecs`` try exactly the promised laws."""
+    """A property that a codec can promise; tests and ``zeropp check codecs`` try what a codec promises."""
 
     BOUND = "the error of each element is within error_bound of its block"
     ZERO = "zeros decode to zeros"
@@ -42,10 +42,11 @@ class CodecError(ValueError):
 class OwnObject:
     """The attributes of a user's codec, read from its object (docs/reference/codecs.md explains them).
 
-    A codec has ``encode`` and ``decode``.  It also has either ``codec``, the text form of a built-in codec that
-    it equals bit for bit, or its own ``laws``, ``block`` and ``frame_bytes``.  ``laws`` are lower-case names,
-    which become members of :class:`Law`.  The laws ``bound`` and ``unbiased`` need ``error_bound``.  All other
-    attributes may be left out.
+    A codec must have ``encode`` and ``decode``.  If it equals a built-in codec bit for bit, ``codec`` is the text form
+    of this built-in codec, such as ``int8:2048``.  Otherwise it must have ``laws``, ``block`` and ``frame_bytes``, and
+    also ``error_bound`` if the laws include ``bound`` or ``unbiased``.  All other attributes may be left out.
+
+    ``laws`` are lower-case names in the user's object, and members of :class:`Law` here.
     """
 
     encode: Any = None
@@ -69,7 +70,7 @@ class OwnObject:
 
     @property
     def grain(self) -> int:
-        """The number of elements of every shard must be a multiple of this number."""
+        """The number of elements of a shard must be a multiple of this number."""
         return 1 if self.block == "shard" else int(self.block)
 
 
@@ -106,9 +107,9 @@ def definition_of(name: str, source: Any) -> OwnObject:
 
 
 def _problems(definition: OwnObject) -> Iterator[str]:
-    """Yield what is wrong with a user's codec, in words.
+    """Yield a text for each thing that is wrong with a user's codec, such as ``has no method 'encode'``.
 
-    Only the first problem is meaningful: later problems may follow from the first.
+    Only the first text is meaningful: the problems behind later texts may follow from the first problem.
     """
     for name in ("encode", "decode", "decode_sum", "decode_sum_encode"):
         function = getattr(definition, name)

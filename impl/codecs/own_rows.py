@@ -1,7 +1,7 @@
-"""Runs a user's codec, whose methods take one row, on tensors of any shape and type.
+"""Runs a user's codec on tensors of any shape and type, although the methods of the codec take one row.
 
-Elements of a type that the codec does not list are converted to and from fp32.  The methods read copies, so
-they cannot change a master shard or another rank's message.
+Elements of a type that the codec does not list in its ``kinds`` are converted to and from fp32.  The codec's methods
+read copies, so they cannot change a master shard (the fp32 weights of a rank) or another rank's message.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def by_rows(function: Callable[..., None], *, stochastic: bool = False) -> Callable[..., None]:
     """Returns a function that calls ``function(row of source, row of target)`` for every row of two tensors.
 
-    The returned function takes source and target, of equal leading dimensions, and optionally a noise.  If
-    ``stochastic`` is True and there is a noise, ``function`` gets the random bits of its row as a third argument.  The
-    returned function raises CodecError if ``function`` changes the shape of a row.
+    The arguments of the returned function are source, target and, optionally, a noise (random bits).  Source and target
+    have equal leading dimensions.  If ``stochastic`` is True and a noise is given, ``function`` gets the random bits of
+    its row as a third argument.  The returned function raises CodecError if ``function`` changes the shape of a row.
     """
 
     def all_rows(source: Tensor, target: Tensor, noise: Noise | None = None) -> None:
@@ -56,7 +56,8 @@ def encode(codec: OwnCodec, x: Tensor, frames: Tensor, noise: Noise | None) -> N
 def decode(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
     """Decode ``frames`` (..., F) uint8 with a user's codec to ``out`` (..., S).
 
-    Elements are rounded and saturated to the type of ``out``.
+    Elements are rounded to the type of ``out``.  Finite elements beyond the largest number of this type become this
+    number.
     """
     kind = _cast(codec, out[..., :0]).dtype
     x = torch.empty(out.shape, dtype=kind, device=out.device)
@@ -99,9 +100,9 @@ def used_bytes(codec: Codec, frames: Tensor) -> int:
 
 
 def decoded_sha256(codec: OwnCodec) -> str:
-    """Encodes and decodes a fixed row of numbers, and returns the SHA-256 of the decoded row.
+    """Encodes and decodes a fixed row of numbers, and returns the SHA-256 of the decoded row in hexadecimal digits.
 
-    All ranks must get the same hash, since all ranks must decode the same weights.
+    Callers compare the hashes of all ranks, since all ranks must decode the same weights.
     """
     numel = codec.grain * -(-256 // codec.grain)
     x = torch.linspace(-3, 3, numel, device=codec.definition.tried_on)  # (S,)

@@ -1,6 +1,7 @@
-"""Transposes the bands of matrices in a shard, so that the codec's blocks run along columns instead of rows.
+"""Transposes parts of matrices in a shard, so that a codec's blocks run along columns instead of rows.
 
-A band is a fixed number of whole rows of a matrix that follow one another (:class:`impl.policy.shard_layout.Band`).
+The parts are called bands.  A band is a fixed number of consecutive whole rows of a matrix
+(:class:`impl.policy.shard_layout.Band`).
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from torch import Tensor
 
 
 def turn(shard: Tensor, bands: Iterable[tuple[int, int, int]], rows: int, *, back: bool = False) -> None:
-    """Transpose bands of ``shard`` (S,) in place; with ``back=True``, undo the transposition.
+    """Transpose the bands of ``shard`` in place; with ``back=True``, undo the transposition.
 
-    A band is a matrix (rows, columns) that is stored row by row before, and column by column after the transposition.
-    Each entry of ``bands`` describes bands of one size that follow one another in the shard: (number of the first
-    element, number of bands, columns of a band).
+    Before the transposition a band is stored row by row, and after it column by column.
+
+    Args:
+        shard: (S,), the elements of a shard.
+        bands: a triple for each run of bands that follow one another: the index of the run's first element in
+            ``shard``, the number of bands, and the number of columns of each band.
+        rows: the number of rows of every band.
+        back: whether to undo the transposition.
     """
     for start, count, columns in bands:
         band = shard[start : start + count * rows * columns]

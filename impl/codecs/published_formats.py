@@ -1,8 +1,8 @@
-"""Implements published formats as torch operations on one row; their kernels must equal this reference.
+"""Implements published formats, such as NVFP4, as torch operations on one row; kernels must equal them bit for bit.
 
-Each class has the attributes that a user's codec has too (:class:`impl.codecs.own_object.OwnObject`).  A frame
-has three parts: the codes, with element 0 in the lowest bits; the extra bytes of each block, such as its scale;
-and the extra bytes of the whole row, such as NVFP4's fp32 scale.
+Each class has the attributes that a user's codec has too (:class:`impl.codecs.own_object.OwnObject`).  A frame, the
+bytes of one encoded row, has three parts: the codes, with element 0 in the lowest bits; the extra bytes of each block,
+such as its scale; and the extra bytes of the whole row, such as NVFP4's fp32 scale.
 """
 
 from __future__ import annotations
@@ -99,7 +99,10 @@ class _Format:
         raise NotImplementedError
 
     def _values(self, codes: Tensor, beside: Tensor, whole: Tensor) -> Tensor:
-        """Returns the decoded values (n, size) fp32 of what :meth:`_codes` returned."""
+        """Returns the decoded elements (n, size) fp32 from ``codes`` (n, size), ``beside`` (n, beside) and ``whole``.
+
+        The three arguments are the tensors that :meth:`_codes` returns.
+        """
         raise NotImplementedError
 
 
@@ -114,7 +117,7 @@ def _as(beside: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Table(_Format):
-    """A format in which an element becomes the nearest entry of a table, times the block's scale.
+    """Encodes an element as the nearest entry of a table, times the block's scale; base class of such formats.
 
     The scale maps the block's largest magnitude to the table's largest entry.  If ``beside`` is 4, the scale is stored
     in fp32.  If ``beside`` is 1, the scale is stored in E8M0, a power of two.  :class:`NVFP4` has other scales.
@@ -123,7 +126,7 @@ class _Table(_Format):
     table: tuple[float, ...]  # the entries in ascending order; the code of the smallest is 0
 
     def nearest(self, quotients: Tensor) -> Tensor:
-        """Returns, for quotients (n, size), the codes (n, size) uint8 of the nearest entries of the table.
+        """Returns the codes (n, size) uint8 of the table's entries that are nearest to ``quotients`` (n, size).
 
         If two entries are equally near, the code is chosen whose distance from the code of zero is even.
         """
@@ -183,7 +186,10 @@ class NF4(_Table):
 
 
 class _Microscaled(_Table):
-    """Small floats with a scale for each block: a power of two, rounded up so that no element saturates."""
+    """Base class of formats with small floats, and with one power of two as the scale of each block of 32.
+
+    The scale is rounded up, so that no element exceeds the largest float.
+    """
 
     size, beside = 32, 1
     laws: ClassVar = ["bound", "zero", "nonfinite", "sign", "power_of_two", "idempotent"]
@@ -236,7 +242,7 @@ class NVFP4(_Table):
 
 
 def _bf16(values: Tensor) -> Tensor:
-    """Casts finite values to bf16; values beyond the largest bf16 number are saturated."""
+    """Casts finite values to bf16; values beyond the largest bf16 number become this number."""
     return values.clamp(-LARGEST["bf16"], LARGEST["bf16"]).to(torch.bfloat16)
 
 

@@ -1,14 +1,14 @@
 """Implements encoding and decoding in plain PyTorch: the specification that other backends equal bit for bit.
 
-:class:`Operations` checks its arguments and runs the four operations: encode, decode, decode and sum, and
-decode, sum and encode again.  The C++ and CUDA backends inherit from it.
+:class:`Operations` checks its arguments and runs four operations: ``encode``, ``decode``, ``decode_sum`` (decode and
+sum) and ``decode_sum_encode`` (decode, sum, and encode the sum).  The C++ and CUDA backends inherit from it.
 
-Shapes: S elements of a shard become a frame ``(F,)`` uint8 with ``F = codec.frame_bytes(S)``.  Leading
-dimensions are batches of frames; they may be strided, so a transpose costs no copy.
+Shapes: S elements of a shard become a frame ``(F,)`` uint8 with ``F = codec.frame_bytes(S)``.  Leading dimensions are
+batches of frames; they may be strided, so a transpose costs no copy.
 
-Arithmetic: in fp32.  Elements are divided by the scale (never multiplied by its reciprocal) and rounded to
-nearest, ties to even, or with the random bits of :mod:`impl.codecs.rounding_noise`.  Sums are added up in
-ascending order of their sources.
+Arithmetic: in fp32.  Elements are divided by the scale (never multiplied by its reciprocal).  Quotients are rounded to
+nearest, ties to even, or with the random bits of :mod:`impl.codecs.rounding_noise`.  Sums are added up in ascending
+order of their sources, the ranks that sent the frames.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class Carried:
     """Error feedback: the error of one encoding is added to the elements that are encoded next.
 
     ``h = x + error`` is encoded in place of ``x``.  If the frames decode to ``d`` in fp32, the new error is
-    ``decay * error + (1 - decay) * (h - d)``, computed in fp32 with one rounding for each operation, then cast
-    to the type of ``error`` and saturated.  Where the new error is not finite, it is replaced by 0, so that an
-    overflow is not carried from step to step.
+    ``decay * error + (1 - decay) * (h - d)``, computed in fp32 with one rounding for each operation.  It is then cast
+    to the type of ``error``, and limited to the finite range of this type.  Where the new error is not finite, it is
+    replaced by 0, so that an overflow is not carried from step to step.
     """
 
     error: Tensor  # (..., S) fp32, bf16 or fp16, shaped like the encoded elements; updated in place
     decay: float = 0.0  # 0 for classic error feedback, 0.8 for LoCo's moving average (2407.04480)
 
     def keep(self, with_error: Tensor, decoded: Tensor) -> None:
-        """Update ``error`` after an encoding.
+        """Write the new error of an encoding to ``error``.
 
         Args:
             with_error: (..., S) fp32, the elements plus the old error, which were encoded; it is overwritten.
-            decoded: (..., S) fp32, what the frames decode to.
+            decoded: (..., S) fp32, the values to which the frames decode.
         """
         fresh = with_error.sub_(decoded).mul_(1.0 - self.decay)
         error = self.error.float().mul_(self.decay).add_(fresh)
@@ -80,12 +80,14 @@ class Options(NamedTuple):
 
 
 class Operations:
-    """The operations of a backend; this class is the reference backend.
+    """Checks and runs a backend's operations on frames; this class is the reference backend, in plain PyTorch.
 
-    Other backends override ``_encode``, ``_decode`` and ``_decode_sum`` for codecs that they have kernels for,
-    and ``_decode_sum_encode`` for pairs of codecs that ``_fuses`` accepts.  These methods are called with
-    checked tensors that are not empty.  They may return a function that repeats the operation on other tensors.  For
-    later tensors of the same layout, only this function is called, which saves checks and preparation.
+    Other backends override ``_encode``, ``_decode`` and ``_decode_sum`` for codecs that they have kernels for.  They
+    override ``_decode_sum_encode`` for pairs of codecs that their ``_fuses`` accepts.  These methods are called with
+    tensors that are checked and not empty.
+
+    Each of these methods may return a function that repeats the operation on other tensors.  For later tensors of the
+    same layout, only this function is called, which saves checks and preparation.
     """
 
     name = "reference"  # name of the backend in records
@@ -103,13 +105,19 @@ class Operations:
         noise: Noise | None = None,
         carried: Carried | None = None,
     ) -> None:
-        """Write the frames (..., F) uint8, padding included, of ``x`` (..., S) fp32, bf16 or fp16.
+        """Encode ``x`` (..., S) fp32, bf16 or fp16 to ``frames`` (..., F) uint8; a frame's padding is set to 0.
 
-        A codec that rounds stochastically needs ``noise``.  ``carried`` adds error feedback.
+        Args:
+            codec: the codec.
+            x: the elements.
+            frames: the tensor that is written.
+            noise: the random bits of a codec that rounds stochastically; other codecs ignore it.
+            carried: error feedback.  Its error is added to ``x`` before the encoding, and updated afterwards.
 
-        Raises ValueError: if elements have another type, or no dimension; if frames or noise have the wrong size; if a
-        frame is not contiguous, or frames overlap in memory; if the tensors are on several devices; if the backend
-        cannot read the strides.
+        Raises:
+            ValueError: if the type, shape or strides of a tensor are not allowed, if frames overlap in memory, if
+                ``noise`` is needed and is missing or does not fit, if the tensors are on several devices, or if the
+                backend cannot read the strides.
         """
         key = key_of("encode", x, frames, codec) if noise is None and carried is None else None
         if self._repeated(key, x, frames):
@@ -124,7 +132,7 @@ class Operations:
     def decode(self, codec: Codec, frames: Tensor, out: Tensor) -> None:
         """Decode ``frames`` (..., F) uint8 to ``out`` (..., S) fp32, bf16 or fp16.
 
-        Raises ValueError: for the same reasons as :meth:`encode`.
+        Raises ValueError: if the tensors do not fit, as in :meth:`encode`.
         """
         key = key_of("decode", frames, out, codec)
         if self._repeated(key, frames, out):
@@ -137,14 +145,14 @@ class Operations:
     def decode_sum(
         self, codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32", divisor: int = 1
     ) -> None:
-        """Decode ``frames`` (sources, ..., F) uint8, and write their sum to ``out`` (..., S) fp32.
+        """Decode ``frames`` (sources, ..., F) uint8, and write their sum over the sources to ``out`` (..., S) fp32.
 
-        The sources are added in ascending order, and the sum is divided by ``divisor``.
+        The frames are added in ascending order of their sources, and the sum is divided by ``divisor``.
 
-        With ``sums="fp16"``, as in DeepSpeed, each term and each partial sum is rounded to fp16, and becomes infinite
-        beyond 65504.  The partial sums then begin with 0, so that the sum of a single -0 is +0.
+        With ``sums="fp16"``, as in DeepSpeed, each decoded element and each partial sum is rounded to fp16, and becomes
+        infinite beyond 65504.  The partial sums then begin with 0, so that the sum of a single -0 is +0.
 
-        Raises ValueError: for the same reasons as :meth:`encode`, or if ``out`` is not fp32.
+        Raises ValueError: if the tensors do not fit, as in :meth:`encode`, or if ``out`` is not fp32.
         """
         key = key_of(("decode_sum", divisor), frames, out, codec) if sums == "fp32" else None
         if self._repeated(key, frames, out):
@@ -178,7 +186,7 @@ class Operations:
     ) -> None:
         """Decode ``frames``, sum them over the sources, and encode the sum to ``out``.
 
-        A two-hop reduction does this between its hops.
+        A reduction in two hops (exchanges) does this between its hops.
 
         Args:
             first: the codec of ``frames``.
@@ -190,7 +198,8 @@ class Operations:
             carried: the error feedback of ``second``.
             sums: the type of partial sums, as in :meth:`decode_sum`.
 
-        Raises ValueError: for the same reasons as :meth:`encode`.
+        Raises:
+            ValueError: if the tensors do not fit, as in :meth:`encode`.
         """
         plain = noise is None and carried is None and sums == "fp32"
         key = key_of(numel, frames, out, first, second) if plain else None
@@ -219,7 +228,9 @@ class Operations:
     def sums_of_bits(self, values: Tensor) -> Tensor:
         """Returns checksums (n,) int64 of the bits of ``values`` (S,) fp32, contiguous.
 
-        A write to ``values`` is detected by comparing checksums of the same backend from before and after the write.
+        A caller compares the checksums before and after some code to find out whether the code wrote to ``values``.
+        Both must be computed by the same backend, since backends compute different checksums.
+
         Here the memory is read as a matrix of 8-byte integers with :data:`SUMMED_ROW` columns.  The checksums are the
         sums of the rows and the sums of the columns, followed by the elements that fill no row.  A change of one
         integer changes the sum of its row and the sum of its column.  Several changes go unnoticed only if they cancel
@@ -320,8 +331,9 @@ def _sum_and_divide(repeat: Repeat, divisor: int, frames: Tensor, out: Tensor) -
 def key_of(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
     """Returns the key under which an operation is remembered, so that it can be repeated without checks.
 
-    Tensors of equal shapes, strides, types and devices have the same key if their addresses are equal modulo 16 bytes.
-    Only operations without noise and error feedback are remembered.
+    The key contains the codecs, and the shape, strides, type, device, and address modulo 16 bytes of both tensors.
+    Tensors in which all these agree may repeat the same operation.  Only operations without noise and error feedback
+    are remembered.
 
     Returns None if a tensor has no memory, or is negated lazily by torch.  Such tensors must be checked each time, even
     if the operation has accepted other tensors of the same layout.
@@ -399,9 +411,9 @@ def _check_written(codec: Codec, target: Tensor) -> None:
 
 
 def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
-    """Raise ValueError if ``codec`` rounds stochastically and ``noise`` does not fit elements of ``shape`` (..., S).
+    """Raise ValueError if ``codec`` rounds stochastically, and ``noise`` is missing or has the wrong strides.
 
-    The noise fits if it has one stride for each dimension but the last; None does not fit.
+    Elements of ``shape`` (..., S) need a noise with one stride for each dimension but the last.
     """
     if codec.stochastic and (noise is None or len(noise.strides) != len(shape) - 1):
         got = "none" if noise is None else f"noise with strides {noise.strides}"
@@ -412,10 +424,10 @@ def _check_noise(codec: Codec, shape: torch.Size, noise: Noise | None) -> None:
 
 
 def rotated(codec: Codec, x: Tensor) -> Tensor:
-    """Returns the values (..., S) fp32 that ``codec`` quantises: ``x`` (..., S), rotated if the codec has a rotation.
+    """Returns the values (..., S) fp32 that ``codec`` quantises: ``x`` (..., S), or ``x`` rotated if the codec rotates.
 
-    The rotation turns each group of ``n = codec.hadamard`` consecutive elements into ``H x / n``, where ``H`` is
-    the Hadamard matrix in Sylvester's order.  Elements at the end of a row that fill no group stay as they are.
+    The rotation turns each group of ``n = codec.hadamard`` consecutive elements into ``H x / n``, where ``H`` is the
+    Hadamard matrix in Sylvester's order.  Elements at the end of a row that fill no group stay as they are.
     """
     values = x.float().contiguous()
     return _rotate(values.clone(), codec.hadamard) if codec.hadamard else values
@@ -455,9 +467,10 @@ def merged_rows(
 
 
 def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device) -> Tensor:
-    """Returns the random bits of each element, (*lead, numel) int64 from 0 to 65535.
+    """Returns 16 random bits for each element of a tensor, as numbers from 0 to 65535, (*lead, numel) int64.
 
-    See :mod:`impl.codecs.rounding_noise`.
+    ``lead`` are the tensor's leading dimensions, for each of which ``noise`` has a stride.
+    :mod:`impl.codecs.rounding_noise` defines the bits.
     """
     starts = torch.full(lead, noise.start, dtype=torch.int64, device=device)
     for dim, stride in enumerate(noise.strides):
@@ -479,9 +492,9 @@ def random_bits(noise: Noise, lead: torch.Size, numel: int, device: torch.device
 
 
 def _decoded(codec: BuiltIn, frames: Tensor, numel: int, largest: float) -> Tensor:
-    """Returns the elements (..., numel) of ``frames`` in fp32, clamped to [-``largest``, ``largest``].
+    """Returns the elements (..., numel) of ``frames`` in fp32, limited to [-``largest``, ``largest``].
 
-    If the codec is a cast, the elements keep the type of the cast, and are not clamped.
+    If the codec is a cast, the elements keep the type of the cast instead, and are not limited.
     """
     if not isinstance(codec, Raw):
         return _decode_blocks(codec, frames, numel, largest)
@@ -492,9 +505,9 @@ def _decoded(codec: BuiltIn, frames: Tensor, numel: int, largest: float) -> Tens
 
 
 def _blocked(codec: Blocked, x: Tensor) -> Tensor:
-    """Returns a copy of ``x`` (..., S) in blocks, (..., blocks, block) fp32.
+    """Returns a copy of ``x`` (..., S) that is cut into the codec's blocks, (..., blocks, block) fp32.
 
-    A short last block is filled up with the last element, which does not change the block's extremes.
+    A short last block is filled up with the row's last element, which does not change the block's extremes.
     """
     numel, block = x.shape[-1], codec.block_size(x.shape[-1])
     blocks = codec.blocks(numel)
@@ -542,8 +555,8 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
         # Which of -0 and +0 is the minimum depends on the order of comparisons, so +0 is stored.
         low = (low + 0.0).masked_fill(broken, 0.0)
         top = torch.full_like(low, codec.largest)
-        # ``high - low`` may overflow.  So the scale subtracts quotients, and the values subtract halves, which are
-        # exact.
+        # ``high - low`` may overflow.  So the scale is the difference of two quotients, and the elements and the
+        # smallest element are halved before they are subtracted.
         scale = torch.clamp(high / top - low / top, min=SMALLEST_NORMAL)
         values = values.mul_(0.5).sub_(low * 0.5).div_(scale * 0.5)
     else:
@@ -570,10 +583,11 @@ def _encode_blocks(codec: Blocked, x: Tensor, frames: Tensor, noise: Noise | Non
 
 
 def _codes(codec: Blocked, quotients: Tensor, shift: Tensor | None) -> Tensor:
-    """Returns the codes (...) uint8 of ``quotients`` (...) fp32: elements divided by their block's scale.
+    """Returns the codes (...) uint8 of ``quotients`` (...) fp32, which are elements divided by their block's scale.
 
-    A code is in the lowest ``codec.bits`` bits.  The random numbers ``shift`` (...) are added before rounding to
-    nearest.  ``shift`` is None unless the codec is stochastic.
+    A code is in the lowest ``codec.bits`` bits of its byte.  ``shift`` (...) has a random number for each element if
+    the codec rounds stochastically.  The number is added before the quotient is rounded to nearest.  Otherwise
+    ``shift`` is None.
     """
     if isinstance(codec, FloatCodec):
         return _float_codes(codec, quotients, shift)
@@ -589,7 +603,8 @@ def _float_codes(codec: FloatCodec, v: Tensor, shift: Tensor | None) -> Tensor:
     """Returns the codes (...) uint8 of quotients ``v`` (...) fp32: sign, exponent and mantissa of a small float.
 
     A quotient is rounded to a multiple of its quantum.  The quantum is the distance between two neighbouring small
-    floats that have the quotient's exponent.  ``shift`` is as in :func:`_codes`.
+    floats that have the quotient's exponent.  ``shift`` has the random numbers of stochastic rounding, or is None
+    (:func:`_codes`).
     """
     bits = v.contiguous().view(torch.int32)
     exponent = ((bits >> 23) & 0xFF).clamp_(min=codec.smallest_exponent + 127, max=254)
@@ -674,9 +689,10 @@ def _floats(frames: Tensor, start: int, count: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int, out: Tensor) -> None:
-    """Write the lowest ``bits`` bits of each of ``codes`` (..., S) uint8 to ``out`` (..., bytes) uint8.
+    """Pack ``codes`` (..., S) uint8 into ``out`` (..., bytes) uint8, with ``bits`` bits for each code.
 
-    The codes of a row follow one another in a little-endian bit stream.
+    Only the lowest ``bits`` bits of a code are written; its other bits are ignored.  The codes of a row follow one
+    another in a little-endian bit stream: the first code is in the lowest bits of the first byte.
     """
     if bits == 8:
         out.copy_(codes)
@@ -693,9 +709,9 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
 
 
 def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """Returns the first ``numel`` codes, (..., numel) uint8, of a bit stream ``packed`` (..., bytes) uint8.
+    """Returns the first ``numel`` codes, (..., numel) uint8, that :func:`pack` has written to ``packed``.
 
-    Each code has ``bits`` bits.  This undoes :func:`pack`.
+    ``packed`` (..., bytes) uint8 is a little-endian bit stream, in which each code has ``bits`` bits.
     """
     if bits == 8:
         return packed.clone()
@@ -713,7 +729,7 @@ def unpack(packed: Tensor, bits: int, numel: int) -> Tensor:
 def _in_groups(row: Tensor, size: int) -> Tensor:
     """Cut rows (..., n) into groups of ``size`` elements, and return a tensor (size, ..., groups).
 
-    The last group is filled up with zeros.
+    Element [i, ..., g] of the result is element i of group g.  The last group is filled up with zeros.
     """
     full = torch.nn.functional.pad(row, (0, -row.shape[-1] % size))
     return full.view(*row.shape[:-1], full.shape[-1] // size, size).movedim(-1, 0).contiguous()

@@ -1,14 +1,16 @@
 """Defines the random bits of stochastic rounding, which do not depend on layout, world size or backend.
 
 [Note: rounding noise]
-Each element gets 16 random bits.  They depend only on a :class:`Key` and on the element's number in its unit, and
-never on the device or the backend, so a failure can be replayed anywhere.  The key of gradients contains the rank
-that encodes them: if all ranks had the same noise, the variance of the mean over N ranks would be N times as
-large.  The key of weights contains the step, but neither the rank nor the micro-batch, so that all ranks and all
-passes of a step see the same weights.
+Each element gets 16 random bits.  They depend only on a :class:`Key` and on the element's number in its unit
+(parameters that are gathered and reduced together).  They do not depend on the device or the backend, so a failure can
+be replayed anywhere.
 
-The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), with one
-call for every eight elements; docs/reference/wire_format.md gives the layout of key and bits.  No torch.
+The key of gradients contains the rank that encodes them: if all ranks had the same noise, the variance of the mean over
+N ranks would be N times as large.  The key of weights contains the step, but neither the rank nor the micro-batch, so
+that all ranks and all passes of a step see the same weights.
+
+The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), with one call
+for every eight elements; docs/reference/wire_format.md gives the layout of key and bits.  No torch.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ Words = tuple[int, int, int, int]
 
 
 def shard_stride(numel: int) -> int:
-    """Returns ``numel`` rounded up to a multiple of 8.
+    """Returns by how much the numbers of a unit's elements increase from one shard to the next.
 
-    Random bits depend on an element's number.  If shards have ``numel`` elements, the numbers of shard ``i`` start at
-    ``i`` times the result.  With ``numel = 100``, the first element of shard 2 has number 208.
+    Random bits depend on an element's number in its unit.  The result is ``numel``, the number of elements of a shard,
+    rounded up to a multiple of 8.  With ``numel = 100`` it is 104, so the first element of shard 2 has number 208.
     """
     return -(-numel // OCTET) * OCTET
 
@@ -63,7 +65,7 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Identifies an encoded tensor: random bits depend only on this key and on the number of the element."""
+    """Identifies an encoded tensor; an element's random bits depend only on this key and on the element's number."""
 
     seed: int
     step: int  # number of optimizer steps so far; 0 for frozen weights
@@ -74,7 +76,11 @@ class Key:
     source: int = NO_SOURCE  # rank that encodes, for gradients
 
     def noise(self, start: int = 0, strides: tuple[int, ...] = ()) -> Noise:
-        """Returns the noise of this key, for rows with the given ``start`` and ``strides`` (:class:`Noise`)."""
+        """Returns this key's random bits, for rows whose elements are numbered by ``start`` and ``strides``.
+
+        ``start`` is the number of the first row's first element.  ``strides`` are the distances between rows, in
+        elements, for each leading dimension (:class:`Noise`).
+        """
         numbers = (self.seed, self.step, self.micro_batch, self.purpose, self.hop, self.source)
         text = "/".join([*map(str, numbers), self.unit])  # the unit is last, since its name may contain "/"
         digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
@@ -83,20 +89,20 @@ class Key:
 
 @dataclass(slots=True)
 class Clock:
-    """The moment of a run, from which keys of random bits are made: the seed, the step and the micro-batch."""
+    """Holds the seed of a run, its current step and micro-batch, and makes the keys of random bits from them."""
 
     seed: int = 0
     step: int = 0
     micro_batch: int = 0
 
     def weights(self, unit: str, *, frozen: bool = False) -> Key:
-        """Returns the key of a unit's weights, which is the same for every pass over the same weights.
+        """Returns the key of the random bits for a unit's weights, equal in every pass over the same weights.
 
-        Frozen weights have the same key at every step.  They may stay gathered for the whole run, and a resumed
-        run, which gathers them at a later step, must get the same values.
+        Frozen weights have the same key at every step.  They may stay gathered for the whole run, and a resumed run,
+        which gathers them at a later step, must get the same values.
         """
         return Key(self.seed, 0 if frozen else self.step, 0, unit, "weights")
 
     def gradients(self, unit: str, rank: int) -> Key:
-        """Returns the key of a unit's gradient in the current micro-batch, as ``rank`` encodes it."""
+        """Returns the key of the random bits for a unit's gradient in this micro-batch, as ``rank`` encodes it."""
         return Key(self.seed, self.step, self.micro_batch, unit, "gradients", source=rank)

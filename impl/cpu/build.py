@@ -1,8 +1,8 @@
 """Builds ``kernels.cpp`` with the system's compiler, once, and keeps the library for later processes.
 
-The library's file name contains a hash of sources, flags, compiler and processor.  The file gets this name
-only when it is complete and synced to disk.  If several processes start at once, one process builds the library and
-the others wait.
+The library's file name contains a hash of sources, flags, compiler and processor.  A library is built under a temporary
+name, and gets its final name when it is complete and synced to disk.  If several processes start at once, one process
+builds the library and the others wait.
 """
 
 from __future__ import annotations

@@ -35,8 +35,9 @@ void fill(u32* codes, u32 code) {
 
 inline float floored(float scale) { return scale < kSmallestNormal ? kSmallestNormal : scale; }
 
-// Small floats with MANTISSA bits of mantissa, smallest exponent LEAST and largest pattern TOP.  Codes number the
-// values in ascending order, so the smallest value, whose magnitude has the pattern TOP, has code 0.
+// Small floats with MANTISSA bits of mantissa, smallest exponent LEAST and largest bit pattern TOP (without the sign).
+// Codes number the values in ascending order, so the most negative value, whose magnitude has the pattern TOP, has code
+// 0.
 template <int MANTISSA, int LEAST, int TOP>
 struct Small {
     static constexpr u32 least = 127 + LEAST, bias = (least - 1) << 23;
@@ -122,8 +123,8 @@ struct Nf4 : Layout<4, 64, 4> {
         -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
         0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f,
         0.7229568362236023f, 1.0f};
-    // For each entry but the first: the smallest fp32 number that gets the code of this entry and not that of the
-    // previous one.  The distances to both entries are rounded to fp32.
+    // For each entry of the table but the first: the smallest fp32 quotient that is encoded as this entry and not as
+    // the entry before it.  A quotient is encoded as the nearer entry, where both distances are rounded to fp32.
     static constexpr float from[15] = {
         -0x1.b239b0p-1f, -0x1.38a4e0p-1f, -0x1.d70900p-2f, -0x1.5bd4ecp-2f, -0x1.e079d8p-3f, -0x1.1a7176p-3f,
         -0x1.74f0e2p-5f, 0x1.45f600p-5f,  0x1.ec90c6p-4f,  0x1.a0cfc2p-3f,  0x1.2b05aap-2f,  0x1.8ea7f4p-2f,

@@ -1,6 +1,7 @@
-// The argument of every function of the library: rows, which may lie anywhere, and how they are coded.
+// Defines `Job`, the argument of most functions of the library: where the rows of tensors are in memory, and how rows
+// are encoded.
 //
-// kernels.py has the same fields as `Job` and its parts.
+// The structures in kernels.py have the same fields as `Job` and its parts.
 #pragma once
 
 #include "../cuda/codec.cuh"
@@ -53,8 +54,8 @@ struct Job {
 
 inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
 
-// Calls body(addresses) for each row, with the row's address in each plane.  The address and strides of a plane
-// that is not used are 0.
+// Calls body(addresses) for each row.  A plane holds the rows of one tensor, and `addresses` has the address of the row
+// in each of `planes`.  The address and strides of a plane that is not used are 0.
 template <int PLANES, class Body>
 void each_row(const Job& job, const Plane* const (&planes)[PLANES], Body body) {
     i64 at[kDims] = {}, address[PLANES];

@@ -104,8 +104,8 @@ struct Brought {
     void bring(i64 begin, i64 end) {
         offset = 0;
         if (!sums) return ::bring(job.type, row, begin, end - begin, held.data);
-        // Frames are read in whole octets and rotations, so reading starts where the piece's first octet or
-        // rotation starts.
+        // Frames are read in whole octets and whole groups of rotated elements.  So reading starts where the octet or
+        // the group starts that contains element `begin`.
         const i64 grain = job.coding.hadamard > 8 ? job.coding.hadamard : 8;
         const i64 first = begin / grain * grain;
         offset = begin - first;
@@ -132,10 +132,11 @@ struct Brought {
 
 // ---- a row's frame -------------------------------------------------------------------------------
 
-// Writes a row's frame.  `source.next` brings the values of [begin, end), at most `source.most` at once.  A block of
-// at most that size is brought once; a larger block is brought twice, for its maximum and for its codes.  Small
-// blocks are encoded together, so that the long chains of operations from a block's maximum to its divisor overlap.
-// `number` is the number of the first element, on which random bits depend.
+// Encodes one row, and writes its frame.  `source.next(begin, end)` returns the values of elements [begin, end), at
+// most `source.most` of them.  A block of up to `source.most` elements is read once.  A larger block is read twice:
+// first for its maximum, then for its codes.  Small blocks are encoded together, so that the long chains of operations
+// from a block's maximum to its divisor overlap.  `number` is the number of the row's first element, on which random
+// bits depend.
 template <class Source>
 void encode_row(const Job& job, const Code& code, Source& source, u8* frame, i64 number) {
     using T = typename Source::Type;
@@ -199,8 +200,9 @@ void encode_in_place(const Job& job) {
     });
 }
 
-// Encodes each row of `values` to a row of `frames`.  The rows of `values` are elements or, for `sums`, the first
-// source's frames; then the sum over the job's sources is encoded.  Returns false if memory ran out.
+// Encodes each row of `values` to a row of `frames`.  If `sums` is false, the rows of `values` are elements.  If `sums`
+// is true, they are frames of the first source, and the sum over all sources of the job is encoded.  Returns false if
+// memory ran out.
 bool encode_brought(const Job& job, const Code& code, const Plane& values, const Plane& frames, bool sums) {
     Brought source(job, code, sums);
     if (!source.has_memory()) return false;

@@ -1,9 +1,11 @@
 """Runs codecs on CPU tensors in C++, on the calling thread, bit-equal to :mod:`impl.codecs.reference`.
 
-Every function of the library that codes, copies or sums rows takes one structure, :class:`_Job`, which describes the
-rows and how they are coded.  Rows may lie anywhere in memory.  If the elements of a row are not contiguous, the tensor
-is copied first.  Elements that are not quantised are copied, if their type does not change, or summed in one pass.
-torch casts them to other types.
+The C++ library has functions that encode, decode, copy or sum the rows of tensors.  Each of these functions takes one
+structure, the job (:class:`_Job`), which says where the rows are in memory and how they are encoded.  If the elements
+of a row are not contiguous, the tensor is copied first.
+
+Elements that are not quantised are copied by the library if their type does not change, and summed by the library in
+one pass.  torch casts them to other types.
 """
 
 from __future__ import annotations
@@ -31,13 +33,16 @@ _Dims: Final = ctypes.c_int64 * MOST_DIMS
 
 
 class _Plane(ctypes.Structure):
-    """Where the rows of one tensor are: the address of the first row, and the leading dimensions' strides in bytes."""
+    """The place of one tensor in memory: the address of its first row, and its leading dimensions' strides in bytes."""
 
     _fields_ = (("address", ctypes.c_int64), ("strides", _Dims))
 
 
 class _Coding(ctypes.Structure):
-    """The structure ``Code`` of job.hpp, which says how a row is coded.  The fields are the same, in the same order."""
+    """The structure ``Code`` of job.hpp, which says how a row is encoded.
+
+    The fields are the same, in the same order.
+    """
 
     _fields_ = tuple((name, ctypes.c_int64) for name in _CODING)
 
@@ -136,7 +141,9 @@ class Kernels(Operations):
         return self._run("decode_sum_encode", {"frames": frames[0], "output": out}, options, **fields)
 
     def _run_into(self, out: Tensor, name: str, frames: Tensor, **fields: Any) -> Repeat | None:
-        """Call the library's function ``name``, which decodes ``frames`` to ``out``; ``fields`` are fields of the job.
+        """Call the library's function ``name``, which decodes ``frames`` to ``out``.
+
+        ``fields`` are other fields of the job, the argument of the function (:class:`_Job`).
 
         Returns a function that repeats the call on other tensors.  Returns None if the elements of a row of ``out`` are
         not contiguous: then a contiguous tensor is written first, and copied to ``out``.
@@ -159,8 +166,9 @@ class Kernels(Operations):
 
         Args:
             name: the name of the function.
-            tensors: the tensor for each field of the job, such as ``values``, by the field's name.  Their leading
-                dimensions are equal.  Tensors that are read come before tensors that are written.
+            tensors: the tensors of the call, by the names of their fields in the job (:class:`_Job`), such as
+                ``values``.  Their leading dimensions are equal.  Tensors that are read come before tensors that are
+                written.
             options: random bits and error feedback.
             fields: the other fields of the job.
         """
@@ -184,10 +192,11 @@ class Kernels(Operations):
 
 
 def _run_job(function: Callable[[Any], int], job: bytes, planes: Sequence[str], *tensors: Tensor) -> None:
-    """Call ``function`` of the C++ library with a copy of ``job`` that has the addresses of ``tensors``.
+    """Call ``function`` of the C++ library on ``tensors``, with the other values from ``job``.
 
-    ``planes`` are the names of the job's fields for the tensors, in the order of the tensors.  Each tensor must have
-    the layout for which the job was prepared.
+    ``job`` holds the bytes of a :class:`_Job`.  ``planes`` are the names of the job's fields for the tensors, in the
+    order of the tensors.  Each tensor must have the layout for which the job was prepared.  The addresses are written
+    to a copy of the job.
 
     Raises MemoryError: if the function cannot allocate its buffers.
     """
@@ -216,10 +225,10 @@ def _sources(frames: Tensor) -> dict[str, int]:
 
 
 def _coding(codec: Codec, numel: int) -> tuple[str, _Coding | None]:
-    """Returns (suffix, coding) of a codec.
+    """Returns (suffix, coding): which of the library's functions serve ``codec``, and how they encode a row.
 
-    The suffix ends the names of the codec's kernels in the library.  The coding says how the kernels code a row of
-    ``numel`` elements; it is None if the library has no kernels for the codec.
+    The suffix is the end of the functions' names, such as ``_formats`` in ``encode_formats``; it may be empty.  The
+    coding describes a row of ``numel`` elements; it is None if the library has no functions for the codec.
     """
     if isinstance(codec, OwnCodec) and codec.published:
         return "_formats", _Coding(kind=[*FORMATS].index(codec.name), frame_bytes=codec.frame_bytes(numel))

@@ -40,7 +40,7 @@ void pack(const u8* __restrict codes, u8* __restrict out, i64 count) {
             word = (word & 0x0000ffff0000ffffull) | (word & 0xffff0000ffff0000ull) >> (16 - 2 * BITS);
             return (word & 0x00000000ffffffffull) | (word & 0xffffffff00000000ull) >> (32 - 4 * BITS);
         };
-        // Eight bytes are written, of which the first BITS are meant; the next octet overwrites the others.
+        // Eight bytes are written, but only the first BITS belong to this octet.  The next octet overwrites the rest.
         const i64 bytes = (count * BITS + 7) / 8;
         i64 i = 0;
         for (; BITS * i + 8 <= bytes; ++i) {

@@ -7,8 +7,9 @@ namespace {
 
 constexpr i64 kCounters = 16;  // octets whose random bits are computed together
 
-// Writes 16 bits for each element of `octets` octets, beginning with number `octet`.  The number of octets is rounded
-// up to a multiple of kCounters.
+// Writes 16 random bits for each element of `octets` octets (8 elements each), of which the first has number `octet`.
+// Bits are written for a multiple of kCounters octets, so `out` must have room for `octets` rounded up to such a
+// multiple.
 //
 // A lane has 64 bits and holds the whole product of two 32-bit words.  A shift moves the product's upper half down.
 // The next product ignores the upper 32 bits of a lane.

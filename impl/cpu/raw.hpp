@@ -34,8 +34,8 @@ inline void stream_lines(u8* __restrict to, const u8* __restrict from, i64 bytes
 #endif
 }
 
-// Orders the stores of stream_lines before later stores, so that a process that sees a flag set later also sees the
-// row.
+// Makes sure that other processes see the stores of stream_lines before any later store.  So a process that sees a flag
+// which is set after this call also sees the row.
 inline void finish_streams() {
 #if defined(__SSE2__)
     _mm_sfence();
@@ -72,7 +72,8 @@ void sum_raw(const u8* frame, i64 stride, i64 count, u32* __restrict out) {
     }
 }
 
-// Writes the sum over sources, in ascending order, of `count` elements; `frame` is that of the first source.
+// Writes the sums over all sources, added in ascending order, of `count` elements.  `frame` is the frame of the first
+// source, and `stride` the distance in bytes to the next source's frame.
 template <class T>
 void sum_raw_sources(const u8* frame, i64 sources, i64 stride, i64 count, u32* out) {
     i64 left = sources;

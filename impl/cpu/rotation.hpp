@@ -36,8 +36,7 @@ __attribute__((noinline)) inline void rotate(const u32* from, u32* to, i64 count
         _mm512_storeu_ps(to + at, rotated_vector(values, size));
     }
 #endif
-    // The last values, if groups are smaller than a vector and these values do not fill one; without vectors, all
-    // values.
+    // The values that are left, because they do not fill a vector of 16; without vectors, all values.
     for (i64 i = at; i < count; ++i) to[i] = bits_of(float_of(from[i]) * part);
     for (i64 small = 1; small < smaller(size, 16) && at < count; small *= 2) {
         for (i64 i = at; i < count; i += 2 * small) {

@@ -15,8 +15,8 @@ constexpr i64 kGroup = 256;  // elements of a group, for which products or quoti
 
 // ---- extent and scale --------------------------------------------------------------------------
 
-// The largest keys of a block.  Without an offset, elements are compared by their words less the sign bit, which are
-// ordered like magnitudes; so bf16 need not be widened.
+// Returns the extent of a block (`Extent` of codec.cuh).  Without an offset, this is the largest magnitude.  Elements
+// are then compared as integers without the sign bit, which are ordered like magnitudes, so bf16 need not be widened.
 template <class T, bool ASYMMETRIC>
 Extent extent(const typename T::Word* __restrict values, i64 count) {
     using Word = typename T::Word;
@@ -67,10 +67,14 @@ struct Rule {
     Scheme<0> known() const { return {integers.stated, KIND == kAsymmetric, KIND == kClipped}; }  // constant in the loop
     float numerator(float value) const { return numerator_of(known(), divider, value); }
 
-    // The bit pattern whose low bits are the code, clamped where a quotient may be out of range.  In a finite block
-    // of plain symmetric codes no quotient exceeds the range by more than its rounding.  With an offset quotients are
-    // not negative, but may be huge: the scale is the difference of two rounded quotients, and if these are equal,
-    // it becomes the smallest normal number.  Patterns of positive floats are ordered as the floats are.
+    // Returns a bit pattern whose low bits are the code of `quotient`.  The pattern is clamped to the patterns of the
+    // first and the last code where a quotient may be out of range:
+    //   Symmetric codes: only if they are clipped or rounded stochastically.  Otherwise no quotient of a finite block
+    //   exceeds the range by more than its rounding.
+    //   Codes with an offset: only from above, unless they are rounded stochastically.  Quotients are not negative, but
+    //   may be huge.  The scale is the difference of two rounded quotients; if these are equal, the scale becomes the
+    //   smallest normal number.
+    // The patterns can be compared as integers, since the patterns of positive floats are ordered as the floats are.
     template <bool STOCHASTIC>
     u32 pattern(float quotient, float shift) const {
         const u32 most = bits_of(kRound + known().last()), least = bits_of(kRound + known().first());
@@ -124,7 +128,7 @@ inline bool shares_factor(i64 bits, u32 mantissa) {
     }
 }
 
-// A factor whose products round to the same codes as the quotients, or 0 if none is known.
+// Returns a factor such that element x factor rounds to the same code as element / scale; 0 if no factor is known.
 //
 // If the scale is a power of two, the factor is its reciprocal.  Symmetric codes of bf16 have a factor too.  Let A be
 // the block's largest magnitude, with mantissa a, and x an element; both mantissas have 8 bits.  Let m be the largest
@@ -220,10 +224,10 @@ __attribute__((noinline)) void round_kind(
     }
 }
 
-// Writes the codes, one in a byte, of `count` values of one block; for stochastic rounding, `random` has 16 bits for
-// each.  Unless `ahead` is 0, the elements that lie `ahead` elements further on are prefetched, since memory would be
-// idle while a block that is in the cache is rounded.  bf16 values occur only with symmetric integers, rounded to
-// nearest.
+// Writes the codes of `count` values of one block, one code in a byte.  For stochastic rounding, `random` has 16 random
+// bits for each value.  If `ahead` is not 0, the elements that lie `ahead` elements further on are prefetched, since
+// memory would be idle while a block that is in the cache is rounded.  bf16 values occur only with symmetric integers
+// that are rounded to nearest.
 template <class T>
 __attribute__((noinline)) void round_values(
     const Code& code, Stored stored, const typename T::Word* values, const u16* random, i64 ahead, u8* codes,

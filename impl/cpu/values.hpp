@@ -106,8 +106,8 @@ void decode_block(const Code& code, Stored stored, const u8* codes, typename T::
 }
 
 #if WIDE
-// The 16 values of 4-bit codes in a block, as a table in a register: `numbers` times the block's scale as in
-// `value_of`, saturated.
+// Returns the values for which the 16 possible codes of 4 bits stand in a block, as a table in a register.  `numbers`
+// are the codes' values for scale 1.  They are multiplied by the block's scale as in `value_of`, and saturated.
 inline __m512 values_of(const Code& code, __m512 numbers, Stored stored) {
     const __m512 top = _mm512_set1_ps(Fp32::largest()), bottom = _mm512_set1_ps(-Fp32::largest());
     __m512 values;
@@ -128,7 +128,7 @@ __m512 numbers_of(const Code& code) {
     return _mm512_load_ps(numbers);
 }
 
-// As sum_piece, for codes of 4 bits; begin, end and the block are multiples of 32.
+// Does what sum_piece does, for codes of 4 bits.  `begin`, `end` and the codec's block are multiples of 32.
 template <int COUNT, bool ADD>
 void sum_nibbles(const Code& code, const u8* frame, i64 stride, i64 begin, i64 end, u32* out) {
     const __m512 numbers = code.kind == kFloats      ? numbers_of<kFloats>(code)
@@ -168,8 +168,8 @@ void sum_nibbles(const Code& code, const u8* frame, i64 stride, i64 begin, i64 e
 }
 #endif
 
-// Adds up elements [begin, end) of `COUNT` frames that are `stride` bytes apart; begin is a multiple of 8, and there
-// are at most kPiece elements.
+// Writes the sums of elements [begin, end) of `COUNT` frames to `out`, or adds them to `out` (ADD).  The frames are
+// `stride` bytes apart.  `begin` is a multiple of 8, and there are at most kPiece elements.
 template <class T, int COUNT, bool ADD>
 void sum_piece(const Code& code, const u8* frame, i64 stride, i64 begin, i64 end, typename T::Word* out) {
 #if WIDE
@@ -202,8 +202,8 @@ void sum_piece(const Code& code, const u8* frame, i64 stride, i64 begin, i64 end
     }
 }
 
-// Rotates elements [begin, end) of a row of `numel` elements back.  The last elements of a row, which fill no group,
-// have not been rotated.
+// Undoes the rotation of `values`, which are elements [begin, end) of a row of `numel` elements.  The last elements of
+// a row, which fill no group, were not rotated and stay as they are.
 inline void rotate_back(const Code& code, i64 numel, i64 begin, i64 end, u32* values) {
     const i64 whole = smaller(end, numel / code.hadamard * code.hadamard);
     if (begin < whole) rotate(values, values, whole - begin, code.hadamard, true);
@@ -307,8 +307,8 @@ inline void add_halves(const u32* __restrict terms, u32* __restrict sums, i64 co
     for (; i < count; ++i) sums[i] = bits_of(halved(float_of(sums[i]) + halved(float_of(terms[i]))));
 }
 
-// Writes the sum over sources, in ascending order, of elements [begin, end); begin is a multiple of 8 and of the
-// rotation's group.
+// Writes the sums over all sources, added in ascending order, of elements [begin, end) to `out`.  `first` is the frame
+// of the first source.  `begin` is a multiple of 8, and of the number of elements that are rotated together.
 __attribute__((noinline)) inline void sum_sources(const Job& job, const u8* first, i64 begin, i64 end, u32* out) {
     const Code& code = job.coding;
     const i64 stride = job.source_stride;

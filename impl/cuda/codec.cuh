@@ -116,8 +116,8 @@ struct Fp16 {
     static CODEC_FN Word narrow_finite(float value) { return narrow(value); }
 };
 
-// Two numbers in 16 bits each, the first in the lower half.  Numbers beyond the largest become infinities, as in a cast;
-// NaN becomes 0x7fff.
+// Returns `low` and `high`, rounded to 16 bits each, in one word; `low` is in the lower half.  Numbers beyond the
+// largest number of the type become infinities, as in a cast.  NaN becomes 0x7fff.
 template <class T>
 CODEC_FN u32 narrowed_two(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -141,8 +141,9 @@ CODEC_FN u32 narrowed_two(float low, float high) {
 
 // ---- integer schemes: 2 to 8 bits, with or without an offset -----------------------------------
 
-// BITS is 2 to 8 if a kernel is compiled for it, and 0 if the launch gives it (`stated`).  With `clipped`, symmetric
-// codes use all 2^bits codes, from -2^(bits - 1) on, and the largest positive value is one step beyond the last code.
+// BITS is 2 to 8 if a kernel is compiled for this number of bits, and 0 if the launch gives the number (`stated`).
+// With `clipped`, symmetric codes use all 2^bits codes, from -2^(bits - 1) on, and the largest positive value is one
+// step beyond the last code.
 template <int BITS>
 struct Scheme {
     int stated;
@@ -171,9 +172,9 @@ struct Floats {
 
 // ---- the extent of a block: keys whose integer maximum is the extreme --------------------------
 
-// Symmetric: `high` is the bits without the sign, so NaN > infinity > every finite magnitude.  Asymmetric: `high` is
-// ordered from -NaN to +NaN, and `low` the other way.  The maximum does not depend on the order of elements, and
-// {0, 0} does not change it.
+// Without an offset, `high` has the bits of a value without the sign, so that NaN > infinity > every finite magnitude.
+// With an offset, `high` is larger for larger values, from -NaN to +NaN, and `low` is larger for smaller values.  The
+// maximum of several extents does not depend on their order, and {0, 0} does not change it.
 struct Extent {
     u32 high, low;
     CODEC_FN void include(Extent other) {
@@ -330,8 +331,8 @@ CODEC_FN float numerator_of(Scheme<BITS> scheme, Divider divider, float value) {
     return scheme.asymmetric ? value * 0.5f - divider.half_low : value;
 }
 
-// round(quotient + shift), clamped, by a division; returns the bits of kRound + code.  It is clamped at the end, since
-// 127 + 0.49999 may be rounded up.
+// Returns the bits of kRound + code, where the code is round(quotient + shift), clamped.  The quotient is computed by a
+// division.  The code is clamped after rounding, since 127 + 0.49999 may be rounded up.
 template <int BITS>
 CODEC_FN u32 divided(Scheme<BITS> scheme, Divider divider, float value, float shift) {
     float rounded = numerator_of(scheme, divider, value) / divider.divisor + shift + kRound;
@@ -365,10 +366,10 @@ CODEC_FN u32 divided_code(Floats<MANTISSA> scheme, Divider divider, float value,
     return pattern_of(scheme, value / divider.divisor, shift);
 }
 
-// For many values at once, where a test and a branch for each would cost too much: two reciprocals, one too small
-// and one too large by 2^-20, whose products enclose the quotient.  (The reciprocal and its factor are each exact to
-// 2^-22 even if denormal, product and quotient to 2^-24.)  Rounding is monotonic, so if both products round to the
-// same code, the quotient does too.
+// Two reciprocals of a divisor, one too small by 2^-20 of its value and one too large.  The products of an element with
+// both enclose the quotient.  (The reciprocal and its factor are each exact to 2^-22 even if denormal, product and
+// quotient to 2^-24.)  Rounding is monotonic, so if both products round to the same code, the quotient does too.  Loops
+// over many values use this, since a test and a branch for each value, as for `quick`, would cost too much.
 struct Bracket {
     float low, high;
 };
@@ -421,7 +422,8 @@ CODEC_FN void values_of(Floats<MANTISSA> scheme, Stored stored, const u32 (&code
     for (int i = 0; i < kOctet; ++i) values[i] = value_of(scheme, stored, codes[i]);
 }
 
-// Whether no value of the block exceeds `largest`, so that single elements need not be compared with it.
+// Returns true only if no value of the block exceeds `largest` in magnitude, so that single elements need not be
+// compared with it.  May return false although no value does.
 CODEC_FN bool within(Stored stored, float largest) {
     return stored.scale <= largest * 0x1p-10f && stored.low <= largest * 0.5f && stored.low >= largest * -0.5f;
 }
@@ -470,9 +472,10 @@ CODEC_FN typename State::Word carried_of(Decay decay, float error, float value, 
 
 // ---- octets: eight codes, which fill whole bytes -----------------------------------------------
 
-// Rounds eight values of one block whose divider is `quick`; `rounded` gets the bits of kRound + code.  `shift(i)` is the
-// shift of element i for stochastic rounding.  Symmetric quotients are at most `last` except for their rounding, so they
-// are clamped only if `CLIPPED`, or if a shift of 0.49999 may carry them over a tie.
+// Rounds eight values of one block whose divider is `quick`, and writes the bits of kRound + code to `rounded`.
+// `shift(i)` is the number that stochastic rounding adds to quotient i.  Symmetric quotients exceed `last` by no more
+// than their own rounding.  So they are clamped only if `CLIPPED`, or if a shift of up to 0.49999 may carry them over a
+// tie.
 template <bool STOCHASTIC, bool ASYMMETRIC, bool CLIPPED, int BITS, class Shift>
 CODEC_FN void quick_octet(Scheme<BITS> stated, Divider divider, const float (&values)[kOctet], Shift shift,
                           u32 (&rounded)[kOctet]) {

@@ -1,10 +1,13 @@
 // Kernels that encode and decode published formats, which impl/codecs/published_formats.py specifies.
 //
-// Each thread works on an octet.  A block is the octets of 1 to 16 neighbours in a warp, so that everything its
-// elements share is found by shuffles; a short last block is filled up with its last element.  In a frame, the codes
-// are directly followed by the further bytes of each block (such as its scale), which may not be aligned.
-//   encode_format: one read.  For NVFP4 a second one: encode_extents of quantize.cu finds the row's maximum before.
-//   decode_format: decodes to elements; to fp32 also the sum over sources, in ascending order.
+// Each thread works on an octet.  A block consists of the octets of 1 to 16 neighbouring threads of a warp, which find
+// what the block's elements share, such as the scale, by shuffles.  A short last block is filled up with its last
+// element.  In a frame, the codes are directly followed by the further bytes of each block (such as its scale), which
+// may not be aligned.
+//   encode_format: reads each element once.  For NVFP4, encode_extents of quantize.cu has read the elements before, to
+//   find the row's maximum.
+//   decode_format: decodes a frame to elements.  To fp32 it can also write the sum of several frames, which are added
+//   in ascending order of their sources.
 #include "teams.cuh"
 
 using namespace frames;
@@ -68,8 +71,9 @@ __device__ __forceinline__ float floored(float scale) { return scale < kSmallest
 
 // ---- formats: from an octet to its codes and its block's further bytes, and back --------------------------
 
-// Small floats with MANTISSA bits of mantissa, smallest exponent LEAST and largest pattern TOP.  A code is the number
-// of a value in ascending order, so that the value with pattern -TOP has code 0.
+// Small floats with MANTISSA bits of mantissa, smallest exponent LEAST and largest bit pattern TOP (without the sign).
+// Codes number the values in ascending order, so the most negative value, whose magnitude has the pattern TOP, has code
+// 0.
 template <int MANTISSA, int LEAST, int TOP>
 struct Small {
     static constexpr u32 least = 127 + LEAST, bias = (least - 1) << 23;
@@ -151,8 +155,8 @@ struct NF4 : Layout<4, 64, 4, 16> {
         return value;
     }
     static __device__ __forceinline__ u32 nearest(float quotient) {
-        // For each entry but the first, the smallest fp32 number that is nearer to it than to the entry before it,
-        // where distances are rounded to fp32.
+        // For each entry of the table but the first: the smallest fp32 quotient that is encoded as this entry and not
+        // as the entry before it.  A quotient is encoded as the nearer entry, where both distances are rounded to fp32.
         constexpr float from[15] = {
             -0x1.b239b0p-1f, -0x1.38a4e0p-1f, -0x1.d70900p-2f, -0x1.5bd4ecp-2f, -0x1.e079d8p-3f, -0x1.1a7176p-3f,
             -0x1.74f0e2p-5f, 0x1.45f600p-5f,  0x1.ec90c6p-4f,  0x1.a0cfc2p-3f,  0x1.2b05aap-2f,  0x1.8ea7f4p-2f,
@@ -252,8 +256,9 @@ using Spike2 = Spikes<2>;
 using Spike3 = Spikes<3>;
 
 struct Sign1 : Layout<1, 128, 4> {
-    // Adds the second half of a block to the first, then halves of that, down to one sum.  Where two octets are added,
-    // each thread keeps half of the sums.
+    // Returns the sum of a block's magnitudes.  The second half of the block is added to the first half, element by
+    // element.  The sums are halved and added in the same way, until one is left.  If the halves are in two threads,
+    // each of these threads computes and keeps one half of the new sums.
     static __device__ __forceinline__ double sum(u32 octet, const float (&values)[kOctet]) {
         double sums[kOctet];
 #pragma unroll

@@ -1,4 +1,5 @@
-// How threads load and store elements, codes and scales.  teams.cuh has what they do with them.
+// Functions with which threads load and store elements, codes and scales.  teams.cuh has the functions that compute
+// with them.
 //
 // An octet is eight consecutive elements of a row, starting at a multiple of eight.  Whatever the bits of a code,
 // the codes of an octet fill whole bytes of the frame, so no two threads write the same byte.
@@ -46,7 +47,8 @@ struct Arguments {
     Decay decay;
 };
 
-// The grid is (thread blocks of a row, size of c, size of a times size of b), so if b has size 1, nothing is divided.
+// Returns the offset in bytes (in octets for random bits) of the row on which this thread block works.  The grid is
+// (thread blocks of a row, size of c, size of a times size of b), so if b has size 1, nothing is divided.
 __device__ __forceinline__ i64 row_offset(const Arguments& a, const i64 (&stride)[3]) {
     if (gridDim.y == 1 && gridDim.z == 1) return 0;
     const u32 outer = a.middle == 1 ? blockIdx.z : blockIdx.z / a.middle;
@@ -70,9 +72,9 @@ __device__ __forceinline__ int octet_count(u32 octet, u32 numel) {
 
 // ---- lanes -------------------------------------------------------------------------------------
 
-// Which octet of its thread block a thread has.  The even lanes of a warp have its first sixteen octets, the odd lanes
-// the others.  So two neighbouring lanes can swap halves of their octets of fp32, and every load and store of a warp
-// covers 512 contiguous bytes.
+// Returns the number of this thread's octet among the octets of its thread block.  The even lanes of a warp have the
+// warp's first sixteen octets, and the odd lanes its last sixteen.  So two neighbouring lanes can swap halves of their
+// octets of fp32, and every load and store of a warp covers 512 contiguous bytes.
 __device__ __forceinline__ u32 slot() {
     const u32 thread = threadIdx.x;
     return (thread & ~31u) | (thread & 31u) >> 1 | (thread & 1u) << 4;
@@ -92,8 +94,8 @@ __device__ __forceinline__ uint4 either(bool first, uint4 x, uint4 y) {
     return make_uint4(first ? x.x : y.x, first ? x.y : y.y, first ? x.z : y.z, first ? x.w : y.w);
 }
 
-// The number of the first of two quads (four fp32) that a lane loads: a half of its own octet if the lane is even, of
-// its neighbour's if it is odd.
+// Returns the number of the first of the two quads (four fp32 each) that this lane loads.  An even lane loads the first
+// half of its own octet.  An odd lane loads the second half of its neighbour's octet.
 __device__ __forceinline__ u32 near_quad(u32 octet, u32 apart) {
     return threadIdx.x % 2 == 0 ? octet * 2 : (octet - apart) * 2 + 1;
 }
@@ -154,9 +156,10 @@ __device__ __forceinline__ void store_singly(u8* row, const Place& place, u32 oc
         if (i < count) *reinterpret_cast<typename T::Word*>(row + i * place.inner) = held.word(i);
 }
 
-// Loads an octet.  `vectors`: as in the place, or known when compiling.  `together`: all lanes of the warp take part
-// and have whole octets, and lanes that are 16 slots apart have octets that are `apart` octets apart.  Then each lane
-// loads two halves of octets of fp32, so that the loads of a warp are contiguous, and neighbours swap these halves.
+// Loads an octet.  `vectors` is that of the place, or a constant.  `together` says that all lanes of the warp take part
+// and have whole octets, and that the octets of lanes which are 16 slots apart are `apart` octets apart.  Each lane
+// then loads two halves of octets of fp32, so that the loads of a warp are contiguous, and neighbouring lanes swap
+// halves.
 template <class T>
 __device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place, bool vectors, u32 octet,
                                               int count, bool together, u32 apart) {
@@ -339,7 +342,8 @@ __device__ __forceinline__ void store_scale(Floats<MANTISSA> scheme, u8* frame, 
     }
 }
 
-// Writes zeros to the padding, at most 15 bytes after the codes and after the scales; for any 32 threads of a row.
+// Writes zeros to the padding of a frame: at most 15 bytes after the codes, and at most 15 bytes after the scales.  All
+// of the threads 0 to 31 must call it; `thread` is the number of the calling thread.
 __device__ __forceinline__ void store_padding(u8* frame, const Coding& c, int thread) {
     const i64 at = thread < 16 ? c.codes_end + thread : c.scales_end + thread - 16;
     const i64 end = thread < 16 ? c.scales_at : c.frame_bytes;
@@ -351,7 +355,7 @@ __device__ __forceinline__ u32 block_of(const Coding& c, u32 element) {
     return rare(c.shift < 0) ? element / c.block : element >> c.shift;
 }
 
-// The blocks of an octet: the number of the first, and how many elements of the octet are left in it (at most 8).
+// The number of the block in which an octet begins, and how many elements of the octet (at most 8) lie in this block.
 struct Within {
     u32 block;
     int left;

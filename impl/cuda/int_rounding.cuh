@@ -38,8 +38,9 @@ CODEC_FN u64 pack(Scheme<BITS> scheme, const u32 (&codes)[kOctet]) {
     }
 }
 
-// Packs eight codes as round_octet returns them.  Since whole codes fill 32 bits, they need not be masked one by one:
-// they are biased to be positive and added up, and all biases are subtracted at once.
+// Packs eight codes, given as the patterns that round_octet returns.  Since a whole number of codes fills 32 bits, the
+// codes need not be masked one by one: the patterns are shifted and added up, and then all that is not code is
+// subtracted at once.
 template <int BITS>
 CODEC_FN u64 pack_rounded(Scheme<BITS> scheme, const u32 (&rounded)[kOctet]) {
     static_assert(BITS == 4 || BITS == 8, "whole codes in 32 bits");
@@ -58,8 +59,8 @@ CODEC_FN u64 pack_rounded(Scheme<BITS> scheme, const u32 (&rounded)[kOctet]) {
 
 // ---- stochastic rounding of eight codes of 4 or 8 bits ------------------------------------------
 
-// The place of a code in the bit pattern of a float between `kBase` and the next power of two: the code is above a
-// fraction of kFraction bits.  8 bits of code leave 15 of 23 bits to the fraction.
+// Says where a code is in the bit pattern of the float `kBase + code`.  The lowest kFraction bits of the pattern are a
+// fraction, and the code is above them.  With 8 bits of code, 15 of the mantissa's 23 bits are left for the fraction.
 template <int BITS, bool ASYMMETRIC>
 struct Floored {
     static_assert(BITS == 4 || BITS == 8, "compiled for these");
@@ -84,8 +85,8 @@ struct Floored {
     }
 };
 
-// Rounds eight values of one block stochastically, with the random bits of their octet, and packs the codes; codes
-// beyond `count` are 0.
+// Rounds eight values of one block stochastically, with the random bits of their octet, and returns the packed codes.
+// The codes from number `count` on are 0.
 //
 // round(quotient + shift_of(bits)) equals floor(quotient + (bits + 1/2) / 65536), and the floor is the part of the bit
 // pattern above the fraction.  That takes one fused multiply-add for an element, where rounding takes four additions.

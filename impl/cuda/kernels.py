@@ -1,26 +1,29 @@
 """Chooses CUDA kernels for codecs, bit-equal to :mod:`impl.codecs.reference`, and prepares their launches.
 
-:class:`Kernels` turns an operation on tensors into launches, and calls a function that runs them.  On a device this is
+:class:`Kernels` turns an operation on tensors into launches, and calls a function that runs them.  On a GPU this is
 :func:`impl.cuda.launch.on_device`.  Some tests run the same sources compiled for the host.
 
-Elements that are not quantised are copied or summed by one launch (``raw.cu``).  The reference casts them to other
-types, by one launch of torch.  The reference also takes frames that are not aligned to their elements.
+Elements that are not quantised are copied without change of type, or summed, by one launch of a kernel of ``raw.cu``.
+The reference backend casts them to other types, by one launch of torch.  The reference backend also takes frames that
+are not aligned to their elements.
 
-A codec is called *plain* here if it has integers of 4 or 8 bits and no rotation, and the call has no error
-feedback.  Plain kernels are compiled separately for each number of bits and type.  General kernels read the codec's
-properties when they run.  The kernel that encodes depends on the block (the sources give the reasons).  Published
-formats have their own kernels (``formats.cu``).
+A call is *plain* if its codec has integers of 4 or 8 bits and no rotation, and if it has no error feedback.  Plain
+kernels are compiled separately for each number of bits and type.  All other calls use *general* kernels, which read the
+codec's properties when they run.  Published formats have their own kernels (``formats.cu``).
+
+Which kernels encode depends on the codec's block, the elements that share a scale (the sources give the reasons):
 
 ===========================================  ==========================================================
-elements of a block                          kernels
+elements of a block                          kernels, and how often they read each element from memory
 ===========================================  ==========================================================
-at most 8,192, a multiple of 8 or whole row  ``encode_held`` if plain, else ``encode_general``: one read
-others with lcm(block, 8) at most 8,192      ``encode_staged``: one read
-all others                                   ``encode_extents``, then ``encode_given``: two reads
+at most 8,192, a multiple of 8 or whole row  ``encode_held`` if plain, else ``encode_general``: once
+others with lcm(block, 8) at most 8,192      ``encode_staged``: once
+all others                                   ``encode_extents``, then ``encode_given``: twice
 ===========================================  ==========================================================
 
-Tests may switch off a :data:`Part`: without ``held`` or ``staged``, the kernels of the table's next row are used;
-without ``plain``, the general kernels; and without ``fused``, two or more launches in place of one.
+Tests may switch off kernels, each by the name of a :data:`Part`.  Without ``held`` or ``staged``, the kernels in the
+table's next row are used.  Without ``plain``, the general kernels are used.  Without ``fused``, ``decode_sum_encode``
+takes two or more launches instead of one.
 """
 
 from __future__ import annotations
@@ -57,15 +60,16 @@ STAGED_BLOCKS: Final = 1_024  # most blocks of a tile, kStagedBlocks of quantize
 STAGED_TILE: Final = 2_048  # about the elements of a tile, where the block allows that
 SCANNED: Final = 4_096  # elements that a thread block of encode_extents scans
 LONGEST: Final = 2**31 - 1  # most elements of a row
-# Thread blocks of a grid, some 30 a multiprocessor of a large device; if there are more parts, each loops over several.
+# The number of thread blocks in a grid at which a launch aims: about 30 for each multiprocessor of a large device.  If
+# the rows have more parts than this, a thread block works on several parts, one after the other.
 SPREAD: Final = 4_096
 MOST_LOOPS: Final = 16  # most parts over which a thread block loops
 MOST_ROWS: Final = 65_535  # most thread blocks of a grid along y, and along z
 TYPES: Final = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
 # Numbers of the types in launches (``kind`` of PLACE).
 KINDS: Final = {dtype: kind for kind, dtype in enumerate(TYPES)}
-# How many sources a kernel loads ahead, by bits of a code.  With more, a multiprocessor would not have the
-# registers for 1,024 threads.
+# How many sources (ranks that sent frames) a kernel loads before it adds them, by bits of a code.  With more sources,
+# a multiprocessor would not have the registers for 1,024 threads.
 AHEAD: Final = {4: 4, 8: 4}
 AHEAD_FUSED: Final = {4: 4, 8: 2}  # fewer in fused kernels, which need registers to encode too
 AHEAD_RAW: Final = {"Fp32": 2, "Bf16": 4, "Fp16": 4}  # by type of elements that are not quantised
@@ -79,18 +83,21 @@ _ROUNDINGS: Final = ("false", "true")  # the kernels' template argument STOCHAST
 class _Call:
     """Fills in the argument of a kernel, and computes the grid of its launch.
 
+    Each row is cut into parts, and a part is the work of one thread block at a time.
+
     Args:
-        spread: the number of thread blocks to aim at.  If all rows together have more parts than this, and the launch
-            may loop, each thread block works on up to 16 parts.
+        spread: the number of thread blocks at which a launch aims.  If all rows together have more parts than this, and
+            if the launch may loop, each thread block works on up to 16 parts, one after the other.
         numel: the number of elements of a row.
-        tensors: tensors of equal leading dimensions, by the name of their field in the argument.
-        codecs: codecs, by the name of their field in the argument.
+        tensors: tensors of equal leading dimensions, by the names of their fields in the argument.
+        codecs: codecs, by the names of their fields in the argument.
         options: random bits and error feedback.
         frames: (sources, ...), the frames that are summed, one from each source (sending rank).  The field ``frames``
             of ``tensors`` is then the frame of the first source.  None if no frames are summed.
 
-    Raises ValueError: if a row is too long, if there are more rows than a grid covers, or if the leading dimensions
-        cannot be merged to three.
+    Raises:
+        ValueError: if a row is too long, if there are more rows than a grid covers, or if the leading dimensions cannot
+            be merged to three.
     """
 
     def __init__(
@@ -150,8 +157,8 @@ class _Call:
     ) -> Launch:
         """Returns a launch of ``kernel`` in ``file``, with ``threads`` threads in each thread block.
 
-        Each row is cut into ``parts`` parts, and a thread block works on one part.  If ``loops`` is True, a thread
-        block may work on several parts, one after the other.
+        Each row is cut into ``parts`` parts.  Every part has a thread block of its own.  If ``loops`` is True, however,
+        and there are many parts, each thread block works on several parts, one after the other.
         """
         if loops:
             repeats = max(1, min(MOST_LOOPS, parts * math.prod(self.sizes) // self.spread))
@@ -161,9 +168,10 @@ class _Call:
         return Launch(file, kernel, (parts, c, a * b), threads, self.arguments)
 
     def held(self, file: str, kernel: str, codec: Blocked, octets: int, *, loops: bool = True) -> Launch:
-        """Returns a launch in which a team of threads holds one of the codec's blocks in registers.
+        """Returns a launch of ``kernel`` in ``file`` whose threads hold whole blocks of ``codec`` in registers.
 
-        Each thread holds ``octets`` times 8 elements.
+        A team of threads, a power of two of them, holds one block.  Each thread holds ``octets`` times 8 elements.  If
+        ``loops`` is True, a thread block may work on several parts of a row, one after the other.
         """
         block = codec.block_size(self.numel)
         shift = (-(-block // (octets * OCTET)) - 1).bit_length()  # a team has a power of two of threads
@@ -174,14 +182,18 @@ class _Call:
         return self.launch(file, kernel, parts, threads, loops=loops)
 
     def octets(self, file: str, kernel: str, per_thread: int = 1, *, loops: bool = False) -> Launch:
-        """Returns a launch in which each thread works on ``per_thread`` octets, which are 8 elements each."""
+        """Returns a launch of ``kernel`` in ``file`` whose threads each work on ``per_thread`` times 8 elements.
+
+        If ``loops`` is True, a thread block may work on several parts of a row, one after the other.
+        """
         self.set(exact=self.aligned)
         return self.launch(file, kernel, -(-self.numel // (OCTET * THREADS * per_thread)), loops=loops)
 
     def extents(self, codec: Blocked, device: torch.device) -> Launch:
-        """Returns the launch that writes the least and the greatest value of each of the codec's blocks.
+        """Returns the launch that finds the extent of each of the codec's blocks, from which encoding gets the scales.
 
-        This object keeps the memory to which they are written.
+        The extent is the block's largest magnitude or, for codecs with offsets, its smallest and its largest element.
+        The launch writes the extents to memory on ``device``, which this object keeps.
         """
         block, blocks = codec.block_size(self.numel), codec.blocks(self.numel)
         self._extremes = torch.zeros(2 * blocks * math.prod(self.sizes), dtype=torch.int32, device=device)
@@ -197,10 +209,10 @@ class _Call:
 
 
 class Kernels(Operations):
-    """The operations of the CUDA backend, as launches that the function ``run`` carries out.
+    """Runs the operations of codecs as CUDA kernels; each launch is carried out by the function ``run``.
 
-    ``spread`` is the number of thread blocks to aim at (:class:`_Call`).  ``without`` names kernels that are not used,
-    for tests (:data:`Part`).
+    ``spread`` is the number of thread blocks at which a launch aims (:class:`_Call`).  ``without`` names kernels that
+    are not used, for tests (:data:`Part`).
     """
 
     name = "cuda"
@@ -264,8 +276,8 @@ class Kernels(Operations):
     def _add_up(self, name: str, codec: Codec, frames: Tensor, out: Tensor) -> Repeat | None:
         """Decode ``frames`` to ``out`` by one launch; if ``name`` is ``decode_sum``, sum the frames of all sources.
 
-        ``name`` is ``decode`` or ``decode_sum``.  The kernels of published formats always sum; to decode, they sum over
-        one source.
+        ``name`` is ``decode`` or ``decode_sum``.  For a published format, ``decode`` is carried out as a sum over one
+        source.
 
         Returns a function that repeats the launch.  Returns None, and does nothing, if the codec has no kernels.
         """
@@ -286,17 +298,19 @@ class Kernels(Operations):
         return self._launch(launch, tensors)
 
     def _fuses(self, first: BuiltIn, second: BuiltIn, numel: int, carried: Carried | None) -> bool:
-        """Returns whether one launch can sum frames of ``first`` and encode the sum with ``second``.
+        """Returns whether one launch can sum frames of codec ``first`` and encode the sum with codec ``second``.
 
-        One launch can if neither codec quantises and no errors are carried.  It cannot if only one codec quantises.  If
-        both quantise:
+        ``numel`` is the number of elements of a frame, and ``carried`` the error feedback of the encoding.
 
-        - The second codec's block must have at most 4,096 elements.  It must also be a multiple of 8 elements, or the
-          whole row (:func:`_holds`).
-        - If errors are carried, the second codec must not rotate.
-        - If the first codec rotates groups of more than 8 elements, several threads hold a group.  These threads must
-          be neighbours also in the teams that encode the second codec's blocks.  They are neighbours if the
-          second codec's block consists of whole groups, is a power of two, or is the whole row.
+        If neither codec quantises, one launch is enough, unless errors are carried.  If only one codec quantises, one
+        launch is not enough.  If both codecs quantise, one launch is enough under three conditions:
+
+        - The second codec's block has at most 4,096 elements, and is a multiple of 8 elements or the whole row
+          (:func:`_holds`).
+        - If errors are carried, the second codec does not rotate.
+        - If the first codec rotates groups of more than 8 elements, several threads hold a group, and must be
+          neighbours in the teams that encode the second codec's blocks.  They are neighbours if the second codec's
+          block consists of whole groups, is a power of two, or is the whole row.
         """
         if isinstance(first, Raw) or isinstance(second, Raw):
             return isinstance(first, Raw) and isinstance(second, Raw) and carried is None
@@ -346,11 +360,16 @@ class Kernels(Operations):
     ) -> Repeat | None:
         """Sum frames of elements that are not quantised, and write the sum to ``out``, by one launch.
 
-        ``hops`` has the codec of ``frames`` and the codec of ``out``.  If the second codec is None, ``out`` holds fp32
-        elements.  The sum is divided by ``divisor``.
+        Args:
+            hops: the codec of ``frames``, and the codec of ``out``.  If the second codec is None, ``out`` holds fp32
+                elements.
+            frames: (sources, ..., F) uint8.
+            out: (..., F') uint8, or (..., numel) fp32 if it has no codec.
+            numel: the number of elements of a frame.
+            divisor: the number by which the sum is divided.
 
-        Returns a function that repeats the launch.  Returns None, and does nothing, if the kernel does not take the
-        tensors.
+        Returns:
+            A function that repeats the launch.  None, and nothing is done, if the kernel does not take the tensors.
         """
         first, second = hops
         sources = _elements(first, frames, numel)
@@ -372,8 +391,9 @@ class Kernels(Operations):
     ) -> Repeat | None:
         """Sum frames of elements that are not quantised, and write the sum to the frames ``out``.
 
-        If the kernel takes the tensors, this is one launch, and a function that repeats the launch is returned.
-        Otherwise torch sums and casts, and None is returned.
+        ``hops`` has the codec of ``frames`` and the codec of ``out``, both casts.  If the kernel takes the tensors,
+        this is one launch, and a function that repeats the launch is returned.  Otherwise torch sums and casts, and
+        None is returned.
         """
         first, second = hops
         assert isinstance(first, Raw) and isinstance(second, Raw)  # noqa: S101, PT018  # _fuses() accepted them
@@ -385,10 +405,12 @@ class Kernels(Operations):
         return None
 
     def _call(self, numel: int, tensors: Mapping[str, Tensor], sources: Tensor | None = None) -> _Call | None:
-        """Returns the call of a kernel for elements that are not quantised.
+        """Returns the argument of a kernel for elements that are not quantised, filled in for ``tensors``.
+
+        ``sources`` are the elements (sources, ..., numel) that are summed; None if nothing is summed.
 
         Returns None for shapes and strides that the kernels do not take.  They are no error, because the reference
-        takes all shapes and strides.
+        backend takes all shapes and strides.
         """
         try:
             return _Call(self._spread, numel, tensors, {}, frames=sources)
@@ -396,7 +418,11 @@ class Kernels(Operations):
             return None
 
     def sums_of_bits(self, values: Tensor) -> Tensor:
-        """Returns checksums (n,) int64 of ``values`` (S,) fp32, by one launch; see :meth:`Operations.sums_of_bits`."""
+        """Returns checksums (n,) int64 of the bits of ``values`` (S,) fp32, computed by one launch.
+
+        A change of one element changes a checksum.  Checksums are compared only with those of the same backend
+        (:meth:`Operations.sums_of_bits`).
+        """
         blocks = -(-values.numel() // (OCTET * THREADS * SUMMED))
         sums = torch.empty(blocks * THREADS, dtype=torch.int64, device=values.device)
         key = key_of("sums_of_bits", values, sums)
@@ -411,7 +437,7 @@ class Kernels(Operations):
     ) -> Iterator[Launch]:
         """Yield the launches that encode ``x``: one or two, as the table at the top of this file says.
 
-        ``carries`` says that the call has error feedback.
+        ``call`` has the argument of the kernels, and ``carries`` says whether the call has error feedback.
         """
         file = "quantize.cu"
         if isinstance(codec, OwnCodec):
@@ -456,7 +482,10 @@ def _elements(codec: Raw, frames: Tensor, numel: int) -> Tensor | None:
 
 
 def _coding(codec: BuiltIn | OwnCodec, numel: int) -> tuple[int, ...]:
-    """Returns how a row of ``numel`` elements is coded: the values of the fields of CODING, in their order."""
+    """Returns the values of the fields of :data:`CODING`, in their order, for a row of ``numel`` elements.
+
+    They tell a kernel how the row is encoded: where codes and scales end, the bits of a code, the block, and so on.
+    """
     if isinstance(codec, OwnCodec):  # a published format
         return (0, 0, codec.own_bytes(numel), codec.frame_bytes(numel), 0, 0, 0, 0, 0, 0)
     if isinstance(codec, Raw):  # only the padding after the elements

@@ -59,7 +59,7 @@ BYTES: Final = np.dtype((np.void, ARGUMENTS.itemsize))
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One launch of a kernel."""
+    """Describes one launch of a kernel: the kernel, its grid and its argument."""
 
     file: str  # name of the source in this folder
     kernel: str  # name of the kernel with its template arguments, as in C++
@@ -125,8 +125,10 @@ def compile_kernels(
 ) -> Compiled:
     """Compile ``kernels`` of ``file``, named as in C++, for GPUs of type ``sm_<architecture>``.
 
+    ``sources`` is the folder of ``file``, and ``options`` are given to NVRTC in addition to :data:`OPTIONS`.
+
     Raises RuntimeError: if the compiler fails; the message has the compiler's log.  Also if NVRTC no longer knows the
-        architecture.
+    architecture.
     """
     from cupy.cuda import nvrtc
 
@@ -166,12 +168,20 @@ def digest() -> str:
 
 
 def cubin(file: str, kernel: str, architecture: int, folder: Path) -> Path:
-    """Returns the path of the compiled kernel, ``KEY.LOWERED.cubin``; compiles the kernel if ``folder`` lacks it.
+    """Returns the path of the compiled kernel in ``folder``; compiles the kernel if the file is not there.
 
-    KEY is a hash of the kernel, the sources and the compiler, and LOWERED the kernel's name in the image.  If
-    ``folder`` cannot be written, the file is in a temporary folder.
+    Args:
+        file: name of the source in this folder.
+        kernel: name of the kernel with its template arguments, as in C++.
+        architecture: the GPU's compute capability without a dot, such as 90.
+        folder: where compiled kernels are kept.  If it cannot be written, the kernel is written to a temporary folder.
 
-    Raises RuntimeError: for the same reasons as :func:`compile_kernels`.
+    Returns:
+        The path of a file that is called ``KEY.LOWERED.cubin``.  KEY is a hash of the kernel, the sources and the
+        compiler, and LOWERED is the kernel's name in the compiled image.
+
+    Raises:
+        RuntimeError: if the kernel does not compile (:func:`compile_kernels`).
     """
     from cupy.cuda import nvrtc
 
@@ -190,7 +200,10 @@ def cubin(file: str, kernel: str, architecture: int, folder: Path) -> Path:
 
 
 def _written(path: Path, image: bytes) -> Path:
-    """Write ``image`` to a temporary file, rename this file to ``path``, and return ``path``."""
+    """Write ``image`` to ``path`` by way of a temporary file, so that other processes never see a part of it.
+
+    Returns ``path``.
+    """
     aside = path.with_suffix(f".{os.getpid()}")
     try:
         aside.write_bytes(image)

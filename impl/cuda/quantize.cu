@@ -8,11 +8,11 @@
 //   2. encode_staged: one launch, one read.  Shared memory holds a tile of whole blocks that is also a multiple of
 //      8 elements.  For blocks that are not multiples of 8.
 //   3. encode_general: one launch, one read.  The registers of a team of threads hold a block, with 16-byte loads and
-//      one tree of shuffles.  For multiples of 8, and whole rows, of up to 8,192 elements: 512 threads with one or two
-//      octets each; with four octets registers spilled.
+//      one tree of shuffles.  For blocks of up to 8,192 elements that are a multiple of 8, or the whole row.  Up to 512
+//      threads hold such a block, with one or two octets each; with four octets registers spilled.
 //   4. encode_held: the same for integers of 4 and 8 bits without rotation and error feedback, compiled for their
 //      types.  Elements are held in their own type, 64 bytes a thread.
-// With error feedback elements are read a second time, from the cache.  Rows may be strided, so that the transpose of
+// With error feedback, elements are read a second time, from the cache.  Rows may be strided, so that the transpose of
 // a two-hop reduction needs no pass of its own.
 #include "teams.cuh"
 

@@ -4,9 +4,9 @@
 //   reduction needs no pass of its own.
 //   sum_raw: adds the elements of all sources in registers, in fp32, in ascending order of the sources.  It stores the
 //   sums in the type of the next hop's message or, after the last hop, divided by the number of ranks in fp32.  Additions
-//   by torch would read and write all sums once for every source.  Infinities and values beyond the largest of a type are
-//   kept as torch's casts keep them.
-//   sum_bits: condenses the bits of a row of fp32, from which a later call detects that an element was written.
+//   by torch would read and write all sums once for every source.  Infinities, and values beyond the largest of the
+//   stored type, are treated as torch's casts treat them.
+//   sum_bits: computes checksums of a row of fp32.  If an element is written, later checksums of the row are different.
 #include "teams.cuh"
 
 using namespace frames;
@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(256, 4 * kHalf) copy_raw(const Arguments a) {
     }
 }
 
-// Adds an octet of `sources` sources to `sums`, of which the first begins at `row`.  The elements of AHEAD sources are
-// loaded before they are used, then those of half as many, and so on.
+// Adds one octet of each of `sources` sources to `sums`.  `row` is the row of the first source.  The elements of AHEAD
+// sources are loaded before they are used.  The sources that are left are loaded in steps of AHEAD / 2, and so on.
 template <class T, int AHEAD>
 __device__ __forceinline__ void add_elements(const Arguments& a, const u8* row, bool vectors, u32 octet, int count,
                                              bool together, u32 sources, float (&sums)[kOctet]) {

@@ -4,11 +4,12 @@
 // Versions, among which impl/cuda/kernels.py chooses:
 //   1. decode_sum, then encode: two or three launches with an fp32 buffer between them.  For any codecs.
 //   2. decode_sum_encode_general: one launch; the sum stays in the registers of the team that encodes it.  For second
-//      codecs whose block is a multiple of 8, or the whole row, with up to 4,096 elements: 512 threads, since with
-//      1024 threads or more octets a thread registers spilled.  With error feedback too, unless the sum is rotated:
-//      then both the sum and its rotation would have to be held.
-//   3. decode_sum_encode: the same for integers of 4 and 8 bits without rotation and error feedback.  A thread holds two
-//      octets, which share the search for the block's extent, its scale and what a thread block computes at its start.
+//      codecs whose block has up to 4,096 elements, and is a multiple of 8 or the whole row.  Up to 512 threads hold
+//      such a block; with 1024 threads, or more octets for each thread, registers spilled.  Error feedback is possible
+//      only if the second codec has no rotation: otherwise both the sum and its rotation would have to be held.
+//   3. decode_sum_encode: the same for integers of 4 and 8 bits without rotation and error feedback.  A thread holds
+//      two octets, so that the search for the block's extent, the computation of its scale, and what a thread block
+//      computes at its start serve both.
 // Sums are in fp32, in ascending order of the sources (DeepSpeed adds in fp16).
 #include "teams.cuh"
 

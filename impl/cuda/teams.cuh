@@ -7,7 +7,7 @@
 
 namespace frames {
 
-// How many thread blocks of 512 threads make half of a multiprocessor's warps: it has 64 warps, on sm_75 32.
+// How many thread blocks of 512 threads (16 warps) fill half of a multiprocessor, which holds 64 warps, or 32 on sm_75.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
 constexpr int kHalf = 1;
 #else
@@ -22,8 +22,9 @@ __device__ __forceinline__ bool whole(const Arguments& a, u32 end) {
 
 // ---- rotation ----------------------------------------------------------------------------------
 
-// Rotates the groups of c.rotation elements that are whole in a row of `numel` elements.  All lanes of the warp must
-// take part, with the octets of their slots, in whole groups.  Elements beyond the row must be filled again afterwards.
+// Rotates the groups of c.rotation elements in a row of `numel` elements, or undoes the rotation (`back`).  Elements at
+// the end of the row that fill no group are not rotated.  All lanes of the warp must take part, each with the octet of
+// its slot, and the warp must hold whole groups.  Elements beyond the row must be filled again afterwards.
 __device__ __forceinline__ void rotate_octet(const Coding& c, u32 octet, u32 numel, bool back,
                                              float (&values)[kOctet]) {
     const int size = int(c.rotation), inside = size < kOctet ? size : kOctet;
@@ -157,8 +158,8 @@ __device__ __forceinline__ void add_sources(const Arguments& a, const u8* frame,
     }
 }
 
-// The same on the main path; `frame` is that of the first source.  `scheme` has its offsets as a constant, so that
-// the compiler drops the branch.
+// Does what add_sources does, on the main path (`whole`).  `frame` is the frame of the first source.  Whether `scheme`
+// has offsets is a constant, so that the compiler drops the branch.
 template <int AHEAD, int BITS>
 __device__ __forceinline__ void add_whole(Scheme<BITS> scheme, const Arguments& a, const u8* frame, u32 octet,
                                           u32 sources, float (&sums)[kOctet]) {
@@ -228,9 +229,11 @@ __device__ __forceinline__ void sum_octet(const Arguments& a, const u8* frame, u
 
 // ---- encoding ----------------------------------------------------------------------------------
 
-// The extent of a team's block from the extents of its threads.  All threads of the thread block must call it, with
-// `turn` 0, 1, 2, ...  blockDim is a multiple of the team and of 32, and a team has consecutive slots.  `two`: whether
-// `low` is used too.  WARPS: optimise for teams of at least a warp, else for smaller ones.
+// Returns the extent of the block on which a team works, from `mine`, the extent of this thread's elements.  All
+// threads of the thread block must call it, with `turn` 0, 1, 2, ... in successive calls.  `team` is the number of
+// threads in a team, which have consecutive slots; blockDim is a multiple of `team` and of 32.  `two` says whether
+// `low` is used too.  With WARPS, the code is optimised for teams of at least a warp, and without WARPS for smaller
+// teams.
 template <bool WARPS = true>
 __device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u32 turn = 0) {
     __shared__ u32 highs[2][32], lows[2][32];  // used in turns: a warp may be one turn ahead of others

@@ -1,8 +1,9 @@
 """Reads a DeepSpeed configuration as a recipe: a policy, and the settings that are not part of a policy.
 
-Keys that change what is sent, held or computed are honoured, or refused by name.  All other known keys are
-accepted and reported as without effect (:mod:`impl.deepspeed.keys` lists every key).  A missing key has
-DeepSpeed's default, not this project's: a missing ``stage3_param_persistence_threshold`` is 1e5.
+Keys that change what is sent, held or computed are either honoured or refused with an error that names the key.  All
+other known keys are accepted and reported as without effect (:mod:`impl.deepspeed.keys` lists every key).
+
+A missing key has DeepSpeed's default, not this project's: a missing ``stage3_param_persistence_threshold`` is 1e5.
 ``"auto"``, which HuggingFace's Trainer replaces before DeepSpeed reads the configuration, counts as missing.
 
 Pure: no torch.
@@ -117,13 +118,16 @@ def recipe(config: Mapping[str, Any] | str | Path, *, topology: Topology, steps:
 
 
 def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
-    """Returns the recipe ``base`` with its findings adapted to the model that has the units ``units``.
+    """Returns the recipe ``base`` with findings that are right for a model with the units ``units``.
 
-    If a unit has more elements than ``stage3_max_live_parameters``, the finding of this key becomes ``changed``: the
-    unit cannot be cut, so more elements are gathered at once than the key allows.  Units that persist do not count.
+    A finding says how one key of the configuration is treated.  A unit is a group of parameters, usually those of a
+    block, that are gathered together.  Findings change in two cases:
 
-    In stage 3, if all parameters persist, the findings of keys that concern shards become ``without effect``.  An
-    example is ``zero_quantized_weights``: persistent parameters are sent unquantised.
+    - A unit has more elements than ``stage3_max_live_parameters`` allows.  The finding of this key becomes ``changed``,
+      since the unit cannot be cut and is gathered all the same.  Units that persist, which means that they stay
+      gathered, do not count.
+    - Otherwise, in stage 3, if all parameters persist, the findings of keys that concern shards become ``without
+      effect``.  An example is ``zero_quantized_weights``: persistent parameters are sent unquantised.
     """
     sizes = {unit.name: unit.numel for unit in units if not unit.persistent}
     largest = max(sizes, key=sizes.__getitem__, default="")
@@ -151,7 +155,8 @@ def laid_out(base: Recipe, units: Sequence[UnitGeometry]) -> Recipe:
 class _Reading:
     """Reads one configuration: checks its keys and values, and builds the recipe.
 
-    A "current" path is the path that DeepSpeed uses today.  Older spellings of a key are stored under its current path.
+    Some keys have several spellings.  All dicts here that are keyed "by current path" use the spelling that DeepSpeed
+    uses today.
     """
 
     def __init__(self, table: Mapping[str, Any], topology: Topology, steps: int | None) -> None:
@@ -229,13 +234,14 @@ class _Reading:
         return f"{spelt} = {shown(self.entries.get(spelt, self.get(path)))}"
 
     def refuse(self, path: str, reason: str) -> NoReturn:
-        """Raise DeepSpeedError with the key, its value and the reason."""
+        """Raise DeepSpeedError for the key ``path``: the message has the key, its value, and ``reason``."""
         raise DeepSpeedError(f"{self.says(path)}: {reason}")
 
     def note(self, path: str, kind: Kind, text: str) -> None:
-        """Set the finding of the key ``path``, unless a finding of this key was set before.
+        """Set the finding of the key ``path``: how the key is treated (``kind``), and why (``text``).
 
-        The finding of a key that the configuration does not give is dropped later.
+        If a finding of this key was set before, the first finding stays.  Findings of keys that the configuration does
+        not give are dropped later.
         """
         self.notes.setdefault(path, (kind, text))
 
@@ -298,9 +304,10 @@ class _Reading:
         return "fp16", LossScale(initial=2.0**power, window=window, least=least)
 
     def _codecs(self, compute: Dtype) -> tuple[Codec, Codec]:
-        """Returns (codec of weights, codec of gradients).
+        """Returns (codec of weights, codec of gradients), which say how messages are encoded.
 
-        A codec is a cast to the type that DeepSpeed would send, unless the configuration quantises the messages.
+        Messages that the configuration quantises have the codec of qwZ or qgZ.  All others are cast to the type that
+        DeepSpeed would send; ``compute`` is the type of the computation.
         """
         quantises = f"{ZERO}.zero_quantized_gradients"
         weights = QWZ if self.get(f"{ZERO}.zero_quantized_weights") else _WIRE_TYPES[compute]
@@ -312,9 +319,10 @@ class _Reading:
         return weights, QGZ
 
     def _secondary(self) -> int:
-        """Returns the number of ranks in an hpZ group, 2 or more; 0 without hpZ.
+        """Returns the number of ranks in an hpZ group, which share one secondary copy of the weights; 0 without hpZ.
 
-        If the configuration asks for more ranks than there are, returns the number of all ranks.
+        The number is at most that of all ranks, even if the configuration asks for more.  A group of one rank counts as
+        no hpZ.
         """
         path = f"{ZERO}.zero_hpz_partition_size"
         ranks, world, nodes = self.get(path), self.topology.world, self.topology.nodes
@@ -324,7 +332,10 @@ class _Reading:
         return min(ranks, world) if min(ranks, world) > 1 else 0
 
     def _group(self) -> int:
-        """Returns the number of ranks in a MiCS group; 0 if all ranks share one copy of the states."""
+        """Returns the number of ranks in a MiCS group, which share one copy of weights, gradients and optimizer states.
+
+        Returns 0 if all ranks share one copy.
+        """
         path, hpz = f"{ZERO}.mics_shard_size", f"{ZERO}.zero_hpz_partition_size"
         ranks, world = self.get(path), self.topology.world
         if ranks != int(ranks) or not -1 <= ranks <= world:
@@ -335,7 +346,10 @@ class _Reading:
         return int(ranks) if 1 <= ranks < world else 0
 
     def _feedback(self) -> Feedback | None:
-        """Returns LoCo's error feedback if the configuration has LoCo's table; None without the table."""
+        """Returns LoCo's error feedback if the configuration has the table ``zeropp_loco_param``; otherwise None.
+
+        Raises DeepSpeedError: if the configuration has this table, and does not quantise gradients.
+        """
         if not self.loco:
             return None
         if not self.get(switch := f"{ZERO}.zero_quantized_gradients"):
@@ -378,8 +392,8 @@ class _Reading:
         weights = self.get(parameters) == "cpu"
         if weights and share < 1 and not self._secondary():
             text = (
-                "only frozen weights, and weights whose optimizer is offloaded, are in host memory; all others "
-                "are encoded for each gather from masters on the device"
+                "host memory holds only frozen weights, and weights whose optimizer is offloaded; all other "
+                "weights are encoded for each gather from their fp32 masters on the device"
             )
             self.note(parameters, "changed", text)
         return Offload(optimizer=share, weights=float(weights))
@@ -387,10 +401,14 @@ class _Reading:
     def _batches(self) -> tuple[int | None, int]:
         """Returns (sequences of one rank in a micro-batch, micro-batches in a step).
 
-        If the configuration gives two of DeepSpeed's three sizes, these determine the third.  Without
-        ``gradient_accumulation_steps``, and if the two other sizes are not both given, a step has one micro-batch.  The
-        first number is None if the configuration gives neither ``train_batch_size`` nor
-        ``train_micro_batch_size_per_gpu``.
+        DeepSpeed has three sizes: ``train_batch_size`` (B), ``train_micro_batch_size_per_gpu`` (m) and
+        ``gradient_accumulation_steps`` (a), with B = m x a x ranks.
+
+        - If the configuration gives two of them or all three, the result is (m, a).
+        - If it gives only B, or only m, then a is 1.
+        - If it gives only a, or none, m is not known, and the first number is None.  Without a, the second number is 1.
+
+        Raises DeepSpeedError: if a size is 0, or if the sizes contradict one another or the number of ranks.
         """
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
         whole, micro, steps = sizes = [self.values.get(name) for name in names]
@@ -488,7 +506,7 @@ class _Reading:
         )
 
     def _findings(self) -> Iterator[Finding]:
-        """Yield a finding for every key and every empty table of the configuration, in the configuration's order."""
+        """Yield the finding of every key and every empty table of the configuration, in the configuration's order."""
         for path, value in self.entries.items():
             kind: Kind = "without effect"
             if value is None:
@@ -512,7 +530,7 @@ class _Reading:
 
 
 def _typed(key: Key, value: Any) -> Any:
-    """Returns ``value`` in the type that ``key`` takes: for example 500000000 for a count ``5e8``.
+    """Returns ``value`` converted to the type that ``key`` takes: for example 500000000 if the value of a count is 5e8.
 
     Raises DeepSpeedError: if the key does not take the value.
     """

@@ -134,8 +134,8 @@ def as_json(value: Any) -> str:
 def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (path, value) for every key of ``table``, and for every empty section.
 
-    ``prefix`` is put before each path.  It is empty for the whole configuration, and, for example, ``fp16.`` for the
-    section ``fp16``.
+    A section is a table inside the configuration, such as ``fp16``.  ``prefix`` is put before each path.  It is empty
+    for the whole configuration, and, for example, ``fp16.`` for the section ``fp16``.
 
     Raises DeepSpeedError: if a key is unknown, or if a section is not a table.
     """
@@ -152,9 +152,9 @@ def leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _nearest(path: str) -> str:
-    """Returns the end of an error about an unknown ``path``: ``; did you mean ...?``, with the most similar known path.
+    """Returns the end of an error about the unknown key ``path``, such as ``; did you mean 'fp16.enabled'?``.
 
-    If no known path is similar, returns where all keys are listed.
+    The suggestion is the most similar known key.  If no known key is similar, the text says where all keys are listed.
     """
     known_paths = [*KEYS, *SECTIONS]
     short = {name.rpartition(".")[2]: name for name in known_paths}
