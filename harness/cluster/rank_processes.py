@@ -428,10 +428,10 @@ def _rank_main(  # noqa: PLR0917  # a new process needs all of them
 
 
 def _traces(launch: Launch) -> str:
-    """Return the beginning of the paths of the files with NCCL's latest calls, and make the folder of these files.
+    """Return the prefix of the paths of the ranks' NCCL trace files, and create the folder of these files.
 
-    Each rank has a file, whose path is this text followed by the rank's number: if the text is ``trial.log.nccl``, rank
-    3 has the file ``trial.log.nccl3``.
+    A trace file holds the latest NCCL calls of a rank.  Its path is the prefix followed by the rank's number: with the
+    prefix ``trial.log.nccl``, rank 3 has the file ``trial.log.nccl3``.
     """
     launch.log.parent.mkdir(parents=True, exist_ok=True)
     return f"{launch.log}.nccl"

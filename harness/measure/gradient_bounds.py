@@ -160,7 +160,8 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topol
 def composed(codecs: Sequence[Codec]) -> float:
     """Return the error bound of a mean whose terms are encoded and decoded by each of ``codecs``, one after the other.
 
-    The bound is relative to ``m``: the mean over ranks of the largest magnitude of the gradient in a window.
+    An element of the mean is wrong by at most the returned value times ``m``.  For ``m``, take each rank's largest
+    absolute gradient in a window of elements, and the mean of these over all ranks.
     """
     return math.prod(1 + relative_bound(codec) for codec in codecs) - 1
 

@@ -121,7 +121,7 @@ class Validation(_Part):
 
 
 class Memory(_Part):
-    """Bytes that one rank held, and that it copied between host and device in the timed steps."""
+    """Memory of one rank: the bytes that it held, and those that it copied between host and device in timed steps."""
 
     engine: dict[str, int]  # bytes that the engine held, by part, as counted
     formula: dict[str, int]  # the same bytes as predicted; empty for peers

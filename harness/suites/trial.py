@@ -669,8 +669,8 @@ class Trial(_Frozen):
     def resolved_policy(self) -> Policy | None:
         """Return the strategy's policy with this trial's changes.  Returns None for a peer.
 
-        In the result, every span of a schedule ends at a number of steps.  With 10 warm-up steps and 90 other steps,
-        ``"50 %"`` becomes 50.
+        In the result, the spans of a schedule end at numbers of steps.  An end that is given in percent is a share of
+        all steps of the trial, warm-up included: with 10 warm-up steps and 90 timed steps, ``"50 %"`` becomes 50.
 
         Raises:
             PolicyError: If no topology could run the policy, or if its schedule does not fit the trial's steps.

@@ -1,4 +1,7 @@
-"""Predicts the step of a traced program under policies and rates, with an interval, and the rate of break-even."""
+"""Predicts from traces how long a step of a program would take under other policies and at other rates of the link.
+
+Each prediction has an interval.  The module also finds the break-even rate, at which two policies take equally long.
+"""
 
 from __future__ import annotations
 

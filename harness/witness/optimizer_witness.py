@@ -57,10 +57,10 @@ class _Drawn:
 class OptimizerWitness:
     """Computes each step of one rank's AdamW a second time for a few elements, and reports the first difference.
 
-    The caller calls :meth:`before` before each step of the optimizer, and :meth:`after` after each step.  Only elements
-    that torch's AdamW updates are watched; with Muon these are the elements that Muon leaves to AdamW.  No elements are
-    watched in three cases: if the trial gives AdamW an argument that is not in :data:`_SETTINGS`, such as ``amsgrad``;
-    with DeepSpeed; and with a strategy of the user's own.
+    The caller calls :meth:`before` before each step of the optimizer, and :meth:`after` after each step.  The class
+    watches elements that torch's AdamW steps; if Muon steps the matrices, these are the elements of the other tensors.
+    No elements are watched in three cases: if the trial gives AdamW an argument that is not in :data:`_SETTINGS`, such
+    as ``amsgrad``; with DeepSpeed; and with a strategy of the user's own.
     """
 
     def __init__(self, trial: Trial, rank: int, optimizer: torch.optim.Optimizer) -> None:

@@ -177,8 +177,8 @@ class Wire:
 
         Exposed seconds are those in which this rank has waited for messages (:attr:`exposed_seconds`).
 
-        The mark itself does not wait for a GPU.  If a GPU's stream waits for messages, call the returned function only
-        after the device has passed the marked moment.
+        The mark itself does not wait for a GPU.  With a transport on which the GPU's stream, and not the CPU, waits for
+        messages (NCCL), call the returned function only after the GPU has executed all that was queued before the mark.
         """
         return self._watchdog.mark_exposed()
 

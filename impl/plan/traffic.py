@@ -190,7 +190,7 @@ class Book:
     def norm(self, axes: Iterable[Axis]) -> None:
         """Count the messages of one gradient norm, for which ranks exchange their sums of squares.
 
-        The sums are gathered along one of the ``axes`` after the other.  Along the first axis, this rank sends its own
+        The sums are gathered along each of the ``axes`` in turn.  Along the first axis, this rank sends its own
         sum, 8 bytes, to every other rank.  Along each later axis, it sends all the sums that it has by then.
         """
         size = NORM_BYTES

@@ -604,7 +604,7 @@ class Policy:
         return _compiled(self)[0] if self.schedule else (self,)
 
     def phase_at(self, step: int) -> int:
-        """Returns the index in :attr:`phases` of the policy that holds in optimizer step ``step``, counted from 0."""
+        """Returns the index in ``phases`` of the policy in force in optimizer step ``step``; steps count from 0."""
         begin = 0
         for end, every, changed, own in _compiled(self)[1] if self.schedule else ():
             if step < end:
@@ -639,7 +639,8 @@ class Policy:
 
         In the copy, each span of the schedule ends at a known step, also if it was given as a share of the run.
 
-        Raises PolicyError: if a span has no step, or if the spans do not end with the run.
+        Raises PolicyError: if a span would contain no step of this run, or if the last span does not end at the last
+        step.
         """
         try:
             return replace(self, schedule=over(self.schedule, steps)) if self.schedule else self

@@ -102,8 +102,9 @@ def setting(default: _Value, says: str = "", **known: Any) -> _Value:
 def settings(kind: type) -> tuple[Setting, ...]:
     """Returns the settings of all fields of ``kind``, which is the class of a policy or of a part of a policy.
 
-    The settings are in the order of declaration.  A part of a policy is a field whose default is a dataclass with
-    settings, such as ``memory``; it is replaced by the settings of its own fields.
+    The settings are in the order of declaration.  A field whose default is a dataclass with settings, such as
+    ``memory``, is a part of the policy.  The result does not have such a field itself, but the settings of its fields,
+    in its place.
     """
     return tuple(_settings(kind))
 

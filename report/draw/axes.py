@@ -1,4 +1,4 @@
-"""Parts of figures that all marks share: grids of panels, ticks, names of rows, legends."""
+"""Draws what all kinds of figures (bars, lines, points) have in common: grids of panels, ticks, row names, legends."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class EqualLoss:
 
     @property
     def target(self) -> float:
-        """The loss up to which steps are counted: the higher of the two final losses."""
+        """The loss that both configurations reach: the higher of their two final losses."""
         return max(self.loss, self.base)
 
 
