@@ -45,8 +45,8 @@ class Joined:
     # By rank, seconds from the end of the time on the link to the end of the collective on this rank.
     overhead: Mapping[int, float]
     # For a collective between nodes: whether the next collective began before this collective ended, so that the
-    # overhead may include time of the next collective.  Inside a node: whether only one rank's trace was given.
-    shared: bool
+    # overhead may include time of the next collective.  False for collectives inside a node.
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,6 @@ def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[
     ended on each rank; :func:`_timed` then computes both.  ``offsets`` are the seconds to subtract from all times of
     each rank.
     """
-    alone = len(ranks) == 1
     begins = {rank: step.begin - offsets.get(rank, 0.0) for rank, step in ranks.items()}
     ends = {rank: step.end - offsets.get(rank, 0.0) for rank, step in ranks.items()}
     first, found = min(begins.values()), list[Joined]()
@@ -315,7 +314,7 @@ def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[
             ran=(max(b for b, _ in runs.values()), min(e for _, e in runs.values())),
         )
         between = len({topology.node_of(rank) for rank in seen.group}) > 1
-        found.append(Joined(seen, between, 0.0, {rank: end for rank, (_, end) in runs.items()}, alone))
+        found.append(Joined(seen, between, 0.0, {rank: end for rank, (_, end) in runs.items()}))
     return JointStep(
         ranks, {rank: begin - first for rank, begin in begins.items()}, found,
         max(ends.values()) - max(begins.values()),
