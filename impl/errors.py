@@ -17,10 +17,10 @@ def raised(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def raising(kind: type[Exception], prefix: str) -> Iterator[None]:
-    """Context that turns every exception of its body into a ``kind`` with a one-line message.
+    """Re-raise every exception of the ``with`` body as a ``kind`` with a one-line message.
 
-    The message is ``prefix``, then the exception as :func:`raised` writes it.  ``SystemExit`` is turned too, but
-    ``KeyboardInterrupt`` is raised unchanged.
+    The message is ``prefix``, then the exception as :func:`raised` writes it.  ``SystemExit`` is converted in the same
+    way; ``KeyboardInterrupt`` is raised unchanged.
     """
     try:
         yield
@@ -40,8 +40,9 @@ class ZeroError(RuntimeError):
 class WrittenError(ZeroError):
     """Parameters were written during a forward or backward pass.
 
-    Such a write would be lost: the optimizer steps the masters, and the next gather overwrites the parameters.
-    ``names`` are the parameters' names, in the order in which the writes were found, each once.
+    Such a write would be lost.  The optimizer steps the masters, which are other tensors, and the next all-gather
+    overwrites the parameters with the masters' values.  ``names`` has the name of each written parameter once, in the
+    order in which the writes were found.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -49,7 +50,7 @@ class WrittenError(ZeroError):
         rest = len(self.names) - _MOST_NAMED
         shown = ", ".join(map(repr, self.names[:_MOST_NAMED])) + (f" and {rest} more" if rest > 0 else "")
         super().__init__(
-            "parameters were written in place or through .data during a forward or backward pass, in which the masters "
-            f"that the optimizer steps do not get the new values: {shown}; write parameters between passes, under "
-            "GatheredParameters"
+            f"parameters were written in place or through .data during a forward or backward pass: {shown}; the write "
+            "would be lost, since the optimizer steps the fp32 masters, which do not get the new values: write "
+            "parameters between passes, under GatheredParameters"
         )

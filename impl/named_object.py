@@ -3,8 +3,8 @@
 Modules are searched on ``sys.path``, in the working folder, and in the folders that :func:`see` adds.  This
 file imports no torch, so that a suite can be checked without it.
 
-Importing a user's module runs the user's code.  Commands that only read suites and records wrap themselves in
-:func:`forbidden`, and then nothing that a suite names is imported.
+Importing a user's module runs the user's code.  Commands that only read suites and records do their work inside
+:func:`forbidden`, where no module that a suite names is imported.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def allowed() -> bool:
 
 @contextlib.contextmanager
 def forbidden() -> Iterator[None]:
-    """Context in which users' modules are not imported: :func:`import_object` raises an error instead.
+    """Context in which no user's module is imported: :func:`import_object` raises a NamedObjectError instead.
 
-    :func:`see` does nothing there, so ``sys.path`` stays as it is.
+    Objects of this project can still be imported.  :func:`see` does nothing in the context, so ``sys.path`` stays as
+    it is.
     """
     global _allowed  # noqa: PLW0603  # state of the process, like sys.path
     before, _allowed = _allowed, False
@@ -69,12 +70,15 @@ def import_object(text: str, *, ours: bool = False) -> Any:
 
     Args:
         text: The name, in the form ``module:object``.
-        ours: Whether the object belongs to this project, so that it may be imported inside :func:`forbidden`.
+        ours: Whether the object belongs to this project.  Only such an object can be imported inside :func:`forbidden`.
 
     Raises:
-        NamedObjectError: inside :func:`forbidden`, unless ``ours`` is True.  Also if the import of the module
-            raises, or if the module does not have the object.  Also if a folder that :func:`see` added has the module,
-            but Python finds another module of the same name first.
+        NamedObjectError: in each of these cases:
+
+            - the call is inside :func:`forbidden`, and ``ours`` is False;
+            - the import of the module raises;
+            - the module does not have the object;
+            - a folder that :func:`see` added has the module, but Python finds another module of the same name first.
     """
     if not (ours or _allowed):
         raise NamedObjectError(f"{text}: this command imports no module that a suite names; use zeropp run")

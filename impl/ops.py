@@ -52,7 +52,8 @@ def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
 def try_codec(operations: Operations, codec: Codec, device: torch.device) -> None:
     """Encode and decode eight zeros on ``device``, to learn whether the kernels of ``codec`` run.
 
-    For a cast, the encoded zeros are summed instead of decoded.  A codec without kernels is not tried.
+    For a codec that only casts, such as ``bf16``, the summing decode (:func:`decode_sum`) is tried instead of
+    :func:`decode`.  A codec without kernels of its own is not tried.
 
     Raises:
         RuntimeError: if a kernel does not compile or run; the message names the codec.
@@ -89,7 +90,10 @@ def backend_of(device: torch.device) -> str:
 
 
 def loaded_kernels(device: torch.device) -> str | None:
-    """Return the SHA-256 of the kernels that this process has loaded for ``device``; None for the reference."""
+    """Return the SHA-256 of the compiled kernels that this process has loaded for ``device``.
+
+    Returns None if ``device`` has no kernels, so that the reference, written in plain torch, is used.
+    """
     operations, _ = _choose(device.type)
     return loaded_sha256() if isinstance(operations, cuda.Kernels) else getattr(operations, "sha256", None)
 
@@ -110,7 +114,10 @@ def operations_of(name: str) -> Operations:
 
 
 def warning_of(device: torch.device) -> str | None:
-    """Return, in one line, why only the reference serves ``device``; None if kernels serve it."""
+    """Return one line that says why ``device`` has no compiled kernels; None if it has them.
+
+    Without kernels, the reference, which is written in plain torch, encodes and decodes.
+    """
     return _choose(device.type)[1]
 
 
@@ -118,7 +125,8 @@ def warning_of(device: torch.device) -> str | None:
 def _choose(device: str) -> tuple[Operations, str | None]:
     """Return (backend, warning) for a type of device, ``cpu`` or ``cuda``.
 
-    The warning says in one line why the backend is the reference.  The warning is None for a backend with kernels.
+    If there are no compiled kernels, the backend is the plain-torch reference, and the warning says why in one line.
+    Otherwise the warning is None.
     """
     if device == "cpu":
         try:
@@ -137,7 +145,9 @@ def encode(
 ) -> None:
     """Encode ``x`` (..., S) into ``frames`` (..., F) uint8, where F is ``codec.frame_bytes(S)``.
 
-    See :meth:`Operations.encode`, also for ``noise`` and ``carried``.
+    ``noise`` has the random bits that a codec with stochastic rounding needs.  If ``carried`` is given, the error of
+    its previous encoding is added to ``x`` first, and is then replaced by the error of this encoding.
+    :meth:`Operations.encode` lists the errors raised.
     """
     if isinstance(codec, Raw) and carried is None and (elements := _cast_of(codec, x, frames)) is not None:
         elements.copy_(x)
@@ -148,7 +158,7 @@ def encode(
 def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
     """Decode ``frames`` (..., F) uint8 into ``out`` (..., S), where F is ``codec.frame_bytes(S)``.
 
-    See :meth:`Operations.decode`.
+    :meth:`Operations.decode` lists the errors raised.
     """
     if isinstance(codec, Raw) and (elements := _cast_of(codec, out, frames)) is not None:
         out.copy_(elements)
@@ -157,13 +167,16 @@ def decode(codec: Codec, frames: Tensor, out: Tensor) -> None:
 
 
 def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
-    """Return a view of ``frames`` as elements (..., S) of the codec's type.
+    """Return ``frames`` viewed as elements (..., S) of the codec's type, so that a copy by torch can do the casting.
 
-    ``x`` (..., S) holds the elements to encode, or receives the decoded elements.  Copying ``x`` to the view encodes,
-    and copying the view to ``x`` decodes, since torch casts when it copies.
+    ``x`` (..., S) is the tensor to encode, or the tensor that receives the decoded elements.  Copying ``x`` to the view
+    encodes it, and copying the view to ``x`` decodes it, since torch casts when it copies.
 
-    Returns None if the backend must encode or decode instead of torch.  This is so if ``x`` has the codec's
-    type already, if frames have padding, if frames are not aligned to their elements, or if the tensors do not match.
+    Returns None if torch cannot do this, so that the backend must encode or decode:
+
+    - ``x`` has the codec's type already;
+    - frames have padding, or are not aligned to the size of their elements;
+    - shapes, devices or types of the tensors do not match.
     """
     kind = DTYPES[codec.dtype]
     size, shape = kind.itemsize, x.shape
@@ -182,8 +195,8 @@ def _cast_of(codec: Raw, x: Tensor, frames: Tensor) -> Tensor | None:
 def decode_sum(codec: Codec, frames: Tensor, out: Tensor, *, sums: Sums = "fp32", divisor: int = 1) -> None:
     """Decode ``frames`` and write their sum over the first dimension, divided by ``divisor``, to ``out`` (..., S) fp32.
 
-    ``frames`` (sources, ..., F) uint8 has the frames of one source, such as a rank, in each entry of its first
-    dimension.  ``sums`` is the type of partial sums; see :meth:`Operations.decode_sum`.
+    ``frames`` is (sources, ..., F) uint8; ``frames[i]`` are the encoded values of source i, such as a rank.  ``sums``
+    is the type in which partial sums are kept, fp32 or fp16; see :meth:`Operations.decode_sum`.
     """
     _choose(out.device.type)[0].decode_sum(codec, frames, out, sums=sums, divisor=divisor)
 
@@ -201,17 +214,27 @@ def decode_sum_encode(
 ) -> None:
     """Decode ``frames`` with ``first``, sum them over the first dimension, and encode the sum with ``second``.
 
-    ``frames`` (sources, ..., F) uint8 has ``numel`` elements in each frame.  The encoded sum is written to ``out``
-    (..., F') uint8.  A two-hop reduction does this between its hops.  For most pairs of codecs, one kernel does all
-    three steps; see :meth:`Operations.decode_sum_encode`.
+    A two-hop reduction calls this after its first hop, to make the message of its second hop.  For most pairs of
+    codecs, one kernel does all three steps; see :meth:`Operations.decode_sum_encode`.
+
+    Args:
+        first: the codec of ``frames``.
+        second: the codec of the sum.
+        frames: (sources, ..., F) uint8, with ``numel`` elements in each frame.
+        out: (..., F') uint8, receives the encoded sum.
+        numel: the number of elements in a frame.
+        noise: the random bits, if ``second`` rounds stochastically.
+        carried: the error of the previous encoding, which is added to the sum and then replaced; None for none.
+        sums: the type in which partial sums are kept, fp32 or fp16.
     """
     operations, _ = _choose(out.device.type)
     operations.decode_sum_encode(first, second, frames, out, numel, noise=noise, carried=carried, sums=sums)
 
 
 def sums_of_bits(values: Tensor) -> Tensor:
-    """Return checksums (n,) int64 of the bits of ``values`` (S,) fp32; a write to ``values`` changes some of them.
+    """Return checksums (n,) int64 of the bits of ``values`` (S,) fp32, with which a write to ``values`` is detected.
 
-    The number n depends on S and on the backend; see :meth:`Operations.sums_of_bits`.
+    A write is detected by comparing checksums from before and after it.  The number n depends on S and on the backend;
+    see :meth:`Operations.sums_of_bits`.
     """
     return _choose(values.device.type)[0].sums_of_bits(values)

@@ -14,8 +14,8 @@ from torch import Tensor
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with all its floating-point tensors cast to ``dtype``; containers keep their types.
 
-    A container in which no tensor is cast is returned itself, not as a copy.  Other containers are copied shallowly,
-    without a call of their constructor or ``__post_init__``.
+    A container in which no tensor is cast is returned itself, not as a copy.  A container in which a tensor is cast is
+    copied shallowly; neither its constructor nor its ``__post_init__`` is called.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value

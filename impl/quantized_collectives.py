@@ -51,7 +51,7 @@ def quantized_all_gather(
         x: (...) fp32, bf16 or fp16 on the mesh's device, in any layout.  No gradient flows back to it.
         codec: the codec of the values, e.g. ``int8:2048``.
         mesh: the ranks that take part, as :meth:`Mesh.of` reads them.
-        gather: ``hierarchical`` sends every rank's values to each other node once, and then passes them on inside the
+        gather: ``hierarchical`` sends every rank's values once to each other node, and then passes them on inside that
             node.  ``flat`` is the backend's own all-gather over all ranks, usually a ring.
         wire: the wire that sends the messages; by default a new wire.
         key: the seed of a stochastic codec's random bits.  Pass a key with another ``step`` in each call.
@@ -62,10 +62,13 @@ def quantized_all_gather(
         (world, ...) of the type of ``x``: all ranks' values in rank order.
 
     Raises:
-        ValueError: if ``x`` is sparse, a tensor subclass, of another type, or on another device than the mesh; if
-            ``codec`` names no codec, or is stochastic and there is no ``key``; if ``gather`` names a method of your
-            own; if ``out`` has another shape, type or device than the result, is not contiguous, is negated lazily
-            (``is_neg()``), or requires gradients.
+        ValueError: in each of these cases:
+
+            - ``x`` is sparse, a tensor subclass, of another type, or on another device than the mesh;
+            - ``codec`` names no codec, or rounds stochastically and ``key`` is None;
+            - ``gather`` names a user's own class;
+            - ``out`` has another shape, type or device than the result, is not contiguous, is negated lazily
+              (``is_neg()``), or requires gradients.
         WireError: if ``wire`` is over another mesh.
     """
     mesh = Mesh.of(mesh)
@@ -103,14 +106,15 @@ def quantized_all_gather(
 
 
 class Gathering:
-    """An all-gather of one encoded shard per rank; the constructor starts it, :meth:`finish` ends it.
+    """All-gathers one encoded shard per rank: the constructor posts the first messages, :meth:`finish` decodes.
 
     Args:
         wire: sends the messages.
-        hops: what :func:`impl.plan.hops.gather_hops` returns for a policy without hpZ.
+        hops: the steps of the all-gather, such as one between nodes and one inside nodes, as
+            :func:`impl.plan.hops.gather_hops` returns them for a policy without hpZ.
         shard: (S,) this rank's values.
         whole: (ranks * S,) receives all shards, in rank order.
-        tag: the purpose under which the ledger books the messages.
+        tag: the phase and purpose under which the wire counts the bytes.
         noise: the random bits of a stochastic codec.
     """
 
@@ -133,7 +137,7 @@ class Gathering:
         )
 
     def finish(self) -> None:
-        """Wait for all shards and decode them into ``whole``."""
+        """Wait until all ranks' shards have arrived, and decode them into ``whole``."""
         frames = self._gather.finish()
         if self._into is None or frames.data_ptr() != self._into.data_ptr():
             ops.decode(self._codec, frames.view(*self._target.shape[:-1], -1), self._target)
@@ -155,8 +159,8 @@ def quantized_reduce_scatter(
     Args:
         x: (world * n, ...) fp32, bf16 or fp16 on the mesh's device, in any layout.  No gradient flows back
             to it.
-        codecs: the codec of the hop inside nodes and the codec of the hop between nodes.  A single codec is used
-            for both hops, or for the only hop of ``one_hop`` and ``ring``.
+        codecs: a pair: first the codec of the hop inside nodes, then the codec of the hop between nodes.  A single
+            codec is used for both hops, or for the only hop of ``one_hop`` and ``ring``.
         mesh: the ranks that take part, as :meth:`Mesh.of` reads them.
         reduce: ``two_hop``, ``one_hop`` or ``ring``, as in :class:`~impl.policy.policy.Policy`.
         chunks: the number of chunks into which each rank's part is cut.  While one chunk is sent between nodes,
@@ -168,9 +172,12 @@ def quantized_reduce_scatter(
         (n, ...) fp32: rows ``rank * n`` to ``(rank + 1) * n`` of the mean.
 
     Raises:
-        ValueError: if ``x`` or a codec is refused as in :func:`quantized_all_gather`; if the number of ranks does
-            not divide the first dimension of ``x``; if ``codecs`` is a sequence of another length than 2.
-        PolicyError: if codecs, ``reduce`` and ``chunks`` do not go together.
+        ValueError: in each of these cases:
+
+            - ``x`` or a codec is refused for a reason that :func:`quantized_all_gather` lists;
+            - the number of ranks does not divide the first dimension of ``x``;
+            - ``codecs`` is a sequence of another length than 2.
+        PolicyError: if this ``reduce`` does not allow these ``codecs`` or ``chunks``.
         WireError: if ``wire`` is over another mesh.
     """
     mesh = Mesh.of(mesh)
@@ -214,7 +221,7 @@ def _checked(codecs: Sequence[CodecOrText], key: Key | None) -> list[Codec]:
 def _flat(x: Tensor, mesh: Mesh) -> Tensor:
     """Return the values of ``x`` in row-major order as a contiguous tensor (numel,), which may share memory with ``x``.
 
-    The values are copied only if ``x`` is not contiguous, or if torch negates it lazily.
+    The values are copied only if ``x`` is not contiguous, or if torch negates it lazily (``x.is_neg()``).
     """
     _check_plain("x", x, mesh)
     if x.dtype not in NAMES:

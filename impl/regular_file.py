@@ -1,7 +1,7 @@
 """Reads files that somebody else may have written: regular files only, and only up to a maximum size.
 
-If a record's path led to a FIFO, a device or a socket, reading it would block for ever, or fill the memory.  This
-file imports no torch.
+Reading a FIFO, a device or a socket in place of a record could block for ever, or fill the memory.  This file imports
+no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST: Final = 64 << 20  # the default maximum of a file's size, in bytes
 
 
 def status(path: Path) -> os.stat_result:
-    """Return the ``os.stat`` result of the regular file at ``path``, which may be a link to the file.
+    """Return the ``os.stat`` result of the regular file at ``path``; ``path`` may be a symbolic link.
 
     Raises:
         OSError: If there is no file at ``path``, or if the file is not a regular file.
@@ -33,7 +33,7 @@ def _regular(path: Path, result: os.stat_result) -> os.stat_result:
 
 
 def read_bytes(path: Path, most: int = MOST) -> bytes:
-    """Return the content of a regular file of at most ``most`` bytes; never waits for a writer.
+    """Return the content of a regular file of at most ``most`` bytes; a FIFO raises an error instead of blocking.
 
     Raises:
         OSError: If the file is missing, is not a regular file, has more than ``most`` bytes, or cannot be read.

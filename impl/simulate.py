@@ -1,11 +1,11 @@
-"""Runs many ranks as threads of this process, for experiments whose question is not about seconds.
+"""Runs many ranks as threads of this process, for experiments that do not measure time.
 
-A loss, a quantisation error or a ledger of 128 ranks needs no 128 processes::
+The loss, the quantisation errors and the traffic of 128 ranks can be found without 128 processes::
 
     losses = simulate(nodes=16, ranks_per_node=8)(train)
 
-``train(mesh)`` is what each rank runs.  It shards, trains and saves as in a process, and its losses, weights and
-ledger are the same to the bit.  :mod:`impl.transport.threads` says how the ranks take turns.
+Each rank runs ``train(mesh)``, which shards, trains and saves as in a process of its own.  Losses, weights and counts
+of bytes are the same to the bit as with processes.  :mod:`impl.transport.threads` says how the ranks take turns.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def simulate(
 
     ``simulate(nodes=2, ranks_per_node=2)(body, *args)`` calls ``body(mesh, *args)`` once for each of the 4 ranks, and
     returns the results in rank order.  ``mesh.rank`` is the rank's number, and :func:`impl.zero.shard` takes the mesh.
-    Ranks take turns: a rank runs until it waits for a message, and then another rank runs.  The seconds that a rank
-    takes therefore say nothing about ranks that run at the same time.
+    Ranks take turns: a rank runs until it waits for a message, and then another rank runs.  Measured seconds therefore
+    do not show how long the ranks would take if they ran at the same time.
 
     Each rank has its own state of torch's random generators, and begins with the state that the caller has.  All ranks
     share Python's ``random``, NumPy's global generator, the default type of tensors, and everything else that belongs
@@ -49,11 +49,11 @@ def simulate(
         threads: threads that torch may use for one operation.  With 1 thread, each rank gets the same results as a
             process with 1 thread.  With more threads, sums may be added in another order.
         timeout: seconds for which a rank may compute between two waits for messages.  After that the rank counts as
-            stuck.  A wait itself has no limit.
+            stuck.  The time that a rank waits for a message is not limited.
 
     Raises:
-        ThreadRankError: if the device is neither the CPU nor a GPU.  The returned function raises the same error if it
-            is called by a rank, or if a rank counts as stuck.
+        ThreadRankError: if the device is neither the CPU nor a GPU.  The returned function raises a ThreadRankError
+            if a rank of another :func:`simulate` calls it, or if one of its own ranks counts as stuck.
         ValueError: if a number of nodes or ranks is not positive.
         BaseException: the returned function raises the exception of the first rank that failed, with a note that
             names the rank.  All other ranks are then ended, as after Ctrl-C.
@@ -71,7 +71,8 @@ def simulate(
     def run(body: Callable[..., T], *args: Any) -> list[T]:
         if (outer := current()) is not None:
             raise ThreadRankError(
-                f"simulate() is called by rank {outer.rank} of simulate(): call it outside of the ranks"
+                f"simulate() was called inside simulate(), by its rank {outer.rank}: call it outside of the function "
+                "that the ranks run"
             )
 
         def rank_main(rank: ThreadRank) -> T:

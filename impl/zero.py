@@ -76,10 +76,10 @@ def shard(
 
     Args:
         model: the model, with plain parameters.
-        mesh: the ranks: a mesh, torch's ``DeviceMesh``, a process group or a topology, which :meth:`Mesh.create`
-            reads; by default all ranks.
-        policy: what is sharded, and how it is sent; equal on all ranks, which is checked.
-        wire: the wire that sends all messages; by default a new wire without options.
+        mesh: the ranks among which the model is sharded: a mesh, torch's ``DeviceMesh``, a process group or a topology,
+            as :meth:`Mesh.of` reads them; by default all ranks.
+        policy: what is sharded, and how it is sent.  It must be equal on all ranks, which is checked.
+        wire: the object that sends all messages and counts their bytes; by default a new wire without options.
         blocks: the modules that are gathered and resharded as a whole; by default the modules that
             :func:`find_blocks` finds.
         group_of: a function of a parameter's name and the parameter, which returns the number of the parameter's
@@ -90,7 +90,7 @@ def shard(
 
     Raises:
         PolicyError: if the policy does not fit the topology.
-        GeometryError: if a unit cannot be laid out, or has too much padding.
+        GeometryError: if the parameters of a block cannot be laid out in shards, or need too much padding.
         ZeroError: if the model cannot be sharded, is sharded already, or differs between ranks.  Also if ``policy``
             differs between ranks.
         MeshError: on a rank that is not in the mesh.
@@ -137,9 +137,9 @@ def shard(
     for module, parameter in external:
         if id(parameter) not in unit_of:
             raise ZeroError(
-                f"an external parameter of shape {tuple(parameter.shape)} is registered for "
-                f"{type(module).__name__}, but is not a parameter of the model: register one that a module of the "
-                "model holds"
+                f"register_external_parameter() was called for {type(module).__name__} with a parameter of shape "
+                f"{tuple(parameter.shape)} that the model does not have: pass a parameter that a module of the model "
+                "holds"
             )
         register(module, unit_of[id(parameter)])
     return zero
@@ -149,8 +149,8 @@ def engine_of(model: nn.Module) -> Zero:
     """Return the engine of a model that :func:`shard` has sharded.
 
     Raises:
-        ZeroError: if the model is not sharded.  Also if :func:`shard` was called with another module: with a part of
-            ``model``, or with a module that contains ``model``.
+        ZeroError: if the model is not sharded, or if :func:`shard` was called with another module than ``model``, such
+            as a part of it or a module that contains it.
     """
     owner = next(filter(None, map(find, model.parameters())), None)
     kind = type(model).__name__
@@ -169,9 +169,18 @@ def full_state_dict(
     dtype: torch.dtype | str = torch.float32,
     allow_overflow: bool = False,
 ) -> dict[str, Tensor]:
-    """Gather the unsharded state dict of a sharded ``model``; all ranks must call it.
+    """Gather the state dict of the unsharded model, parameters and buffers; all ranks must call it.
 
-    :meth:`impl.engine.engine.Zero.full_state_dict` describes the arguments, the result and the errors.
+    Args:
+        model: the model that :func:`shard` was called with.
+        rank0_only: whether only rank 0 of the mesh gets the state dict; all other ranks then get an empty dict.
+        device: the device of the result; None for the device of the mesh.
+        dtype: the type of the parameters in the result: fp32, bf16, fp16, or a floating-point ``torch.dtype``.
+        allow_overflow: whether a finite value that is too large for ``dtype`` may become infinite.
+
+    Raises:
+        ZeroError: if the model is not sharded.  Also, on all ranks, if finite values would become infinite and
+            ``allow_overflow`` is False.
     """
     return engine_of(model).full_state_dict(
         rank0_only=rank0_only, device=device, dtype=dtype, allow_overflow=allow_overflow
@@ -181,7 +190,10 @@ def full_state_dict(
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Overwrite the weights and buffers of a sharded ``model`` with the ``state`` dict of the unsharded model.
 
-    All ranks must call it, each with the whole state dict.  :meth:`impl.engine.engine.Zero.load_full_state_dict`
-    says which types and values the tensors may have, and describes the errors.
+    All ranks must call it, each with the whole state dict.  Parameters may be in any floating-point type.
+
+    Raises:
+        ZeroError: if the model is not sharded, or if ``state`` does not fit the model; the model is then unchanged.
+            :meth:`impl.engine.engine.Zero.load_full_state_dict` lists the cases.
     """
     engine_of(model).load_full_state_dict(state)

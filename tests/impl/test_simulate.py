@@ -277,7 +277,9 @@ def test_what_thread_ranks_cannot_do_is_refused_in_one_line() -> None:
     assert "leave pacer= out" in pacer
     assert "ranks that are threads have no process groups" in group
     assert mesh == "ranks that are threads have a mesh already: use the one that simulate() passes"
-    assert nested == "simulate() is called by rank 0 of simulate(): call it outside of the ranks"
+    assert nested == (
+        "simulate() was called inside simulate(), by its rank 0: call it outside of the function that the ranks run"
+    )
     with pytest.raises(
         ThreadRankError, match="device='meta': ranks of one process compute on the CPU or on one"
     ):
