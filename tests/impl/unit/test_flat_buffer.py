@@ -157,7 +157,7 @@ def test_weights_that_stay_gathered_are_not_written_either(mesh: Mesh, how: str,
     written = model(_Writes, write=WRITES[how])
     zero = _engine(mesh, nn.Sequential(written, nn.Linear(8, 8)), replace(EXACT, stage=stage))
     for step in range(2):
-        with pytest.raises(WrittenError, match=r"values: '0\.weight'; write"):
+        with pytest.raises(WrittenError, match=r"pass: '0\.weight'; the write would be lost"):
             zero.model(batch(step, mesh.rank, 8))
     values = zero.full_state_dict()["0.weight"]
     assert all(torch.equal(seen, values) for seen in written.seen)
@@ -183,9 +183,9 @@ class _ClampsAll(nn.Module):
 @pytest.mark.parametrize(
     ("blocks", "named"),
     [
-        (1, "values: 'blocks.0.weight'; write"),
-        (3, "values: ('blocks.[012].weight'(, )?){3}; write"),
-        (6, "values: ('blocks.[0-5].weight'(, )?){4} and 2 more; write"),
+        (1, "pass: 'blocks.0.weight'; the write"),
+        (3, "pass: ('blocks.[012].weight'(, )?){3}; the write"),
+        (6, "pass: ('blocks.[0-5].weight'(, )?){4} and 2 more; the write"),
     ],
 )
 @each_rank(1, 2, backend="threaded")
@@ -234,7 +234,7 @@ def test_a_backward_pass_in_which_weights_were_written_has_ended(transport: Any)
             writing.remove()
             losses.append(loss.item())
             if writes and step == 1:
-                with pytest.raises(ZeroError, match=r"new values: '0\.other'; write"):
+                with pytest.raises(ZeroError, match=r"pass: '0\.other'; the write"):
                     loss.backward()
                 assert not any(unit.gathered for unit in zero.units)
                 loss = torch.zeros((), requires_grad=True)
