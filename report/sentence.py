@@ -518,9 +518,8 @@ def _at_size(name: str, found: break_even.BreakEven, high_mbit: float) -> str:
             return f"{name} is faster at no measured rate, up to {highest}"
     if found.few:
         return ""
-    ranges = listed([f"from {two_digits(low)} to {two_digits(high)} Mbit/s" for low, high in found.unclear])
-    speedup = "its speed-up, interpolated between measured rates, is not significant"
-    return f"{whose('break-even', name)} is not determined: {speedup} {ranges}"
+    speedup = "its speed-up, interpolated between measured rates, is"
+    return f"{whose('break-even', name)} is not determined: {speedup} {break_even.unclear_in_words(found)}"
 
 
 def _on_trials(derived: Derived) -> str:

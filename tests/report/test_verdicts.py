@@ -573,7 +573,7 @@ def test_no_records_break_the_head(asked: str) -> None:
 
 COMMITTED = {
     "generation": (
-        "tokens", r"ZeRO\+\+ decodes \d+\.\d\dx as many tokens/s as ZeRO-3 \(95 % CI .*", "Tokens/s of a rank",
+        "tokens", r"qwZ\+hpZ decodes \d+\.\d\dx as many tokens/s as ZeRO-3 \(95 % CI .*", "Tokens/s of a rank",
     ),
     "stages": (
         "size",
@@ -592,9 +592,8 @@ COMMITTED = {
     "bandwidth": (
         "rate",
         (r"With 2x2 ranks, 25 Mbit/s, 256 tokens/rank, ZeRO\+\+ is 3\.\d\dx faster than ZeRO-3 .*; of 42 comparisons "
-        r"of step time, \d+ are better, .*\. With 2x2 ranks, 256 tokens/rank, ZeRO\+\+ is faster at every measured "
-        r"rate, up to \d+ Mbit/s\. With 2x2 ranks, 1024 tokens/rank, ZeRO\+\+'s break-even is not determined: .* "
-        r"With 4x2 .*"),
+        r"of step time, \d+ are better, .*\. With 2x2 ranks, 256 tokens/rank, ZeRO\+\+'s break-even is not determined: "
+        r".*\. With 2x2 ranks, 1024 tokens/rank, ZeRO\+\+'s break-even is not determined: .* With 4x2 .*"),
         "Break-even, Mbit/s",
     ),
     "peers": (
