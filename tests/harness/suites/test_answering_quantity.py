@@ -18,7 +18,7 @@ SUITES = Path(__file__).resolve().parents[3] / "suites"
     ("suite", "expected"),
     [
         ("quickstart", "step"), ("ablation", "step"), ("bandwidth", "rate"), ("bits", "loss"),
-        ("convergence", "loss"), ("generation", "tokens"), ("block_size", "error"), ("algorithms", "error"),
+        ("convergence", "loss"), ("generation", "tokens"), ("block_size", "error"), ("algorithms", "step"),
         ("nodes", "nodes"), ("offload", "memory"), ("stages", "size"), ("smoke", "trials"),
     ],
 )  # fmt: skip
