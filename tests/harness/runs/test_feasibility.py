@@ -452,7 +452,7 @@ def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
 
 
 NO_HEADER = (
-    "engine", "inner_rate", "ladder", "lossless", "methods", "muon", "paper_scale", "peers", "peers_search",
+    "engine", "inner_rate", "kept_weights", "ladder", "lossless", "methods", "muon", "paper_scale", "peers", "peers_search",
     "quickstart_loss", "ranks", "signs", "slow_node", "tutorial_zeropp",
 )  # fmt: skip
 

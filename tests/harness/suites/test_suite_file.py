@@ -195,7 +195,7 @@ CELLS = {
     "ablation": 10, "algorithms": 14, "bandwidth": 57, "bits": 90, "block_size": 8, "convergence": 42,
     "reordering": 18, "signs": 30, "feedback": 66, "formats": 84, "generation": 9, "hpz_group": 10,
     "models": 6, "nodes": 14, "offload": 8, "slow_node": 4, "inner_rate": 20, "engine": 62,
-    "convergence_long": 48, "equal_memory": 7,
+    "convergence_long": 48, "equal_memory": 7, "kept_weights": 23,
     "scale_rate": 96, "scale_hpz": 6, "scale_trillion": 6, "scale_nodes": 14,
     "gpu_node": 24, "tutorial_zeropp": 10, "paper_scale": 24, "peers": 25, "quickstart": 7, "smoke": 3,
     "stages": 32, "frontier": 120, "successors": 30, "budget": 30, "rlhf": 5, "largest": 3, "deviations": 42,
