@@ -61,9 +61,10 @@ bytes that the rank would send to other nodes in a step, as [in forward, in back
 
 
 def compute_alone(rank: Rank, *, layers: int, sequences: int) -> Alone:
-    """Time steps of the unsharded model without communication, and predict the bytes that each policy sends.
+    """Measure the seconds that steps of the unsharded model compute, and predict the bytes that each policy sends.
 
-    All ranks must call this function.  It returns this rank's times of each round, and the bytes by policy.
+    The steps send no messages, and are timed in several rounds.  All ranks must call this function.  It returns the
+    seconds that this rank took in each round, and the bytes by policy.
     """
     mesh = Mesh.create(rank.topology)
     sent = {name: _sent(_sharded(_model(layers), name, mesh)) for name in POLICIES}

@@ -360,9 +360,10 @@ class Pass:
         return under_way
 
     def complete(self, under_way: _UnderWay) -> None:
-        """Post all hops that are left, wait for the arrival of the last hop, and decode.
+        """Simulate the end of a collective: its remaining hops, the arrival of the last hop, and decoding.
 
-        If ``under_way`` is one of two gathers that run together as a pair, do so for both.
+        The simulated clock moves on by the time that these take; nothing is sent.  If ``under_way`` is one of two
+        gathers that run together as a pair, both end.
         """
         collectives = under_way.pair or (under_way,)
         while any(each.left for each in collectives):

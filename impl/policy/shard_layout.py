@@ -165,11 +165,12 @@ class UnitGeometry:
         return replica * self.piece, (replica + 1) * self.piece
 
     def received_piece(self, rank: int) -> tuple[int, int]:
-        """Returns (start, end), counted in the unit, of a piece of the mean gradient that ``rank`` holds in backward.
+        """Returns (start, end), counted in the unit, of the piece of the mean gradient that ``rank`` holds in backward.
 
-        With one group this is the rank's own piece (:meth:`own_piece`).  With several groups it is the own piece of the
-        rank that has the same shard in the next group; ``rank`` has received it from there.  The pieces of all ranks
-        together cover the unit.
+        The pieces of all ranks together cover the unit.  With one group, the piece is the rank's whole shard.  With
+        several groups that hold copies of all shards (MiCS, HSDP), the ranks with equal shards divide the shard's mean
+        gradient among them, one piece a group; each has its piece (:meth:`own_piece`).  Here it is the piece of the rank
+        in the next group, the first group following the last: ``rank`` has received this piece from there.
         """
         low, _ = self.bounds(rank)
         first, end = self.own_piece((rank + self.shards) % self.world)

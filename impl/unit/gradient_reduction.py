@@ -196,10 +196,16 @@ class GradientReduction:
         self._add(number, self._members[number].placeholder, is_next=is_next)
 
     def _add(self, number: int, leaf: nn.Parameter, *, is_next: bool) -> None:
-        """Add the gradient of ``leaf`` to the part of parameter ``number`` in ``local``, and set ``leaf.grad`` to None.
+        """Add ``leaf.grad`` to the unit's local gradient, where the parameter has its part, and set ``leaf.grad`` to None.
 
-        ``leaf`` is the parameter itself, or its placeholder.  The first gradient of a pass overwrites the part, whose
-        content is arbitrary before.
+        The local gradient (``self.local``) is one flat tensor with the parts of all parameters of the unit.  The first
+        gradient of a parameter in a pass is copied into its part, which holds arbitrary values before.
+
+        Args:
+            number: Index of the parameter in the unit.
+            leaf: The parameter itself, or its placeholder.
+            is_next: Whether the unit is the next to be reduced; it matters only if the local gradient is not yet
+                allocated.
         """
         flat = self._open(is_next=is_next) if self.local is None else self.local
         shape, strides, offset = self._members[number].view

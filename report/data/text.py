@@ -49,7 +49,7 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
         f"A trial is disturbed if other programs and the machine's host took more than {OTHERS_WITHIN:.0%} of the "
         "processors' time. Times in seconds leave out disturbed trials, and speed-ups leave out pairs with a "
         f"disturbed trial. In {counted(len(counts), 'row')}, this leaves out {left} of {whole} trials "
-        "(for times) or pairs (for speed-ups)."
+        "of a time, or pairs of trials of a speed-up."
     )
 
 

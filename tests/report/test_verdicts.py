@@ -400,7 +400,7 @@ def test_disturbed_pairs_are_left_out_counted_and_kept_in_the_csv() -> None:
     assert row["n"] == "4"
     assert raw.loc["ZeRO++", "speedup_left_out"] == 2
     assert (
-        "with a disturbed trial. In 1 row, this leaves out 2 of 6 trials (for times) or pairs (for speed-ups)."
+        "with a disturbed trial. In 1 row, this leaves out 2 of 6 trials of a time, or pairs of trials of a speed-up."
         in head.table.footnotes
     )
     assert re.search(r"n = 4, 2 disturbed left out\)\.", head.sentence)
