@@ -381,7 +381,8 @@ def _unbiased(own: OwnMethod, case: Case) -> None:
             at = int(wrong.nonzero()[0])
             raise Violation(
                 f"on rank {rank}, element {at} of the shard is {means[:, at].mean():.9g} on average over {_REPEATED} "
-                f"reductions, but the exact mean of all ranks' gradients is {exact[start + at]:.9g}: the method is biased"
+                f"reductions, but the exact mean of all ranks' gradients is {exact[start + at]:.9g}: the method is "
+                "biased"
             )
 
 

@@ -169,8 +169,8 @@ class UnitGeometry:
 
         The pieces of all ranks together cover the unit.  With one group, the piece is the rank's whole shard.  With
         several groups that hold copies of all shards (MiCS, HSDP), the ranks with equal shards divide the shard's mean
-        gradient among them, one piece a group; each has its piece (:meth:`own_piece`).  Here it is the piece of the rank
-        in the next group, the first group following the last: ``rank`` has received this piece from there.
+        gradient among them, one piece a group; each rank has its piece (:meth:`own_piece`).  Here it is the piece of
+        the rank in the next group, the first group following the last: ``rank`` has received this piece from there.
         """
         low, _ = self.bounds(rank)
         first, end = self.own_piece((rank + self.shards) % self.world)

@@ -196,7 +196,7 @@ class GradientReduction:
         self._add(number, self._members[number].placeholder, is_next=is_next)
 
     def _add(self, number: int, leaf: nn.Parameter, *, is_next: bool) -> None:
-        """Add ``leaf.grad`` to the unit's local gradient, where the parameter has its part, and set ``leaf.grad`` to None.
+        """Add ``leaf.grad`` to the parameter's part of the unit's local gradient, and set ``leaf.grad`` to None.
 
         The local gradient (``self.local``) is one flat tensor with the parts of all parameters of the unit.  The first
         gradient of a parameter in a pass is copied into its part, which holds arbitrary values before.
