@@ -181,7 +181,8 @@ class OptimizerWitness:
             return None  # a master without a gradient is not stepped; other checks compare all gradients
         now = self._read(drawn.places) if self._own_step is None else self._own_step[1] or drawn
         gradient = _pick(((local(gradients[number]), places) for number, places in drawn.places))
-        taken = torch.cat([torch.full((len(at),), float(self._taken[n])) for n, at in drawn.places]).double()
+        taken = torch.tensor([self._taken[number] for number, _ in drawn.places], dtype=torch.float64)
+        taken = taken.repeat_interleave(torch.tensor([len(at) for _, at in drawn.places]))
         expected, first, second = drawn.value, drawn.first, drawn.second
         if done:
             first, second = self._moments(drawn.first, drawn.second, gradient)
@@ -281,18 +282,19 @@ class OptimizerWitness:
         return self._read([*zip(numbers, places, strict=True)])
 
     def _read(self, places: Sequence[tuple[int, Tensor]]) -> _Drawn:
-        masters = [(self._masters[number], at) for number, at in places]
-        moments = []
-        for name in _MOMENTS:
-            states = [(self._optimizer.state.get(master, {}).get(name), at) for master, at in masters]
-            zeros = torch.zeros((), dtype=torch.float64)
-            moments.append(
-                torch.cat(
-                    [zeros.expand(len(at)) if s is None else _pick([(local(s), at)]) for s, at in states]
-                )
+        value = _pick((local(self._masters[number]), at) for number, at in places)
+        states = [(self._optimizer.state.get(self._masters[number], {}), at) for number, at in places]
+        first, second = (
+            # Before its first step a master has no moments; they count as zeros.
+            torch.cat(
+                [
+                    _at(local(state[name]), at) if name in state else torch.zeros(len(at))
+                    for state, at in states
+                ]
             )
-        value = _pick((local(master), at) for master, at in masters)
-        return _Drawn([*places], value, *moments)
+            for name in _MOMENTS
+        )
+        return _Drawn([*places], value, first.double(), second.double())
 
 
 def local(tensor: Any) -> Tensor:
@@ -311,5 +313,10 @@ def _pick(tensors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 
     Each pair in ``tensors`` is a tensor and the indices of the elements to take from it, flattened.
     """
-    picked = [flat.view(-1)[places.to(flat.device)].double().cpu() for flat, places in tensors]
-    return torch.cat([torch.zeros(0, dtype=torch.float64), *picked])
+    picked = [_at(flat, places) for flat, places in tensors]
+    return torch.cat(picked).double() if picked else torch.zeros(0, dtype=torch.float64)
+
+
+def _at(flat: Tensor, places: Tensor) -> Tensor:
+    """Return the elements of ``flat`` at the indices ``places``, counted in the flattened tensor, on the CPU."""
+    return flat.view(-1)[places.to(flat.device)].cpu()
