@@ -169,7 +169,8 @@ def small_units(policy: Policy, topology: Topology, units: Sequence[UnitGeometry
     ``memory.pair_below`` bytes.  If the policy has a schedule or a budget, the message must be as small with all
     policies of the schedule, and with all codecs of the budget.  ``units`` are in model order.
 
-    The set is empty if the policy has a stage below 3, offload, or a user's own gather, and if gathers send nothing.
+    The set is empty in each of these cases: ``memory.pair_below`` is 0; the stage is below 3; the policy has offload or
+    a user's own gather; or gathers of weights send nothing.
     """
     limits, offload = policy.memory, policy.offload
     own = policy.own_gather is not None or offload.weights or offload.optimizer

@@ -45,7 +45,7 @@ ALTERNATIVE: Final = (
 )  # fmt: skip
 """The fields of a :class:`Machine` that may differ in another, equally good fit (:attr:`Machine.alternatives`)."""
 EQUAL_FITS: Final = 0.01
-"""A fit of a machine's rates counts as equally good as the best fit if its error is at most this much larger.
+"""How much larger the error of a fit of a machine's rates may be than the best fit's, to count as equally good.
 
 The error is the root mean square of the logarithms of measured over predicted seconds."""
 

@@ -47,7 +47,8 @@ class TimedHop:
     inside: float = 0.0  # time in which a rank sends all its messages to ranks of its node
     latency: float = 0.0  # time from the end of sending to the arrival, in which other messages can be sent
     before: float = 0.0  # time in which the processor decodes, encodes or copies before the exchange
-    # Part of ``before`` in which the processor posts the messages.  If one call posts two exchanges, it is spent once.
+    # Part of ``before`` in which the processor posts the messages.  If one call posts two exchanges, this part is spent
+    # only once.
     call: float = 0.0
     # Which earlier exchange of the same gather or reduction must have arrived before this one is posted: 1 means the
     # exchange before this one, 2 the exchange before that one, and so on; 0 means none.
@@ -65,7 +66,8 @@ class Collective:
     hops: tuple[TimedHop, ...] = ()  # in the order in which they are posted
     after: float = 0.0  # seconds in which the processor decodes after the last hop
     # Whether the last hop crosses nodes.  If so, a reduction waits for its last hop only when the reduce bucket (the
-    # limit of elements that are being reduced) is full, or when the pass ends.  If not, it waits at the next event.
+    # limit of elements that are being reduced) is full, or when the pass ends.  If not, it waits at the first gradient
+    # of the next trained unit.
     crosses: bool = True
 
 
