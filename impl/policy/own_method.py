@@ -36,7 +36,7 @@ MessageKind = Literal["all_gather", "all_to_all", "shift"]
 """
 
 Role = Literal["reduce", "gather"]
-"""What a user's class does: it reduces gradients or gathers weights.  The policy's field of the same name names it."""
+"""What a user's class does, which is also the name of the policy's field that holds the class."""
 
 Change = Literal["stepped", "loaded", "unchanged"]
 """How a unit's weights have changed since they were last gathered:

@@ -165,8 +165,8 @@ class Policy:
     # planes.  Unless ``planes`` is 1, no unit stays gathered for backward, and recomputing a block of the model in
     # backward (activation checkpointing) is refused.
     planes: Literal[1, 2, "phase"] = setting(
-        1, "1; or weights are quantised by rows for forward and by columns for backward. 2: every gather sends both; "
-        "`phase`: each gather sends the one that its pass computes with", implied=True,
+        1, "1: one quantisation for all passes; 2: by rows for forward and by columns for backward, and every gather "
+        "sends both; `phase`: as 2, but a gather sends only what its pass computes with", implied=True,
         alters=lambda policy, _: _raw(policy.weights),
     )  # fmt: skip
     # ``stage`` means ``step`` in stages 0 and 1, and ``micro_batch`` in stages 2 and 3.
@@ -210,7 +210,7 @@ class Policy:
     # The units are divided into this many fragments.  Different fragments are exchanged after different steps, which
     # are spread evenly over ``local_steps`` (Streaming DiLoCo, 2501.18512).
     local_fragments: int = setting(
-        1, "whole number: parts into which units are dealt, each exchanged after another step; or `none`",
+        1, "whole number: fragments into which the units are divided, each exchanged after another step; or `none`",
         or_none=True, scope="training", alters=lambda policy, _: not policy.group,
     )  # fmt: skip
     # The outer SGD's gradient is the mean over groups of how far their masters have moved.
@@ -749,8 +749,8 @@ class Policy:
         - Persistent units hold small parameters, stay gathered, and are sent unquantised: codecs that quantise are
           replaced with a cast to the compute type.
 
-        A user's own gather is used for neither kind, and a user's own reduction is not used for persistent units.  With
-        neither argument, the method returns this policy itself.
+        Neither kind is gathered by a user's own class, and persistent units are not reduced by one.  With the default
+        arguments, the method returns this policy itself.
 
         Raises PolicyError: for a policy with a schedule.
         """
