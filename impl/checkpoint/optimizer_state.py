@@ -40,9 +40,9 @@ class SavedMasters:
         units: the engine's units.
         rank: this rank.
         optimizers: the optimizers, which must hold masters of this engine.
-        copy: None without local steps (DiLoCo): all ranks together save each element once.  With local steps, each
-            state group (ranks that share one copy of all states) saves all elements.  ``copy`` is then the prefix of
-            the names in this rank's file, such as ``group1:``, or empty for the first group.
+        copy: None in a run without local steps (DiLoCo), in which all ranks together save each element once.  With
+            local steps, each state group (ranks that share one copy of all states) saves all elements, and ``copy`` is
+            the prefix of the names in this rank's file, such as ``group1:``; it is empty for the first group.
 
     Raises:
         CheckpointError: if an optimizer holds a tensor that is not a master of this engine, or if two optimizers hold
