@@ -26,14 +26,14 @@ from impl.cuda.launch import loaded_sha256, on_device
 
 
 def prepare(device: torch.device, codecs: Iterable[Codec] = ()) -> None:
-    """Build the C++ kernels for a CPU, or compile and try the kernels of ``codecs`` on a GPU.
+    """Compile the C++ kernels for a CPU, or the CUDA kernels of ``codecs`` for a GPU, before the first step needs them.
 
-    Later steps therefore do not wait for this compilation.  If the C++ compiler or CuPy is missing, no error is raised:
-    the reference takes the place of the kernels, and :func:`warning_of` says why.
+    If the C++ compiler or CuPy is missing, no error is raised: the reference backend takes the place of the kernels,
+    and :func:`warning_of` says why.
 
-    On a GPU, :func:`try_codec` encodes and decodes eight elements with each of ``codecs``, which compiles the kernels
-    for these elements.  A kernel for another type of elements, another size or another operation is compiled when it is
-    first called.
+    On a GPU, eight elements are encoded and decoded with each of ``codecs`` (:func:`try_codec`), and the kernels that
+    this calls are compiled.  A kernel for another type of elements, another size or another operation is compiled when
+    it is first called.
 
     Raises:
         ValueError: if no backend serves the device, or if a user's codec does not support the device.
@@ -137,7 +137,9 @@ def _choose(device: str) -> tuple[Operations, str | None]:
         if importlib.util.find_spec("cupy") is None:
             return REFERENCE, "no CUDA kernels: CuPy is not installed"
         return cuda.Kernels(on_device), None
-    raise ValueError(f"there are no kernels for device {device}: expected one of cpu, cuda")
+    raise ValueError(
+        f"there are no kernels for device {device}: move the tensors to a device of type cpu or cuda"
+    )
 
 
 def encode(

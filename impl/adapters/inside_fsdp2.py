@@ -96,8 +96,8 @@ def fsdp2(
             :class:`Mesh` of other ranks than the model's device mesh.  Also if ``mesh`` is not a :class:`Mesh` and this
             function was called with the model before.
         PolicyError: if FSDP2 cannot carry out the policy; the message names the field or the codec.
-        MeshError: if ``mesh`` is a topology with another number of ranks than the model's device mesh, or if
-            :meth:`Mesh.of` cannot read the nodes.
+        MeshError: if ``mesh`` is a topology with another number of ranks than the model's device mesh.  Also if
+            ``mesh`` is None and :meth:`Mesh.of` cannot find out which ranks share a node.
     """
     policy = preset(policy) if isinstance(policy, str) else policy
     check_host("fsdp2", policy)

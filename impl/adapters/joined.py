@@ -63,10 +63,11 @@ class Joined:
         return predict_hosted(self._host, *layout, rank=self.wire.mesh.rank, events=events)
 
     def describe(self) -> dict[str, Any]:
-        """Returns, in JSON's types, which collectives, transports and kernels the adapter uses; records keep this.
+        """Returns the names of the collectives, transports and kernels that the adapter uses, as a dict for a record.
 
-        The keys are ``host``, ``gather``, ``reduce``, ``transports`` (by axis) and ``kernels`` (name of the backend).
-        ``kernels_warning`` is there only if the backend is the reference.
+        The keys are ``host`` (``fsdp2`` or ``ddp``), ``gather``, ``reduce``, ``transports`` (for each axis of ranks)
+        and ``kernels`` (name of the backend).  If no compiled kernels can be used, ``kernels_warning`` says why.  All
+        values can be written as JSON.
         """
         device = self.wire.mesh.device
         warning = ops.warning_of(device)
@@ -80,10 +81,10 @@ class Joined:
         }
 
     def _reduction(self, name: str, piece: int) -> Reduction:
-        """Returns the reduction, not started yet, of the gradients of unit ``name``: ``world * piece`` elements.
+        """Returns a new reduction, which is not started yet, for the gradients of the unit ``name``.
 
-        Inside FSDP2, the reduction gives each rank ``piece`` elements of the mean.  Inside DDP, it gives each rank all
-        elements of the mean.
+        The gradients have ``world * piece`` elements, where ``world`` is the number of ranks.  Inside FSDP2, each rank
+        receives ``piece`` elements of their mean.  Inside DDP, each rank receives the whole mean.
         """
         tag, grain = Tag("backward", "gradients", name), common_grain(*self.policy.gradients)
         return reduction_of(self.policy, self.wire, tag, piece, grain)

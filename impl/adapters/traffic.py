@@ -56,7 +56,9 @@ _WHY: Final = {
 
 
 def carries(host: Host, name: str) -> bool:
-    """Returns whether a run inside ``host`` (FSDP2 or DDP) may change the policy's field ``name``.
+    """Returns whether a policy that runs inside ``host`` (FSDP2 or DDP) may set the field ``name``.
+
+    The other fields must keep the values of the host's policy in :data:`BASES`.
 
     ``name`` is the last part of the field's path: ``max_padding`` for ``memory.max_padding``.
     """
@@ -100,7 +102,7 @@ class HostError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """The sizes of one parameter group of FSDP2: the parameters of a module that one message gathers or reduces.
+    """The sizes of one parameter group of FSDP2, whose weights or gradients a rank sends in one message.
 
     Every parameter is cut along its first dimension into ``world`` parts, one for each rank.  The last parts may have
     fewer rows, or none, and are padded to the size of the first part.  A rank's message consists of its parts of all

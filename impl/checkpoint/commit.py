@@ -145,7 +145,11 @@ def remove(path: Path) -> None:
     try:
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
     except OSError as error:
-        _log.warning("%s: is a leftover, not a checkpoint, and cannot be removed: %s", path, error.strerror)
+        _log.warning(
+            "%s: is not a complete checkpoint, and cannot be removed: %s; remove it by hand",
+            path,
+            error.strerror,
+        )
 
 
 def digest_of(path: Path) -> tuple[int, str]:

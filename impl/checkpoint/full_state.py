@@ -48,9 +48,10 @@ def export(
             are an error.
 
     Returns:
-        Up to three lines of text, one for each kind of value: finite values that became infinite, values that became 0,
-        and values that were infinite or NaN before the cast.  A line has the number of such values in up to four
-        parameters, and the number of further parameters with such values.  It is left out if there are none.
+        Up to three warnings, each a line of text: one on finite values that became infinite, one on values that became
+        0, and one on values that were infinite or NaN before the cast.  A warning names up to four parameters with the
+        number of such values in each, and counts the other parameters that have such values.  A warning without values
+        is left out.
 
     Raises:
         CheckpointError: if ``path`` exists, if ``dtype`` is not a floating-point type, if a file cannot be read or

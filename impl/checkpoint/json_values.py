@@ -5,7 +5,7 @@ A value for which JSON has no form becomes an object with one key:
 - ``{"__tuple__": [...]}``: a tuple
 - ``{"__number__": ["float32", 3.0]}``: a tensor without dimensions
 - ``{"__numpy__": ["float32", 3.0]}``: a NumPy scalar
-- ``{"__dict__": [[key, value], ...]}``: a dict with a key that is not text, or with one of the keys of this list
+- ``{"__dict__": [[key, value], ...]}``: a dict that has a key which is not text, or a key such as ``__tuple__``
 - ``{"__counter__": [[key, value], ...]}``: a ``collections.Counter``
 - ``{"__ordered__": [[key, value], ...]}``: a ``collections.OrderedDict``
 

@@ -125,8 +125,8 @@ def read_manifest(path: Path) -> Manifest:
 def _fault(content: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a manifest's ``content``, as a part of an error; None if nothing is wrong.
 
-    A key may be missing or unknown, or its value may have another form than docs/guide/checkpoints.md describes.  The
-    parameters may also have more elements than the files have bytes.
+    There are three kinds of faults: a key is missing or unknown; a value has another form than
+    docs/guide/checkpoints.md describes; or the parameters have more elements than the files have bytes.
     """
     known = [field.name for field in dataclasses.fields(Manifest)]
     if different := sorted(content.keys() ^ set(known)):

@@ -40,9 +40,9 @@ class SavedMasters:
         units: the engine's units.
         rank: this rank.
         optimizers: the optimizers, which must hold masters of this engine.
-        copy: None without local steps (DiLoCo): all ranks together save each element once.  With local steps, each
-            state group (ranks that share one copy of all states) saves all elements.  ``copy`` is then the prefix of
-            the names in this rank's file, such as ``group1:``, or empty for the first group.
+        copy: None in a run without local steps (DiLoCo), in which all ranks together save each element once.  With
+            local steps, each state group (ranks that share one copy of all states) saves all elements, and ``copy`` is
+            the prefix of the names in this rank's file, such as ``group1:``; it is empty for the first group.
 
     Raises:
         CheckpointError: if an optimizer holds a tensor that is not a master of this engine, or if two optimizers hold
@@ -78,10 +78,10 @@ class SavedMasters:
         return [name for master in masters for name in self._ranges[id(master)].names]
 
     def manifest_entries(self) -> list[dict[str, Any]]:
-        """Returns a dict for each optimizer, which the manifest keeps, and which is equal on all ranks.
+        """Returns, for each optimizer, the dict that the checkpoint's manifest stores; it is equal on all ranks.
 
-        The dict has the optimizer's class (``kind``), and for each parameter its options and its numbers, such as
-        Adam's ``step``.
+        The dict has two keys.  ``kind`` is the name of the optimizer's class.  ``parameters`` has, for the name of each
+        parameter, its options (such as the learning rate) and its numbers (such as Adam's ``step``).
 
         Raises CheckpointError: for options or states that cannot be saved.
         """
@@ -113,9 +113,9 @@ class SavedMasters:
     def check(self, saved: Sequence[dict[str, Any]]) -> None:
         """Raise CheckpointError if these optimizers cannot load ``saved``, the manifest's entries of optimizers.
 
-        The number of optimizers, their classes and their parameters must be the same as in ``saved``.  Parameters that
-        share an optimizer group here must have been saved with the same options, and parameters that share a master
-        with the same numbers, such as Adam's ``step``.  Nothing is changed.
+        The number of optimizers, their classes and their parameters must be the same as in ``saved``.  If parameters
+        share an optimizer group here, their saved options must be equal.  If parameters share a master, their saved
+        numbers, such as Adam's ``step``, must be equal.  Nothing is changed.
         """
         if len(saved) != (count := len(self._optimizers)):
             raise CheckpointError(
@@ -165,8 +165,9 @@ class SavedMasters:
             saved: the manifest's entries of the optimizers, which must have passed :meth:`check`.  They have the
                 options, and numbers such as Adam's ``step``.
             parts: the files, which have the states with a value for each element, such as Adam's ``exp_avg``.
-            copy: the prefix of the names in the files, such as ``group1:``.  It says which state group's values are
-                loaded from a run with local steps.  It is empty for the first group, and for a run without local steps.
+            copy: the prefix of the names under which the values were saved.  If the saved run had local steps, each
+                state group has saved its own values: ``group1:`` loads those of the second group, and an empty prefix
+                those of the first group.  Without local steps the prefix is empty.
         """
         for number, (optimizer, entry) in enumerate(zip(self._optimizers, saved, strict=True)):
             state: dict[int, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Writes ranks' files, and reads any part of a parameter from them, whatever the layout that saved them.
+"""Writes the files of ranks, and reads any part of a parameter from the files, no matter how it was sharded.
 
 Files hold *ranges*: a range is elements [start, end) of one flattened parameter, under the name ``KIND/NAME@START``.
 The name does not depend on units, shards or ranks, so a rank of another layout can read the elements of its own shards
@@ -51,7 +51,7 @@ def ranges(
     Padding belongs to no parameter.
 
     Args:
-        geometry: the layout of a unit, whose shard it is.
+        geometry: the layout of the unit to which the shard belongs.
         rank: the rank that has the shard.
         span: elements (start, end) of the shard; by default the whole shard.  The ``place`` of a range counts from
             ``start``.
@@ -129,8 +129,8 @@ class Parts:
             parts.append(values[max(start - low, 0) : max(end - low, 0)])
         if (count := sum(map(len, parts))) != end - start:
             raise CheckpointError(
-                f"{self.path}: parameter {name!r} has {count} saved values of {kind} from element {start} on, expected "
-                f"{end - start}: load another checkpoint"
+                f"{self.path}: the files hold {count} values of {kind} for elements {start} to {end - 1} of parameter "
+                f"{name!r}, expected {end - start}: load another checkpoint"
             )
         return torch.cat(parts) if parts else torch.empty(0)
 

@@ -60,16 +60,16 @@ def together(
     Args:
         wire: the transport between the ranks.
         attempt: returns a result and a short report in JSON's types.
-        unlike: if given, all ranks' reports must be equal.  It is the error's text if they are not, without the ``rank
-            N`` that comes before it.
+        unlike: None if ranks may report different things.  Otherwise all reports must be equal, and ``unlike`` is the
+            text of the error for a rank whose report differs.  The words ``rank N`` are put before this text.
 
     Returns:
         This rank's result, and the reports of all ranks.
 
     Raises:
         CheckpointError: on all ranks, if ``attempt`` raises on any rank.  The error has the message of the first rank
-            that failed, and names the rank unless all ranks have the same message.  Also if ``unlike`` is given and the
-            report of a rank differs from the report of rank 0.
+            that failed.  It names this rank, or no rank if all ranks failed with the same message.  Also raised if
+            ``unlike`` is given and the report of a rank differs from the report of rank 0.
     """
     failure, result = None, None
     try:
@@ -170,9 +170,7 @@ def _save(folder: Path, zero: Zero, optimizers: Sequence[Optimizer], *, extra: A
             disk.thin(folder, keep)
         return None, name
 
-    unlike = (
-        "passes another extra=, or optimizers with other options, than rank 0: make them equal on all ranks"
-    )
+    unlike = "passes another value of extra=, or other optimizer options, than rank 0: make them equal on all ranks"
     (manifest, masters), _ = together(wire, describe, unlike)
     _, (begun, *_) = together(wire, begin)
     partial = folder / begun
@@ -243,10 +241,10 @@ def _group(zero: Zero) -> str | None:
 
 
 def _of_phases(policy: Policy, text: Callable[[Policy], str]) -> str:
-    """Returns what ``text`` returns for the phases of ``policy``, joined by ``or``, such as ``0.8 or none``.
+    """Returns the values that one setting of ``policy`` has during a run, as text such as ``0.8 or none``.
 
-    The phases are the different policies that a schedule gives to the steps of a run; without a schedule, the only
-    phase is the policy itself.  ``text`` describes one setting of a phase.  Equal descriptions are given once, and
+    A schedule gives different policies, the phases, to the steps of a run.  Without a schedule, the only phase is the
+    policy itself.  ``text`` is a function that returns the setting's value in a phase.  Each value is given once, and
     ``none`` comes last.
     """
     return " or ".join(sorted(dict.fromkeys(map(text, policy.phases)), key=lambda each: each == "none"))
@@ -272,7 +270,7 @@ def _entries(zero: Zero) -> dict[str, dict[str, Any]]:
 
 
 def _tensors(zero: Zero, masters: SavedMasters) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for each tensor of this rank's file."""
+    """Yield (name, tensor) for each tensor that this rank writes to its file of the checkpoint."""
     mesh = zero.wire.mesh
     for unit in zero.units:
         master = unit.master_shard.master  # for weights that are kept as codes, a decoded copy

@@ -110,7 +110,7 @@ class Raw(_Framed):
 
     @property
     def grain(self) -> int:
-        """The number of elements in 16 bytes; the number of elements of a shard must be a multiple of this number."""
+        """The number of elements in 16 bytes; a shard must have a multiple of this number of elements."""
         return FRAME_ALIGNMENT // ITEM_BYTES[self.dtype]
 
     @property
@@ -144,7 +144,7 @@ class _Scaled(_Framed):
 
     @property
     def grain(self) -> int:
-        """The number of elements of a shard must be a multiple of this number.
+        """The grain: a shard must have a multiple of this number of elements.
 
         It is the number of elements in a block, since no block may span two shards.  If the block is the whole shard,
         it is the number of elements that are rotated together, or 1 without a rotation.
@@ -432,7 +432,7 @@ class OwnCodec(_Framed):
 
     @property
     def grain(self) -> int:
-        """The number of elements of a shard must be a multiple of this number."""
+        """The grain: a shard must have a multiple of this number of elements."""
         return self._contract.grain
 
     @property
@@ -563,8 +563,8 @@ def built_in(text: str) -> BuiltIn:
 
 
 def common_grain(*codecs: Codec) -> int:
-    """Returns a number; a shard suits all ``codecs`` if its number of elements is a multiple of this number.
+    """Returns the least common multiple of 32 and the grains of ``codecs``.
 
-    The result is the least common multiple of 32 and the grains of the codecs.
+    A shard can be encoded in each of the codecs if its number of elements is a multiple of the result.
     """
     return math.lcm(32, *(codec.grain for codec in codecs))  # 32 codes of 4 bits fill a 16-byte vector

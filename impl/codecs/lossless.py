@@ -2,9 +2,9 @@
 
 Mantissas and signs of weights and gradients are random bits, which no coder shortens.  The exponents are not random:
 most elements have one of a few exponents, so that about 2.6 of an exponent's 8 bits are information (ZipCCL,
-2604.27844).  Elements are therefore cut into planes: a plane has the bytes at one place of all elements, and the first
-plane has the exponents.  Each plane that is not random is compressed with an entropy coder: Huffman's code in zlib, or
-the coder in zstd.
+2604.27844).  Elements are therefore cut into planes: the first plane has the first byte of every element, which is the
+exponent, the second plane has the second byte of every element, and so on.  Each plane that is not random is compressed
+with an entropy coder: Huffman's code in zlib, or the coder in zstd.
 
 The number of bytes is known only after encoding.  A frame is therefore as large as the largest possible encoding, and
 :meth:`_Lossless.used_bytes` returns how many bytes of the frame are used.  The messages of a policy have fixed sizes,
@@ -104,10 +104,11 @@ class _Lossless:
 
 
 class Zlib(_Lossless):
-    """Compresses byte planes (the bytes at one place of all elements) with the Huffman code of Python's module zlib."""
+    """Compresses byte planes (plane k has byte k of every element) with the Huffman code of Python's module zlib."""
 
     def _compress(self, plain: bytes) -> bytes:
-        # Exponents hardly repeat as strings: to search for such strings costs 30 times the time, and bytes too.
+        # Huffman's code only, since exponents hardly ever contain the same sequence of bytes twice: a search for
+        # repeated sequences would take 30 times as long, and make the result larger.
         coder = zlib.compressobj(wbits=-zlib.MAX_WBITS, strategy=zlib.Z_HUFFMAN_ONLY)
         return coder.compress(plain) + coder.flush()
 
@@ -116,13 +117,13 @@ class Zlib(_Lossless):
 
 
 class Zstd(_Lossless):
-    """Compresses byte planes (the bytes at one place of all elements) with zstd, of the package zstandard."""
+    """Compresses byte planes (plane k has byte k of every element) with zstd, of the package zstandard."""
 
     def _compress(self, plain: bytes) -> bytes:
         from zstandard import STRATEGY_FAST, ZstdCompressionParameters, ZstdCompressor
 
-        # Exponents hardly repeat as strings, so the search for repeated strings has the smallest table, and finds only
-        # long strings.
+        # Exponents hardly ever contain the same sequence of bytes twice.  So the search for repeated sequences is made
+        # as cheap as possible: its table has the smallest size, and it finds only long sequences.
         settings = ZstdCompressionParameters(strategy=STRATEGY_FAST, hash_log=6, min_match=7)
         # A coder serves one thread, and ranks may be threads.
         coder = ZstdCompressor(compression_params=settings)
@@ -135,7 +136,7 @@ class Zstd(_Lossless):
 
 
 class _Bf16(_Lossless):
-    """Casts elements to bf16 before they are compressed, as a baseline with 16-bit messages does."""
+    """Casts elements to bf16 before they are compressed; nothing is lost beyond this cast."""
 
     kinds: ClassVar[list[Dtype]] = ["fp32", "bf16"]
 
@@ -153,11 +154,11 @@ class _Bf16(_Lossless):
 
 
 class ZlibBf16(_Bf16, Zlib):
-    """Casts elements to bf16, and compresses the byte planes of the result with zlib."""
+    """Casts elements to bf16, and compresses byte k of all elements together, for each k, with zlib."""
 
 
 class ZstdBf16(_Bf16, Zstd):
-    """Casts elements to bf16, and compresses the byte planes of the result with zstd."""
+    """Casts elements to bf16, and compresses byte k of all elements together, for each k, with zstd."""
 
 
 def _rounding(low: float, high: float, dtype: Dtype) -> float:
@@ -191,7 +192,10 @@ def _cut(x: Tensor) -> Planes:
 
 
 def _joined(planes: Planes, kind: torch.dtype) -> Tensor:
-    """Return the elements (S,) of type ``kind`` whose planes are ``planes``; undoes :func:`_cut`."""
+    """Return the elements (S,) of type ``kind`` whose bytes are in ``planes`` (bytes of an element, S) uint8.
+
+    The function undoes :func:`_cut`.
+    """
     size = len(planes)
     turned = np.ascontiguousarray(planes.T).view(f">u{size}").reshape(-1).astype(f"u{size}")
     bits = (turned >> 1) | (turned << (8 * size - 1))

@@ -70,7 +70,7 @@ class OwnObject:
 
     @property
     def grain(self) -> int:
-        """The number of elements of a shard must be a multiple of this number."""
+        """The grain: a shard must have a multiple of this number of elements."""
         return 1 if self.block == "shard" else int(self.block)
 
 

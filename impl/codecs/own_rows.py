@@ -88,10 +88,11 @@ def decode_sum(codec: OwnCodec, frames: Tensor, out: Tensor) -> None:
 
 
 def used_bytes(codec: Codec, frames: Tensor) -> int:
-    """Returns how many bytes of ``frames`` (..., F) uint8 hold data, as the sum over all frames.
+    """Returns how many bytes hold data in all ``frames`` (..., F) uint8 together.
 
-    If a user's codec has a method ``used_bytes()``, this method counts the bytes of each frame.  A lossless codec, for
-    example, leaves the end of a frame empty.  The frames of all other codecs count in full.
+    If the codec's object has a method ``used_bytes()``, this method counts the bytes of each frame.  Lossless codecs,
+    for example, have this method, since they leave the end of a frame empty.  The frames of all other codecs count in
+    full.
     """
     function = codec.definition.used_bytes if isinstance(codec, OwnCodec) else None
     if function is None:

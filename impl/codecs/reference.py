@@ -331,9 +331,9 @@ def _sum_and_divide(repeat: Repeat, divisor: int, frames: Tensor, out: Tensor) -
 def key_of(operation: Hashable, first: Tensor, second: Tensor, *codecs: Codec) -> tuple[Hashable, ...] | None:
     """Returns the key under which an operation is remembered, so that it can be repeated without checks.
 
-    The key contains the codecs, and the shape, strides, type, device, and address modulo 16 bytes of both tensors.
-    Tensors in which all these agree may repeat the same operation.  Only operations without noise and error feedback
-    are remembered.
+    The key contains the operation, the codecs, and the shape, strides, type, device, and address modulo 16 bytes of
+    both tensors.  If an operation has been checked for two tensors, it needs no checks for two others with the same
+    key.  Only operations without noise and error feedback are remembered.
 
     Returns None if a tensor has no memory, or is negated lazily by torch.  Such tensors must be checked each time, even
     if the operation has accepted other tensors of the same layout.

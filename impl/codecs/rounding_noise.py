@@ -32,10 +32,11 @@ Words = tuple[int, int, int, int]
 
 
 def shard_stride(numel: int) -> int:
-    """Returns by how much the numbers of a unit's elements increase from one shard to the next.
+    """Returns ``numel``, the number of elements of a shard, rounded up to a multiple of 8.
 
-    Random bits depend on an element's number in its unit.  The result is ``numel``, the number of elements of a shard,
-    rounded up to a multiple of 8.  With ``numel = 100`` it is 104, so the first element of shard 2 has number 208.
+    Random bits depend on an element's number in its unit.  The elements of the unit are numbered so that the first
+    element of shard k has the number k times the result.  With ``numel = 100`` the result is 104, and the first element
+    of shard 2 has number 208.
     """
     return -(-numel // OCTET) * OCTET
 
@@ -44,7 +45,8 @@ def shard_stride(numel: int) -> int:
 class Noise:
     """The random bits for the rows of a tensor (..., S).
 
-    The bits of an element depend only on ``philox`` and on the element's number.  Numbers count up along a row.
+    The bits of an element depend only on ``philox`` and on the element's number.  The elements of a row have
+    consecutive numbers.
 
     Raises ValueError: if ``start`` or a stride is negative, or is not a multiple of 8.
     """
@@ -76,10 +78,10 @@ class Key:
     source: int = NO_SOURCE  # rank that encodes, for gradients
 
     def noise(self, start: int = 0, strides: tuple[int, ...] = ()) -> Noise:
-        """Returns this key's random bits, for rows whose elements are numbered by ``start`` and ``strides``.
+        """Returns the random bits that this key gives to the elements of a tensor (..., S).
 
-        ``start`` is the number of the first row's first element.  ``strides`` are the distances between rows, in
-        elements, for each leading dimension (:class:`Noise`).
+        Bits depend on the element's number.  ``start`` is the number of the first row's first element.  ``strides`` has
+        one number for each leading dimension: by how much element numbers increase from one row to the next.
         """
         numbers = (self.seed, self.step, self.micro_batch, self.purpose, self.hop, self.source)
         text = "/".join([*map(str, numbers), self.unit])  # the unit is last, since its name may contain "/"

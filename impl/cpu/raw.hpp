@@ -1,8 +1,8 @@
 // Frames of casts: rows are copied, and the rows of several frames are summed in one pass.
 //
-// Large rows are decoded past the caches: a plain store would first read the cache line that it overwrites, and these
-// reads would be a third of a copy's traffic.  Frames and sums are written to the caches, since they are read again
-// soon.
+// Large rows are decoded with stores that bypass the caches: a plain store would first read the cache line that it
+// overwrites, and these reads would be a third of a copy's traffic.  Frames and sums are written to the caches, since
+// they are read again soon.
 #pragma once
 
 #include "job.hpp"
@@ -34,8 +34,8 @@ inline void stream_lines(u8* __restrict to, const u8* __restrict from, i64 bytes
 #endif
 }
 
-// Makes sure that other processes see the stores of stream_lines before any later store.  So a process that sees a flag
-// which is set after this call also sees the row.
+// Makes sure that other processes see the stores of stream_lines before any store after this call.  If a rank then sets
+// a flag in shared memory, a process that sees the flag also sees the row.
 inline void finish_streams() {
 #if defined(__SSE2__)
     _mm_sfence();
@@ -54,7 +54,8 @@ inline void copy_bytes(u8* to, const u8* from, i64 bytes) {
     finish_streams();
 }
 
-// Writes the sum of `COUNT` frames' elements, in order, to `out`, or adds them to `out` (ADD).
+// Adds up `count` elements of `COUNT` frames, which are `stride` bytes apart, in the order of the frames.  Without ADD,
+// the sums are written to `out`.  With ADD, the elements are added to the sums that `out` holds.
 template <class T, int COUNT, bool ADD>
 void sum_raw(const u8* frame, i64 stride, i64 count, u32* __restrict out) {
     using Word = typename T::Word;
@@ -72,8 +73,8 @@ void sum_raw(const u8* frame, i64 stride, i64 count, u32* __restrict out) {
     }
 }
 
-// Writes the sums over all sources, added in ascending order, of `count` elements.  `frame` is the frame of the first
-// source, and `stride` the distance in bytes to the next source's frame.
+// Adds up `count` elements of all sources, in ascending order of the sources, and writes the sums to `out`.  `frame` is
+// the frame of the first source, and `stride` the distance in bytes to the next source's frame.
 template <class T>
 void sum_raw_sources(const u8* frame, i64 sources, i64 stride, i64 count, u32* out) {
     i64 left = sources;

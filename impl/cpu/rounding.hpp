@@ -54,7 +54,8 @@ inline Stored stored_of(const Code& code, Extent extent) {
 
 // ---- one quotient ------------------------------------------------------------------------------
 
-// How the elements of a block are rounded, with all that does not change in the loop.
+// Rounds elements of a block to codes.  The members are the same for all elements of the block, so they are computed
+// once, before the loop over the elements.
 template <Kind KIND>
 struct Rule {
     Scheme<0> integers;
@@ -161,11 +162,14 @@ void fetch(const Word* values, i64 count) {
     for (i64 at = 0; at < count * i64(sizeof(Word)); at += 64) __builtin_prefetch(bytes + at);
 }
 
-// How a quotient is found: by a factor that always rounds correctly, by two products that enclose it, or by a
-// division.
+// How the quotient element / scale is found:
+//   kLone: by one product with a factor, which is known to round to the right code (lone_factor).
+//   kBracketed: by two products, one at most and one at least as large as the quotient.
+//   kDivided: by a division.
 enum Way { kLone, kBracketed, kDivided };
 
-// Writes the codes of values that share a scale; returns 0 if all of them are certain.
+// Writes the codes of `count` values that share a scale.  Returns 0 if all codes equal those of a division.  Otherwise
+// (only with kBracketed) the two products of some value round to different codes, and its code may be wrong.
 template <class T, Kind KIND, bool STOCHASTIC, Way WAY>
 inline __attribute__((always_inline)) u32 round_each(
     const Rule<KIND> rule, float factor, const typename T::Word* __restrict values, const u16* __restrict random,

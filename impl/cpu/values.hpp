@@ -46,7 +46,8 @@ struct Terms {
     Stored stored[kSources];
 };
 
-// Writes the sum of `COUNT` terms, in order, to `out`, or adds them to `out` (ADD).
+// Decodes `count` codes of each of `COUNT` frames, and adds the values up in the order of the frames.  Without ADD, the
+// sums are written to `out`.  With ADD, the values are added to the sums that `out` holds.
 template <class T, Kind KIND, bool SATURATE, int COUNT, bool ADD>
 void sum_terms(const Code& code, const Terms& terms, typename T::Word* __restrict out, i64 count) {
     const Reader<KIND> reader(code);
@@ -168,8 +169,9 @@ void sum_nibbles(const Code& code, const u8* frame, i64 stride, i64 begin, i64 e
 }
 #endif
 
-// Writes the sums of elements [begin, end) of `COUNT` frames to `out`, or adds them to `out` (ADD).  The frames are
-// `stride` bytes apart.  `begin` is a multiple of 8, and there are at most kPiece elements.
+// Decodes elements [begin, end) of `COUNT` frames, which are `stride` bytes apart, and adds them up.  Without ADD, the
+// sums are written to `out`.  With ADD, the elements are added to the sums that `out` holds.  `begin` is a multiple of
+// 8, and there are at most kPiece elements.
 template <class T, int COUNT, bool ADD>
 void sum_piece(const Code& code, const u8* frame, i64 stride, i64 begin, i64 end, typename T::Word* out) {
 #if WIDE
@@ -307,8 +309,9 @@ inline void add_halves(const u32* __restrict terms, u32* __restrict sums, i64 co
     for (; i < count; ++i) sums[i] = bits_of(halved(float_of(sums[i]) + halved(float_of(terms[i]))));
 }
 
-// Writes the sums over all sources, added in ascending order, of elements [begin, end) to `out`.  `first` is the frame
-// of the first source.  `begin` is a multiple of 8, and of the number of elements that are rotated together.
+// Adds up elements [begin, end) of all sources, in ascending order of the sources, and writes the sums to `out`.
+// `first` is the frame of the first source.  `begin` is a multiple of 8, and of the number of elements that are rotated
+// together.
 __attribute__((noinline)) inline void sum_sources(const Job& job, const u8* first, i64 begin, i64 end, u32* out) {
     const Code& code = job.coding;
     const i64 stride = job.source_stride;

@@ -57,7 +57,7 @@ CODEC_FN float fused(float a, float b, float c) {
 #endif
 }
 
-// Marks a condition that rarely holds, so that the compiler keeps what it leads to out of the way.
+// Marks a condition that rarely holds, so that the compiler moves the code for this case out of the main path.
 CODEC_FN bool rare(bool happens) { return __builtin_expect(happens, false); }
 
 constexpr int kOctet = 8;  // elements of an octet, whose codes fill whole bytes

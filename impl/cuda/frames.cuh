@@ -19,9 +19,13 @@ struct Place {
     u32 vectors, kind;
 };
 
-// How a row is coded.  `bits`: of a code; for floats, of the mantissa.  `special`: 1 for an offset, 2 for clipped
-// codes; for floats, 1 for scales that are powers of two.  `rotation`: elements of a group, 0 without rotation.
-// `shift`: the logarithm of the block if that is a power of two, 31 if there is only one block, else -1.
+// How a row is coded.
+//   bits: for integers, the number of bits of a code; for floats, the number of bits of the mantissa.
+//   special: for integers, 1 for codes with an offset, 2 for clipped codes, else 0; for floats, 1 if scales are powers
+//   of two, else 0.
+//   block, blocks: the number of elements of a block, and the number of blocks of the row.
+//   rotation: the number of elements that are rotated together; 0 without rotation.
+//   shift: the binary logarithm of `block` if it is a power of two; 31 if there is only one block; else -1.
 struct Coding {
     i64 codes_end, scales_at, scales_end, frame_bytes;
     u32 bits, special, block, blocks, rotation;
@@ -156,9 +160,10 @@ __device__ __forceinline__ void store_singly(u8* row, const Place& place, u32 oc
         if (i < count) *reinterpret_cast<typename T::Word*>(row + i * place.inner) = held.word(i);
 }
 
-// Loads an octet.  `vectors` is that of the place, or a constant.  `together` says that all lanes of the warp take part
-// and have whole octets, and that the octets of lanes which are 16 slots apart are `apart` octets apart.  Each lane
-// then loads two halves of octets of fp32, so that the loads of a warp are contiguous, and neighbouring lanes swap
+// Loads an octet.  `vectors` is place.vectors, or a constant of the same value.  `together` may be true only if all
+// lanes of the warp take part, each with a whole octet.  Then `apart` is the distance, in octets, between the octets of
+// two lanes whose slots differ by 16.  With `together`, an octet of fp32 is loaded in halves: each lane loads a half of
+// its own octet and a half of its neighbour's, so that the loads of a warp are contiguous, and the two lanes then swap
 // halves.
 template <class T>
 __device__ __forceinline__ Held<T> load_octet(const u8* row, const Place& place, bool vectors, u32 octet,

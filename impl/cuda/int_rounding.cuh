@@ -132,10 +132,10 @@ CODEC_FN u64 drawn_word(Scheme<BITS> scheme, Divider divider, const float (&valu
                                    : drawn_word<false, false>(scheme, divider, values, random, count);
 }
 
-// The integers of eight codes.  A code in the right place in the mantissa of a power of two makes the number that
-// power plus the code.  That takes one LOP3, or one PRMT if the code is a byte, and one subtraction for each code.
-// Codes in two's complement are made positive by flipping their sign bit, which is a value from the launch: with two
-// constants ptxas would use two LOP3s.
+// Writes the integers for which eight codes stand.  If the bits of a code are put into the right place of the mantissa
+// of a power of two, the float is this power plus the code, and the power is subtracted.  For each code that takes one
+// LOP3, or one PRMT if the code is a byte, and one subtraction.  Codes in two's complement are made positive by
+// flipping their sign bit.  The mask of this bit comes from the launch: with two constants, ptxas would use two LOP3s.
 template <int BITS>
 CODEC_FN void integers_of(Scheme<BITS> scheme, u64 word, float (&integers)[kOctet]) {
     static_assert(BITS == 4 || BITS == 8, "compiled for these");

@@ -157,8 +157,8 @@ class _Call:
     ) -> Launch:
         """Returns a launch of ``kernel`` in ``file``, with ``threads`` threads in each thread block.
 
-        Each row is cut into ``parts`` parts.  Every part has a thread block of its own.  If ``loops`` is True, however,
-        and there are many parts, each thread block works on several parts, one after the other.
+        Each row is cut into ``parts`` parts.  If ``loops`` is False, every part has a thread block of its own.  If
+        ``loops`` is True and there are many parts, each thread block works on several parts, one after the other.
         """
         if loops:
             repeats = max(1, min(MOST_LOOPS, parts * math.prod(self.sizes) // self.spread))
@@ -170,8 +170,9 @@ class _Call:
     def held(self, file: str, kernel: str, codec: Blocked, octets: int, *, loops: bool = True) -> Launch:
         """Returns a launch of ``kernel`` in ``file`` whose threads hold whole blocks of ``codec`` in registers.
 
-        A team of threads, a power of two of them, holds one block.  Each thread holds ``octets`` times 8 elements.  If
-        ``loops`` is True, a thread block may work on several parts of a row, one after the other.
+        Threads are divided into teams, whose size is a power of two.  A team holds one block, and each of its threads
+        holds ``octets`` times 8 elements.  If ``loops`` is True, a thread block may work on several parts of a row, one
+        after the other.
         """
         block = codec.block_size(self.numel)
         shift = (-(-block // (octets * OCTET)) - 1).bit_length()  # a team has a power of two of threads
@@ -409,8 +410,8 @@ class Kernels(Operations):
 
         ``sources`` are the elements (sources, ..., numel) that are summed; None if nothing is summed.
 
-        Returns None for shapes and strides that the kernels do not take.  They are no error, because the reference
-        backend takes all shapes and strides.
+        Returns None for shapes and strides that the kernels do not take.  The caller then uses the reference backend,
+        which takes all shapes and strides.
         """
         try:
             return _Call(self._spread, numel, tensors, {}, frames=sources)

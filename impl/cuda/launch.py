@@ -160,7 +160,7 @@ def compile_kernels(
 
 @functools.cache
 def digest() -> str:
-    """Returns 16 hexadecimal digits that change with any source in this folder and with the options."""
+    """Returns a hash of all sources in this folder and of :data:`OPTIONS`, as 16 hexadecimal digits."""
     total = hashlib.sha256(" ".join(OPTIONS).encode())
     for path in sorted(SOURCES.glob("*.cu*")):
         total.update(path.name.encode() + b"\0" + path.read_bytes())

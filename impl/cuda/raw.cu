@@ -1,7 +1,7 @@
 // Kernels for messages whose elements are not quantised, in fp32, bf16 or fp16, and for sums of bits.
 //
-//   copy_raw: writes frames of elements of their own type.  Rows may be strided, so that the transpose of a two-hop
-//   reduction needs no pass of its own.
+//   copy_raw: copies elements to frames without changing their type.  Rows may be strided, so that the transpose of a
+//   two-hop reduction needs no pass of its own.
 //   sum_raw: adds the elements of all sources in registers, in fp32, in ascending order of the sources.  It stores the
 //   sums in the type of the next hop's message or, after the last hop, divided by the number of ranks in fp32.  Additions
 //   by torch would read and write all sums once for every source.  Infinities, and values beyond the largest of the

@@ -266,9 +266,10 @@ __device__ __forceinline__ Extent team_extent(Extent mine, u32 team, bool two, u
     return mine;
 }
 
-// Which octets a thread has: those with numbers lane, lane + size, ... of its team's block.  `apart` is the distance,
-// in octets, between the octets of two lanes that are 16 slots apart.  Blocks are multiples of 8, or the whole row.  A
-// team works on a.loops blocks, one in each turn.
+// Says on which octets a thread works: on those with the numbers lane, lane + size, lane + 2 size and so on in the
+// block of its team, which has `size` threads.  `apart` is the distance, in octets, between the octets of two lanes
+// whose slots differ by 16.  Blocks are multiples of 8 elements, or the whole row.  A team works on a.loops blocks, one
+// in each turn.
 struct Team {
     u32 size, lane, block, octets, apart;
     __device__ __forceinline__ Team(const Arguments& a, const Coding& c, u32 turn) {
@@ -292,7 +293,7 @@ __device__ __forceinline__ Words random_words(const Arguments& a, i64 row, u32 o
     return philox(a.noise.key, u64(a.noise.start + row + i64(octet)));
 }
 
-// The same if the launch says whether there are random bits; zeros if not.
+// Returns the random bits of an octet; zeros if the launch has no random bits.
 __device__ __forceinline__ Words any_words(const Arguments& a, u32 octet) {
     if (a.noise.on == 0) return {};
     return random_words(a, row_offset(a, a.noise.stride), octet);
@@ -327,9 +328,10 @@ __device__ __forceinline__ u32 largest_pattern(const Held<T>& held, u32 largest)
     return largest;
 }
 
-// Encodes integers, with OCTETS octets of a thread in registers.  `source.bring<WHOLE>(team, octet, count)` brings an
-// octet of the row as Held<T>.  WHOLE: this is the main path, where a block has OCTETS octets for each thread.  Nothing
-// is loaded ahead for the next turn, since that would double the registers of a thread and halve the threads.
+// Encodes blocks to integers; each thread keeps OCTETS octets in registers.  `source.bring<WHOLE>(team, octet, count)`
+// returns an octet of the row as Held<T>.  WHOLE: this is the main path, where a block has OCTETS octets for each
+// thread.  Nothing is loaded ahead for the next turn, since that would double the registers of a thread and halve the
+// number of threads.
 template <class T, int BITS, int OCTETS, bool STOCHASTIC, class Source>
 struct Encoder {
     const Arguments& a;

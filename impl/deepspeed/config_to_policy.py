@@ -423,7 +423,7 @@ class _Reading:
             self.refuse(names[0], f"contradicts {both} and {world} ranks, which make {known}")
         if whole % known:
             others = "".join(f" x {self.says(name)}" for name in names[1:] if name in self.values)
-            self.refuse(names[0], f"expected a multiple of {world} ranks{others}")
+            self.refuse(names[0], f"expected a multiple of {known} ({world} ranks{others})")
         return micro or whole // known, steps or (whole // known if micro else 1)
 
     def _kind(self, section: str) -> str | None:

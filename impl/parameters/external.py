@@ -58,7 +58,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def external_to(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
-    """Yield (module, parameter) for each registered external parameter of a module of ``model``; forget them."""
+    """Yield (module, parameter) for each external parameter that was registered for a module of ``model``.
+
+    The registrations are forgotten, so that a second call yields nothing.
+    """
     for module in model.modules():
         for parameter in _registered.pop(module, ()):
             yield module, parameter

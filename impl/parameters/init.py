@@ -127,9 +127,10 @@ class Init:
     def constructing(self, module: nn.Module) -> Iterator[None]:
         """Context around a constructor call for ``module``; cuts the module's parameters when the call returns.
 
-        Two kinds of calls cut nothing.  The first is the call of a base class's constructor, which runs inside the
-        constructor of the module's own class.  The second is a call inside the constructor of a block, since the module
-        is then cut together with the block.
+        Nothing is cut in two cases:
+
+        - The call is of a base class's constructor, inside the constructor of the module's own class.
+        - The call is inside the constructor of a block.  The module's parameters are then cut together with the block.
         """
         if any(module is other for other in self._constructing):  # this is the constructor of a base class
             yield
@@ -174,8 +175,9 @@ class Init:
     def gather(self, cuts: Sequence[Cut]) -> None:
         """Gather the whole values of ``cuts``; a cut is a group of parameters of which each rank holds a slice.
 
-        Before that, all other cuts that are gathered are cut to slices again.  A cut stays whole if somebody holds
-        views of its values, or if its parameters are in an open GatheredParameters context.
+        Before that, the rank frees the values that were gathered for other cuts, and keeps its slices of them.  A cut
+        stays gathered if views of its values still exist, or if its parameters are in an open GatheredParameters
+        context.
         """
         self._settle(cuts)
         for cut in cuts:
@@ -204,11 +206,13 @@ class Init:
         self.gather(together)
 
     def _settle(self, kept: Sequence[Cut] = (), *, viewed: bool = False) -> None:
-        """Cut gathered values to slices again, so that the rest of the memory is free.
+        """Free the values of gathered cuts, except this rank's slices of them.
 
-        A cut is a group of parameters of which each rank holds a slice.  Three kinds of cuts stay whole: those in
-        ``kept``; those with parameters in an open GatheredParameters context; and, unless ``viewed`` is True, those of
-        whose values somebody holds views.
+        A cut is a group of parameters of which each rank holds a slice.  A cut stays gathered in three cases:
+
+        - it is in ``kept``;
+        - one of its parameters is in an open GatheredParameters context;
+        - ``viewed`` is False, and views of its values still exist.
         """
         for cut in list(self._gathered):
             if cut not in kept and not cut.pinned and (viewed or not cut.viewed):

@@ -34,8 +34,8 @@ def check_same_start(
 
     All ranks must call this.
 
-    The ranks exchange these values and checksums through the key-value store of their rendezvous.  If they have no
-    store, nothing is compared.
+    The ranks exchange the values of their policies, checksums of their parameters, and the shapes and types of their
+    buffers through the key-value store of their rendezvous.  If they have no store, nothing is compared.
 
     Args:
         wire: the wire of the ranks.
@@ -63,7 +63,7 @@ def check_same_start(
 
 
 def sums(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a checksum of each parameter that has its whole values, by name.
+    """Return, by name, a checksum of each parameter of which this rank has the whole values.
 
     The bits of each element are read as an integer, and the checksum is the sum of these integers.  So parameters with
     equal values have equal checksums.

@@ -79,7 +79,7 @@ class Cut:
         # For each parameter, a hash of the whole values from which the slice was cut, so that ranks can compare them.
         self.drawn = [0] * len(self.geometry.slots)
         self.whole = True  # whether the parameters have their whole values
-        # For each parameter, torch's references to its memory when it was gathered.
+        # For each parameter, the number of objects that held its memory when it was gathered (:meth:`_counts`).
         self._uses: list[int] = []
         self.cut()
 
@@ -132,10 +132,10 @@ class Cut:
         self.whole = True
 
     def values(self, number: int, wire: Wire, part: Tensor | None = None) -> Tensor:
-        """Gather and return the values of parameter ``number``, (shape) fp32, without a change of the parameter.
+        """Gather and return the values of parameter ``number``, (shape) fp32; the parameter object is not changed.
 
-        All ranks that together hold one copy of the parameters must call it.  ``part`` (n,) are this rank's values of
-        the elements in its slice; by default, those that the slice has.
+        All ranks that together hold one copy of the parameters must call it.  ``part`` (n,) has the values that this
+        rank contributes, for the elements in its slice; by default they are read from the slice.
         """
         start, end = self.geometry.part(self.geometry.slots[number], self.mesh.rank)
         part = (self.shard[start:end] if part is None else part).to(wire.mesh.device)
@@ -145,7 +145,7 @@ class Cut:
 
     @property
     def viewed(self) -> bool:
-        """Whether somebody holds views of the whole values, which were made after the values were gathered."""
+        """Whether a view of a parameter's whole values, made since the values were gathered, still exists."""
         return any(map(operator.gt, self._counts(), self._uses))
 
     def _counts(self) -> list[int]:
@@ -154,9 +154,10 @@ class Cut:
 
 
 class _InCut:
-    """Gathers a cut parameter when an operation uses it: the parameter's :class:`~impl.unit.placeholder.Keeper`.
+    """Gathers a cut parameter when an operation uses it.
 
-    A cut parameter is a placeholder, without values; operations ask the keeper for the values.
+    A cut parameter is a placeholder without values.  It refers to a :class:`~impl.unit.placeholder.Keeper`, here an
+    object of this class, which operations ask for the values.
     """
 
     def __init__(self, cut: Cut, name: str) -> None:
@@ -210,8 +211,8 @@ def take_over(geometry: UnitGeometry, parameters: Sequence[nn.Parameter], wire: 
     """Return this rank's shard (S,) fp32 of ``parameters`` in the layout of ``geometry``, made from their slices.
 
     All ranks must call it.  No message is sent if the slices were cut in this layout already.  Otherwise each parameter
-    is gathered and cut anew, one after the other.  Returns None if ranks hold no slices of these parameters, because
-    all of them are whole.
+    is gathered and cut anew, one after the other.  Returns None if every rank holds all parameters whole, so that there
+    are no slices.
     """
     cuts = [_keeping(parameter) for parameter in parameters]
     if all(cut is None for cut in cuts):

@@ -37,10 +37,10 @@ class Cost(NamedTuple):
 
 
 class BudgetError(ValueError):
-    """Raised when a budget of bytes is too small even if all parts have their smallest codec.
+    """Raised when all messages together exceed a budget of bytes even in their smallest codecs.
 
     Attributes:
-        needed: the bytes that all parts have together in their smallest codecs.
+        needed: the bytes that all messages have together in their smallest codecs.
     """
 
     def __init__(self, budget: int, needed: int) -> None:
@@ -68,10 +68,10 @@ def bits_for(nbytes: int, elements: float) -> float:
 
 
 def choose(parts: Sequence[Mapping[_Name, Cost]], budget: int) -> list[_Name]:
-    """Chooses a codec for each part, the messages of one unit, and returns the names of the chosen codecs.
+    """Chooses a codec for each of ``parts``, and returns the names of the chosen codecs.
 
-    In the chosen codecs, all parts together have at most ``budget`` bytes.  ``parts[part][name]`` is the cost of the
-    part in the codec with this name.  All parts have the same codecs.
+    A part is the messages of one unit.  In the chosen codecs, all parts together have at most ``budget`` bytes.
+    ``parts[part][name]`` is the cost of the part in the codec with this name.  All parts have the same codecs.
 
     Raises BudgetError: if the parts have more than ``budget`` bytes even in their smallest codecs.
     """
@@ -104,9 +104,10 @@ def total(parts: Sequence[Mapping[_Name, Cost]], chosen: Sequence[_Name]) -> Cos
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A limit on the bytes of one kind of messages, weight gathers or reductions between nodes, and what can be chosen.
+    """The limit on the bytes of one kind of messages, and the codecs and units among which the limit is divided.
 
-    The codec of each of the ``units`` is chosen from ``codecs``, so that the messages stay within ``limit`` bytes.
+    The messages are either those of weight gathers, or those of reductions between nodes.  For each of the ``units``, a
+    codec is chosen from ``codecs``, so that all messages together stay within ``limit`` bytes.
     """
 
     purpose: Budgeted
@@ -127,10 +128,11 @@ class Share:
 
 
 def shares_of(policy: Policy, topology: Topology, units: Sequence[UnitGeometry]) -> list[Share]:
-    """Turns the policy's budget, in bits for each element, into limits in bytes, and returns these as shares.
+    """Returns the limits that the policy's budget sets, converted from bits for each element to bytes in a step.
 
-    There is at most one share for weights and one for gradients.  The list is empty if the policy has no budget.
-    ``units`` are in model order.  Frozen and persistent units keep the policy's codec, so the shares leave them out.
+    Each limit is a :class:`Share`.  There is at most one share for weights and one for gradients, and none if the
+    policy has no budget.  ``units`` are in model order.  Frozen and persistent units keep the policy's codec, so the
+    shares leave them out.
 
     Raises PolicyError: if the codecs of the policy, with which training begins, need more bytes than the budget
     allows; or if all units are frozen or persistent.

@@ -139,9 +139,9 @@ class Hop:
         return sum(self.sizes)
 
     def sends_elements(self, dtype: str | None) -> bool:
-        """Returns whether a message is exactly the elements of its shards in the type ``dtype``, such as ``bf16``.
+        """Returns whether a message has only the elements of its shards, in the type ``dtype``, such as ``bf16``.
 
-        If so, the message has no scales and no padding, and the elements need no encoding.
+        If so, the message has no scales and no padding, and elements of this type need no encoding.
         """
         codec = self.codec
         same = isinstance(codec, Raw) and codec.dtype == dtype
@@ -205,16 +205,16 @@ def gather_hops(policy: Policy, topology: Topology, shard: int, sends: Sends = "
 
 
 def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plane, ...]]:
-    """Returns (planes of the hops before hpZ's copy, planes of the hops after hpZ's copy).
+    """Returns (planes of the hops that bring hpZ's copy, planes of the hops between ranks that share the copy).
 
     A plane is one encoding of each weight matrix: with the codec's blocks along rows, or along columns.  Without hpZ,
-    all hops count as hops after hpZ's copy.
+    no hop brings a copy, and the second entry is for all hops.
 
     With ``planes=1`` all hops bring rows, and with ``planes=2`` rows and columns.  With ``planes='phase'`` and hpZ, the
     copy keeps only columns.  The planes then follow from ``sends``:
 
-    - ``weights``: the hops before the copy bring columns for the copy, and rows for the forward pass.  The hops after
-      the copy bring rows.
+    - ``weights``: the hops that bring the copy bring columns for the copy, and rows for the forward pass.  The other
+      hops bring rows.
     - ``rows``: all hops bring rows.
     - ``columns`` and ``copy``: all hops bring columns.
 
@@ -229,14 +229,14 @@ def _planes(policy: Policy, sends: Sends) -> tuple[tuple[Plane, ...], tuple[Plan
 
 
 def in_phase(policy: Policy, phase: str, sends: Sends) -> Sends:
-    """Returns what a gather sends in ``phase`` (``forward``, ``backward`` or ``evaluate``).
+    """Returns what a gather sends in ``phase``, which is ``forward``, ``backward`` or ``evaluate``.
 
-    ``sends`` is what the gather sends if the policy's ``planes`` is 1 or 2, and then it is returned unchanged.  With
-    ``planes='phase'``, forward passes compute with weights quantised in blocks along rows, and backward passes with
-    weights quantised in blocks along columns.  The result is then:
+    ``sends`` is what the gather would send with the same weights in every phase.  If the policy's ``planes`` is 1 or 2,
+    the result is ``sends``.  With ``planes='phase'``, forward passes compute with weights quantised in blocks along
+    rows, and backward passes with weights quantised in blocks along columns.  The result is then:
 
-    - in ``forward``, ``rows`` if ``sends`` is ``copy``, and otherwise ``weights``.  With hpZ, ``weights`` brings rows
-      and columns, so that the backward pass finds its columns in hpZ's copy.  Without hpZ, it brings rows;
+    - in ``forward``, ``rows`` if ``sends`` is ``copy``, and otherwise ``weights``.  With hpZ, a gather of ``weights``
+      brings rows and columns, so that the backward pass finds its columns in hpZ's copy.  Without hpZ, it brings rows;
     - in ``backward``, ``copy`` if ``sends`` is ``copy``, and otherwise ``columns``;
     - in ``evaluate``, ``rows``.
     """
@@ -326,11 +326,11 @@ def _reduction(
     ranks: int,
     outer: bool = False,
 ) -> tuple[Hop, ...]:
-    """Returns the hops that compute a mean over ``ranks`` ranks, followed by the hops that gather the rest of the mean.
+    """Returns the hops that compute a mean over ``ranks`` ranks and bring each rank the mean of its shard.
 
-    ``sums`` has (axis, codec) for each hop that adds up.  With ``outer``, these hops average how far the masters of one
-    shard have moved.  Otherwise they average the gradients of a whole unit.  After these hops, a rank has the mean of
-    ``piece`` elements, and the hops that follow gather the other pieces of its shard.
+    The first hops add up, one for each (axis, codec) in ``sums``.  With ``outer``, they average how far the masters of
+    one shard have moved.  Otherwise they average the gradients of a whole unit.  Each rank then has the mean of
+    ``piece`` elements of its shard.  The hops that follow gather the other pieces of the shard from other ranks.
     """
     group = policy.group_ranks(topology)
     kind: Kind = "shift" if policy.reduce == "ring" else "all_to_all"

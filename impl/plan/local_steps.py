@@ -52,10 +52,10 @@ def meets(policy: Policy, step: int, fragment: int | None) -> bool:
 
 
 def meeting_steps(policy: Policy) -> list[int]:
-    """Returns after which of the optimizer steps 1 to ``policy.local_steps`` a fragment is exchanged, in order.
+    """Returns the optimizer steps, from 1 to ``policy.local_steps``, after which state groups exchange a fragment.
 
-    A fragment is a set of units that are exchanged after the same steps.  With ``local_steps=10`` and
-    ``local_fragments=2``: [5, 10].  The list is empty if the policy has no local steps.
+    A fragment is a set of units that are exchanged after the same steps.  The steps are in ascending order: with
+    ``local_steps=10`` and ``local_fragments=2``, [5, 10].  The list is empty if the policy has no local steps.
     """
     if (steps := policy.local_steps) is None:
         return []

@@ -32,10 +32,10 @@ PARTS: Final = (
 
 
 def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
-    """Returns ``parts``, the bytes of each part of a rank's memory, for an optimizer other than Adam.
+    """Returns the bytes of each part of a rank's memory with another optimizer than Adam.
 
-    ``parts`` is what :func:`memory` returned, which assumes Adam.  ``size`` is the number of bytes of state that the
-    other optimizer has for each element; Adam has 8.
+    ``parts`` are the bytes with Adam, which :func:`memory` has returned.  ``size`` is the number of bytes of state that
+    the other optimizer has for each element; Adam has 8.
     """
     return parts | {part: size * (parts[part] // ADAM_BYTES) for part in ("optimizer", "host_optimizer")}
 
@@ -43,9 +43,10 @@ def with_state(parts: dict[str, int], size: int) -> dict[str, int]:
 def with_muon(
     parts: dict[str, int], units: Sequence[UnitGeometry], owners: Owners, rank: int
 ) -> dict[str, int]:
-    """Returns ``parts``, the bytes of each part of the memory of ``rank``, for a model whose matrices Muon steps.
+    """Returns the bytes of each part of the memory of ``rank`` if Muon steps the model's matrices.
 
-    ``parts`` is what :func:`memory` returned, which assumes Adam.  The result differs from ``parts`` in two parts:
+    ``parts`` are the bytes with Adam, which :func:`memory` has returned.  The result differs from ``parts`` in two
+    entries:
 
     - ``optimizer``: 4 bytes for each element of a matrix (the momentum), and 8 bytes for each other element
     - ``owned``: two buffers in fp32.  The first has the size of the largest matrix that the rank owns, that is,

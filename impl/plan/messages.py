@@ -113,10 +113,10 @@ def message_bytes(
 def _pairs(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], kept: Collection[int]
 ) -> list[tuple[int, int]]:
-    """Return the pairs of small units that are gathered together, as the indices of both units of each pair.
+    """Return pairs of small units that are gathered together, as (index of the first unit, index of the second unit).
 
-    Of pairs that need equally large buffers, only one is returned.  ``kept`` are the indices of the units that stay
-    gathered from forward to backward.
+    If several pairs need equally large buffers, only one of these pairs is returned.  ``kept`` are the indices of the
+    units that stay gathered from forward to backward.
     """
     schedule = Schedule.for_units(policy, units, small_units(policy, topology, units))
     rules = [[phase.for_unit(unit) for phase in policy.phases] for unit in units]
@@ -130,11 +130,12 @@ def _pairs(
 def _gathers(
     policy: Policy, topology: Topology, unit: UnitGeometry, *, again: bool, backward: bool
 ) -> Iterator[Sequence[Hop]]:
-    """Yield the hops of each kind of gather that a unit has in a step: gathers of weights, and of differences.
+    """Yield the hops of each kind of gather that a unit has in a step.
 
-    With ``again``, also yield the hops of later gathers in the step, which send hpZ's copy of the weights.  With
-    ``backward=False``, the gathers are those of an evaluation.  A gather that only casts the rank's own weights sends
-    nothing and is left out.
+    There are gathers of weights, and gathers of differences between the weights and hpZ's copy of them.  With
+    ``again``, also yield the hops of later gathers in the step, which send hpZ's copy.  With ``backward=False``, the
+    gathers are those of an evaluation.  A gather that sends nothing, because a rank only casts its own weights, is left
+    out.
     """
     forward = "forward" if backward else "evaluate"
     every: list[tuple[str, Sends]] = [(forward, "weights"), (forward, "differences")]
@@ -164,7 +165,7 @@ def _reduction(every: Sequence[Hop]) -> Iterator[Sequence[int]]:
 
 
 def _in_step(gathers: Sequence[Sequence[Hop]]) -> Iterator[Sequence[int]]:
-    """Yield, for each hop of gathers that run together, the sizes in bytes of all buffers in use during the hop.
+    """Yield, for each hop of one gather or of gathers that run together, the bytes of each buffer in use in the hop.
 
     ``gathers`` has the hops of each gather.  The first hops of all gathers are posted, then all second hops, and so on.
     Each hop has one buffer, which holds the message that the rank sends and the messages that the rank receives.

@@ -87,10 +87,10 @@ class Owners:
         return tuple(zip(*self._sizes(self.update), strict=True))
 
     def _sizes(self, codec: Codec) -> Sizes:
-        """Returns the bytes that the parts of the matrices take in messages between holders and owners.
+        """Returns the bytes of the messages in which the parts of matrices are sent, encoded in ``codec``.
 
-        In ``sizes[holder][owner]`` they are the parts, encoded in ``codec``, that rank ``holder`` holds of the matrices
-        whose owner is rank ``owner``.
+        ``sizes[holder][owner]`` is for the parts that rank ``holder`` holds of all matrices whose owner is rank
+        ``owner``.
         """
         sizes = [[0] * self.axis.size for _ in self.parts]
         for row, parts in zip(sizes, self.parts, strict=True):
@@ -101,8 +101,8 @@ class Owners:
     def frames(self, holder: int, owner: int, codec: Codec) -> Iterator[tuple[Part, int, int]]:
         """Yield (part, start, end) for each part that rank ``holder`` holds of a matrix whose owner is rank ``owner``.
 
-        The message between the two ranks consists of these parts, each encoded in ``codec``.  The bytes of this part in
-        the message are [start, end).
+        The message between the two ranks consists of these parts, each encoded in ``codec``.  A part takes the bytes
+        [start, end) of the message.
         """
         start = 0
         for part in self.parts[holder]:
@@ -139,10 +139,10 @@ def newton_schulz_flops(shape: Sequence[int], steps: int = NEWTON_SCHULZ_STEPS) 
 def owners_of(
     policy: Policy, topology: Topology, units: Sequence[UnitGeometry], group: int = MATRICES
 ) -> Owners | None:
-    """Assigns an owner, the rank that orthogonalises it, to each trained matrix of optimizer group ``group``.
+    """Chooses for each trained matrix of optimizer group ``group`` its owner, the rank that orthogonalises the matrix.
 
     The floating-point operations of Newton-Schulz are spread evenly over ranks.  As far as an even spread allows, the
-    owner of a matrix is the rank that holds most of the matrix, since the owner's part is not sent.
+    owner of a matrix is the rank whose shard has most of the matrix, since the owner does not send its own part.
 
     Args:
         policy: the policy of the model.

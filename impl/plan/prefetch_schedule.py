@@ -114,13 +114,17 @@ class Schedule:
         return [self._ahead(unit, self.order[::-1]) for unit in range(len(self.sizes))]
 
     def _ahead(self, unit: int, order: tuple[int, ...]) -> list[int]:
-        """Returns the indices of the next units after ``unit`` in ``order`` that fit into the limits, in order.
+        """Returns the indices of the units that are gathered ahead while ``unit`` runs.
 
-        There are three limits: at most :data:`MOST_AHEAD` units, at most ``prefetch`` elements, and at most
-        ``max_live`` elements of all gathered units.  The limit ``prefetch`` does not apply to the first unit, nor to
-        the units up to the end of the next pair.  If ``max_live`` is None, the limit is ``MOST_LIVE``, and it does not
-        apply to the first unit.  If only the first unit of a pair would fit, it is left out, so that both units are
-        gathered later, together.
+        They are the units that follow ``unit`` in ``order``, as many as three limits allow:
+
+        - There are at most :data:`MOST_AHEAD` units.
+        - They have at most ``prefetch`` elements.  This limit does not apply to the first unit.  If the next units form
+          a pair, which is gathered together, it does not apply to the units up to the end of this pair.
+        - All gathered units have at most ``max_live`` elements.  If ``max_live`` is None, the limit is ``MOST_LIVE``,
+          and does not apply to the first unit.
+
+        If only the first unit of a pair would fit, it is left out, so that both units are gathered later, together.
         """
         start = 0 if unit in self.outer else order.index(unit) + 1 if unit in order else len(order)
         ahead: list[int] = []
@@ -165,8 +169,8 @@ def small_units(policy: Policy, topology: Topology, units: Sequence[UnitGeometry
     ``memory.pair_below`` bytes.  If the policy has a schedule or a budget, the message must be as small with all
     policies of the schedule, and with all codecs of the budget.  ``units`` are in model order.
 
-    The set is empty in four cases: if the gathers of weights send nothing, with a user's own gather, below stage 3, and
-    with offload.
+    The set is empty in each of these cases: ``memory.pair_below`` is 0; the stage is below 3; the policy has offload or
+    a user's own gather; or gathers of weights send nothing.
     """
     limits, offload = policy.memory, policy.offload
     own = policy.own_gather is not None or offload.weights or offload.optimizer

@@ -62,7 +62,7 @@ class ReductionQueue:
         self._order, self.next = order, order[0] if order else None
 
     def start_ready(self) -> None:
-        """Start the next reductions in order, up to the first one whose gradients have not all arrived."""
+        """Start the next reductions in order, and stop before the first whose gradients have not all arrived."""
         while self.next is not None and self.next.progress is Progress.READY:
             self._start(self.next)
 

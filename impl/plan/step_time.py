@@ -45,7 +45,7 @@ ALTERNATIVE: Final = (
 )  # fmt: skip
 """The fields of a :class:`Machine` that may differ in another, equally good fit (:attr:`Machine.alternatives`)."""
 EQUAL_FITS: Final = 0.01
-"""A fit of a machine's rates counts as equally good as the best fit if its error is at most this much larger.
+"""How much larger the error of a fit of a machine's rates may be than the best fit's, to count as equally good.
 
 The error is the root mean square of the logarithms of measured over predicted seconds."""
 
@@ -130,9 +130,10 @@ class Machine:
 
     @property
     def fits(self) -> tuple[Machine, ...]:
-        """This machine in each of its fits: first with its own fields, then with each entry of ``alternatives``.
+        """One machine for each set of rates that fits the measurements equally well.
 
-        The returned machines have no alternatives themselves.
+        The first has this machine's own rates, and the others have the rates of ``alternatives``.  The returned
+        machines have no alternatives themselves.
         """
         return self._changed({}), *(self._changed(changes) for changes in self.alternatives)
 
@@ -149,9 +150,11 @@ class Machine:
         return units * self.launch + parameters * (self.fixed + tokens * self.per_token)
 
     def knows(self, parameters: float, tokens: float) -> bool:
-        """Returns whether steps with this many ``parameters``, and ``tokens`` of a rank, are within the measured range.
+        """Returns whether models of this size, and batches of this size, were measured on this machine.
 
-        The parameters are those of the whole model.
+        ``parameters`` is the number of parameters of the whole model, and ``tokens`` the number of tokens of a rank.
+        The result is True if each lies between the smallest and the largest measured number.  If the field ``largest``
+        is 0, any number of parameters is in range.
         """
         sizes = self.largest == 0 or self.smallest <= parameters <= self.largest
         return sizes and self.fewest <= tokens <= self.most
@@ -177,9 +180,9 @@ class Machine:
         return "not calibrated"
 
     def times(self, codec: Codec) -> bool:
-        """Returns whether the machine has the cost of a codec with the type and bits of ``codec``, such as ``int4``.
+        """Returns whether the cost of a codec with the same type and bits as ``codec``, such as ``int4``, was measured.
 
-        Also returns True if the machine has no costs of codecs at all, since their times are then taken as 0.
+        Also returns True if the machine has no costs of codecs at all, since all codecs then count as taking no time.
         """
         family = str(codec).split(":")[0]
         return not self.codecs or any(text.split(":")[0] == family for text in self.codecs)
@@ -207,7 +210,7 @@ class Machine:
 
 
 def _likeness(text: str, other: str) -> tuple[bool, bool, int]:
-    """Returns how similar two codecs are that are given by name; the larger the tuple, the more similar they are.
+    """Returns a tuple that is larger, the more similar the codecs called ``text`` and ``other`` are.
 
     The tuple is (whether type and bits agree, whether the type agrees, minus the number of options that only one of the
     codecs has).  A block size does not count as an option.  For ``int4:128:clip`` and ``int4:64``: (True, True, -1).
@@ -364,7 +367,7 @@ class _Outer:
 
 
 def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
-    """Predicts the mean over the optimizer steps ``step.steps``, for a policy with a schedule."""
+    """Predicts the mean seconds of the optimizer steps ``step.steps``, for a policy with a schedule."""
     numbers = step.policy.phase_counts(*step.steps)
     phases, total = step.policy.phases, sum(numbers.values())
     parts = [
@@ -387,7 +390,7 @@ def _mean_of_phases(machine: Machine, step: Step) -> StepTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnersTime:
-    """Seconds of one Muon step in which matrices are orthogonalised, and momentum and updates are exchanged."""
+    """The seconds that Muon adds to one step, in which it orthogonalises matrices, and sends momentum and updates."""
 
     compute: float = 0.0  # Newton-Schulz at the owner with the most floating-point operations
     adapter: float = 0.0  # sending by the adapter of the node that sends most
@@ -395,7 +398,7 @@ class OwnersTime:
 
 
 def owners_time(machine: Machine, step: Step, owners: Owners) -> OwnersTime:
-    """Predicts the seconds in which Muon orthogonalises matrices, and exchanges momentum and updates with their owners.
+    """Predicts the seconds that Muon adds to a step, for orthogonalising matrices and for exchanges with their owners.
 
     The owner of a matrix is the rank that orthogonalises it.  Newton-Schulz is assumed to run at as many floating-point
     operations a second as the passes of the model.  The time of each of the two exchanges is the sum of three times:
@@ -478,7 +481,7 @@ class _Seconds:
         self.stretch = machine.stretch(topology.nodes, topology.ranks_per_node)
 
     def gather(self, policy: Policy, unit: UnitGeometry, phase: Phase, *, again: bool) -> Collective:
-        """Returns the gather of a unit's weights before a pass of this ``phase``, with its times.
+        """Returns the exchanges of the gather of a unit's weights before a pass of this ``phase``, with their times.
 
         With ``again``, the weights are gathered from hpZ's copy if the policy has hpZ.
         """
@@ -502,18 +505,22 @@ class _Seconds:
         return Collective(hops=tuple(timed), after=self._coding(previous.codec, unit.padded, "decode"))
 
     def reduction(self, policy: Policy, unit: UnitGeometry) -> Collective:
-        """Returns the reduction of a unit's gradient, with its times.
+        """Returns the exchanges of the reduction of a unit's gradient, with their times.
 
-        If several state groups hold copies of a shard, the hops that gather the mean between them are included.
+        If several groups of ranks hold copies of all shards, the exchanges that gather the mean between the groups are
+        included.
         """
         return self._reduced(reduction_hops(policy, self._topology, unit.piece, policy.grain))
 
     def outer(self, policy: Policy, unit: UnitGeometry) -> Collective:
-        """Returns, with its times, the averaging of one unit's weights between groups of ranks (the outer step)."""
+        """Returns the exchanges in which groups of ranks average one unit's weights (the outer step), with times."""
         return self._reduced(outer_hops(policy, self._topology, unit.piece, policy.grain))
 
     def _reduced(self, hops: Sequence[Hop]) -> Collective:
-        """Returns a collective with these ``hops`` and their times: first hops that average, then hops that gather."""
+        """Returns the exchanges of the reduction that consists of ``hops``, with their times.
+
+        The first of the ``hops`` compute a mean; the others, if any, gather this mean from other ranks.
+        """
         # ``after``: seconds in which the rank decodes what the hop before has brought.
         chunked, timed, after = list[list[TimedHop]](), list[TimedHop](), 0.0
         for hop in hops:
@@ -537,11 +544,11 @@ class _Seconds:
         return Collective(hops=(*in_chunks(chunked), *timed), after=after, crosses=crosses)
 
     def _timed(self, hop: Hop, size: int, before: float) -> TimedHop:
-        """Returns the exchange in which a rank sends ``size`` bytes to every other rank along the hop's axis, timed.
+        """Returns one exchange of ``hop`` with its times; a rank sends ``size`` bytes to every other rank of the axis.
 
         ``before`` are the seconds in which the rank decodes and encodes before the exchange.  If the hop is a ring, all
-        messages go to the next rank.  If its kind is ``shift``, the exchange is one step of a ring that reduces, with
-        a single message.
+        messages go to the next rank.  If the hop's kind is ``shift``, the exchange is one step of a reducing ring, in
+        which the rank sends a single message.
         """
         if hop.axis.size == 1:
             return TimedHop(adapter=0.0, before=before, sends=False)

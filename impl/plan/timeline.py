@@ -47,7 +47,8 @@ class TimedHop:
     inside: float = 0.0  # time in which a rank sends all its messages to ranks of its node
     latency: float = 0.0  # time from the end of sending to the arrival, in which other messages can be sent
     before: float = 0.0  # time in which the processor decodes, encodes or copies before the exchange
-    # Part of ``before`` in which the processor posts the messages.  If one call posts two exchanges, it is spent once.
+    # Part of ``before`` in which the processor posts the messages.  If one call posts two exchanges, this part is spent
+    # only once.
     call: float = 0.0
     # Which earlier exchange of the same gather or reduction must have arrived before this one is posted: 1 means the
     # exchange before this one, 2 the exchange before that one, and so on; 0 means none.
@@ -65,15 +66,16 @@ class Collective:
     hops: tuple[TimedHop, ...] = ()  # in the order in which they are posted
     after: float = 0.0  # seconds in which the processor decodes after the last hop
     # Whether the last hop crosses nodes.  If so, a reduction waits for its last hop only when the reduce bucket (the
-    # limit of elements that are being reduced) is full, or when the pass ends.  If not, it waits at the next event.
+    # limit of elements that are being reduced) is full, or when the pass ends.  If not, it waits at the first gradient
+    # of the next trained unit.
     crosses: bool = True
 
 
 def in_chunks(hops: Sequence[Sequence[TimedHop]]) -> tuple[TimedHop, ...]:
     """Returns all exchanges of a reduction that is sent in chunks, in the order in which they are posted.
 
-    ``hops[hop][chunk]`` is the exchange of one chunk in one hop, and :func:`impl.plan.hops.in_turns` gives the order.
-    In the returned exchanges, the fields ``follows`` and ``at_once`` are set to match this order.
+    ``hops[hop][chunk]`` is the exchange of one chunk in one hop.  The order is that of
+    :func:`impl.plan.hops.in_turns`.  The fields ``follows`` and ``at_once`` of the exchanges are set to match it.
     """
     posted, places = list[TimedHop](), dict[tuple[int, int], int]()
     for turn in in_turns(len(hops), len(hops[0]) if hops else 0):
@@ -155,10 +157,10 @@ def pass_time(
 def least_pass_seconds(schedule: Schedule, loads: Sequence[Load]) -> Seconds:
     """Returns a lower bound of the seconds that a forward and a backward pass take together.
 
-    The bound is at most the time of :func:`pass_time` with the same loads or with larger loads.  It rests on two
-    assumptions: the computation of outer units (such as embedding and head) delays no message, and the first gradient
-    of a unit arrives when the unit's backward pass begins.  In ``loads``, all times must be 0 except those of the
-    model's computation and of the node's adapter.
+    :func:`pass_time` never returns a shorter time for these ``loads``, nor for loads with longer times.  The bound is
+    computed as if the computation of outer units (such as embedding and head) delayed no message, and as if the first
+    gradient of a unit arrived when the unit's backward pass begins.  In ``loads``, only the times of the model's
+    computation and of the node's adapter may be above 0.
     """
     inner = [
         replace(load, forward=0.0, backward=0.0) if unit in schedule.outer else load

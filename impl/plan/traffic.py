@@ -363,7 +363,10 @@ class _Hops:
     def of(
         self, compile_: Callable[..., tuple[Hop, ...]], policy: Policy, *arguments: int | str
     ) -> tuple[Hop, ...]:
-        """Returns ``compile_(policy, topology, *arguments)``; ``compile_`` is a function of :mod:`impl.plan.hops`."""
+        """Returns the hops that ``compile_``, a function of :mod:`impl.plan.hops`, computes; computes them only once.
+
+        ``compile_`` is called with ``policy``, the topology and ``arguments``.
+        """
         key = (compile_, id(policy), *arguments)
         if key not in self._known:
             self._known[key] = policy, compile_(policy, self.topology, *arguments)
@@ -396,7 +399,7 @@ def placements_of(offload: Offload, units: Sequence[UnitGeometry]) -> list[Place
 
 
 def _chosen(sizes: Sequence[int], share: float) -> list[bool]:
-    """Returns for each of the ``sizes`` whether it is chosen.
+    """Chooses as many of the first ``sizes`` as make up ``share`` of their sum; returns for each whether it is chosen.
 
     Sizes are chosen from the first on, until the sum of the chosen sizes is at least ``share`` times the sum of all
     sizes.  A size of 0 is never chosen.  With sizes (4, 0, 2, 2) and share 0.6: [True, False, True, False].
@@ -437,10 +440,10 @@ class _Sender:
             self.change = "stepped" if self.change == "unchanged" else self.change
 
     def follow(self, policy: Policy) -> None:
-        """Count messages by the rules of ``policy`` from now on.
+        """Count, from now on, the messages that ``policy`` sends.
 
-        If ``policy`` gathers weights in another way than the previous policy, the next gather sends the weights
-        themselves.
+        If ``policy`` gathers weights in another way than the policy before, the next gather sends the weights
+        themselves, neither differences nor hpZ's copy.
         """
         if policy.gathering != self.policy.gathering:
             self.gathered = self.current = False

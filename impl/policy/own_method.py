@@ -36,7 +36,7 @@ MessageKind = Literal["all_gather", "all_to_all", "shift"]
 """
 
 Role = Literal["reduce", "gather"]
-"""What a user's class does.  It is named in the policy's field of this name, ``reduce`` or ``gather``."""
+"""What a user's class does, which is also the name of the policy's field that holds the class."""
 
 Change = Literal["stepped", "loaded", "unchanged"]
 """How a unit's weights have changed since they were last gathered:
@@ -70,12 +70,12 @@ class MethodLaw(enum.Enum):
     SAME_ON_ALL_RANKS = (
         "an element of the mean has the same bits on every rank that computes it, however the mean is sharded"
     )
-    ZERO = "a new method turns gradients of zeros into a mean of zeros"
-    EXACT = "a new method returns the mean, up to rounding in fp32"
+    ZERO = "a new object turns gradients of zeros into a mean of zeros"
+    EXACT = "a new object returns the mean, up to rounding in fp32"
     EXACT_AT_FULL_RANK = (
-        "with the arguments of full_rank(), a new method returns the mean, up to rounding in fp32"
+        "a new object with the arguments of full_rank() returns the mean, up to rounding in fp32"
     )
-    BOUND = "the error of each element of a new method's result is within error_bound"
+    BOUND = "the error of each element of a new object's result is within error_bound"
     UNBIASED = "the mean of repeated results for the same gradients is the mean of these gradients"
     SETTLES = "after settles_after() gathers of weights that do not change, the result is these weights, up to rounding"
 
@@ -107,7 +107,7 @@ class MethodSlot(NamedTuple):
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """The parameter's shape as a matrix, (rows, columns): all its dimensions but the first give the columns.
+        """The parameter's shape as a matrix: (size of the first dimension, product of the sizes of all others).
 
         A parameter of shape (4, 3, 2) gives (4, 6), and a vector of 5 elements gives (5, 1).
         """
@@ -224,7 +224,7 @@ class OwnMethod:
         return self.definition(unit, wire, **dict(self.arguments))
 
     def error_bound(self, unit: MethodUnit) -> float:
-        """Returns the largest error that the class promises for an element, as a multiple of a magnitude M.
+        """Returns the bound that the class promises for the error of each element, divided by a magnitude M.
 
         Returns 0 if the class promises the law ``exact``, and infinity if it promises no bound.  M depends on what the
         class does:
@@ -245,7 +245,7 @@ class OwnMethod:
 
 
 def method(source: type[Any] | str, **arguments: Any) -> OwnMethod:
-    """Returns what a policy's ``reduce`` or ``gather`` is set to so that a user's class does this work.
+    """Returns the value of a policy's field ``reduce`` or ``gather`` with which a user's class does this work.
 
     ``source`` is the class, or its name as ``module:Class``.  The ``arguments`` are passed to the class when it is
     constructed.
@@ -420,7 +420,9 @@ def planned_messages(own: OwnMethod, topology: Topology, units: Iterable[UnitGeo
 
 
 def planned_gathers(own: OwnMethod, topology: Topology, units: Iterable[UnitGeometry]) -> DeclaredGathers:
-    """Returns, for each unit's name, a function from a gather to the messages that a user's class declares for it.
+    """Returns, for each unit's name, a function from a :class:`GatherInfo` to the messages of this gather.
+
+    The messages are those that the user's class ``own`` declares in its ``bytes()``; None if it has no ``bytes()``.
 
     Frozen and persistent units are left out, since the class does not gather them.  No running ranks are needed.
 

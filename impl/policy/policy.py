@@ -157,15 +157,16 @@ class Policy:
         "codec", "`codec`: blocks of the codec's size; `shape`: blocks of DeepSpeed's sizes", implied=True,
         alters=lambda policy, _: _raw(policy.weights, policy.gradients),
     )  # fmt: skip
-    # A *plane* of a matrix has its blocks along rows, or along columns.  With 2, every gather sends both planes, as
-    # Megatron-FSDP does in MXFP8 (Megatron-LM's issue 7584).  With ``phase`` and hpZ, forward brings both planes
-    # between nodes, hpZ's copy keeps the columns, and backward sends nothing between nodes.  A unit without a matrix is
-    # sent in one plane.  A block along columns spans as many whole rows of a shard as the codec's block has elements;
-    # rows that are left over are quantised along rows in both planes.  With 2 and ``phase``, no unit stays gathered for
-    # backward, and recomputing a block of the model in backward (activation checkpointing) is refused.
+    # A *plane* of a matrix is the matrix quantised in blocks along its rows, or in blocks along its columns.  With
+    # ``planes=2``, every gather sends both planes, as Megatron-FSDP does in MXFP8 (Megatron-LM's issue 7584).  With
+    # ``planes="phase"`` and hpZ, forward brings both planes between nodes, hpZ's copy keeps the columns, and backward
+    # sends nothing between nodes.  A unit without a matrix is sent in one plane.  A block along columns spans as many
+    # whole rows of a shard as the codec's block has elements; rows that are left over are quantised along rows in both
+    # planes.  Unless ``planes`` is 1, no unit stays gathered for backward, and recomputing a block of the model in
+    # backward (activation checkpointing) is refused.
     planes: Literal[1, 2, "phase"] = setting(
-        1, "1; or weights are quantised by rows for forward and by columns for backward. 2: every gather sends both; "
-        "`phase`: each gather sends the one that its pass computes with", implied=True,
+        1, "1: one quantisation for all passes; 2: by rows for forward and by columns for backward, and every gather "
+        "sends both; `phase`: as 2, but a gather sends only what its pass computes with", implied=True,
         alters=lambda policy, _: _raw(policy.weights),
     )  # fmt: skip
     # ``stage`` means ``step`` in stages 0 and 1, and ``micro_batch`` in stages 2 and 3.
@@ -209,7 +210,7 @@ class Policy:
     # The units are divided into this many fragments.  Different fragments are exchanged after different steps, which
     # are spread evenly over ``local_steps`` (Streaming DiLoCo, 2501.18512).
     local_fragments: int = setting(
-        1, "whole number: parts into which units are dealt, each exchanged after another step; or `none`",
+        1, "whole number: fragments into which the units are divided, each exchanged after another step; or `none`",
         or_none=True, scope="training", alters=lambda policy, _: not policy.group,
     )  # fmt: skip
     # The outer SGD's gradient is the mean over groups of how far their masters have moved.
@@ -572,7 +573,11 @@ class Policy:
 
     @property
     def grain_in_words(self) -> str:
-        """The text with which error messages name the codecs (and ``align``) whose common multiple :attr:`grain` is."""
+        """The text with which error messages say where :attr:`grain` comes from, such as ``int8:2048``.
+
+        It names the codecs, and ``align`` if it is not 1; if these are several, it begins with ``the common multiple
+        of``.
+        """
         aligned = [f"align = {self.align}"] if self.align > 1 else []
         parts = list(dict.fromkeys([str(codec) for codec in self.codecs] + aligned))
         return parts[0] if len(parts) == 1 else f"the common multiple of {', '.join(parts)}"
@@ -613,10 +618,10 @@ class Policy:
         return 0
 
     def phase_counts(self, begin: int, end: int) -> dict[int, int]:
-        """Counts in how many of the optimizer steps ``begin`` to ``end - 1``, counted from 0, each of the phases holds.
+        """Counts the optimizer steps from ``begin`` to ``end - 1`` by the policy that holds in them.
 
-        Returns a dict from the index in :attr:`phases` to this number.  Phases that hold in none of these steps are
-        left out.
+        Steps are counted from 0.  Returns a dict from the index of a policy in :attr:`phases` to the number of steps in
+        which this policy holds.  Policies that hold in none of the steps are left out.
         """
         counts, start = Counter[int](), 0
         rows = _compiled(self)[1] if self.schedule else ((math.inf, 1, 0, 0),)
@@ -726,8 +731,8 @@ class Policy:
     def sends_copy(self) -> bool:
         """Whether forward passes, too, send hpZ's copy inside the group of ranks that share it.
 
-        Backward passes always do.  If the result is False, forward passes send the encoded weights on, as the hops
-        between such groups have brought them.
+        Backward passes always do.  If the result is False, a rank receives encoded weights from other groups in a
+        forward pass, and forwards them unchanged inside its group.
         """
         return self.inside is not None or self.differences is not None
 
@@ -744,8 +749,8 @@ class Policy:
         - Persistent units hold small parameters, stay gathered, and are sent unquantised: codecs that quantise are
           replaced with a cast to the compute type.
 
-        A user's own gather is used for neither kind, and a user's own reduction is not used for persistent units.  With
-        neither argument, the method returns this policy itself.
+        Neither kind is gathered by a user's own class, and persistent units are not reduced by one.  With the default
+        arguments, the method returns this policy itself.
 
         Raises PolicyError: for a policy with a schedule.
         """
@@ -979,9 +984,9 @@ def _compiled(policy: Policy) -> tuple[tuple[Policy, ...], tuple[tuple[float, in
 
 
 def weight_block(shard: int) -> int:
-    """Returns the size in elements of DeepSpeed's blocks of weights, for a shard of ``shard`` elements.
+    """Returns how many elements DeepSpeed quantises with one scale in a shard of weights with ``shard`` elements.
 
-    It is the largest multiple of 8 that divides ``shard`` and is at most 8000.  Returns 1 if there is none.
+    The result is the largest multiple of 8 that divides ``shard`` and is at most 8000.  Returns 1 if there is none.
     """
     return next((size for size in range(_GROUP, 0, -8) if shard and shard % size == 0), 1)
 

@@ -86,12 +86,13 @@ MOST_LIVE: Final = 1_000_000_000  # most elements gathered at once by default; D
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimits:
-    """Limits of gathered weights and of gradients in reduction, in elements of the unsharded model.
+    """Limits on gathered weights and on gradients that are being reduced, in elements of the unsharded model.
 
     A unit stays gathered from its forward to its backward pass if ``max_live`` allows it, and if the units that run
-    between these two passes have fewer than ``max_reuse`` elements together; a unit that runs in both passes counts
-    twice.  ``max_reuse=1`` keeps the root's unit and the last block, between whose passes no unit runs.
-    ``max_reuse=0`` keeps nothing.  On one rank, every value above 0 keeps as many units as ``max_live`` allows.
+    between these two passes have fewer than ``max_reuse`` elements together.  Each of them counts twice, since it runs
+    in forward and in backward.  ``max_reuse=1`` keeps the root's unit and the last block, between whose two passes no
+    unit runs.  ``max_reuse=0`` keeps nothing.  On one rank, every value above 0 keeps as many units as ``max_live``
+    allows.
 
     While a unit computes, the units that are used next are gathered, up to ``prefetch`` elements.  The very next unit
     is gathered even if it is larger than ``prefetch``; otherwise a model of large blocks would wait for every
@@ -287,8 +288,8 @@ class BitBudget:
     """A limit on the bits that units send, within which :mod:`impl.plan.bit_budget` chooses codecs while training.
 
     Training begins with the policy's own codecs.  In step 1, and then in every ``every``-th step after it, all
-    candidate codecs encode the step's weights and gradients, and their errors are measured.  After such a step, each
-    unit is given the codec with which all units together keep to the limit and the sum of their errors is small.
+    candidate codecs encode the step's weights and gradients, and their errors are measured.  After such a step, a codec
+    is chosen for each unit, so that all units together stay within the limit and the sum of their errors is small.
     Frozen and persistent units keep their codecs.
 
     Raises PolicyError: for numbers out of range, no codecs, or neither weights nor gradients.

@@ -32,8 +32,8 @@ class Setting:
     """Describes one field of a policy: how suites set it, which values it allows, and how names and tables show it.
 
     The declaration of a field calls :func:`setting`, which makes this record without the last three attributes,
-    ``name``, ``part`` and ``kind``.  :func:`settings` fills them in, and replaces an empty ``key`` and a missing
-    ``label`` by the field's name.
+    ``name``, ``part`` and ``kind``.  :func:`settings` fills in these three.  It also sets ``key`` and ``label`` to the
+    field's name if the declaration has not set them.
     """
 
     # The values that a suite may give, and what the field does, in Markdown: ``kind of value: meaning``.  Empty if the
@@ -103,8 +103,7 @@ def settings(kind: type) -> tuple[Setting, ...]:
     """Returns the settings of all fields of ``kind``, which is the class of a policy or of a part of a policy.
 
     The settings are in the order of declaration.  A field whose default is a dataclass with settings, such as
-    ``memory``, is a part of the policy.  The result does not have such a field itself, but the settings of its fields,
-    in its place.
+    ``memory``, is a part of the policy.  In place of such a field, the result has the settings of the part's fields.
     """
     return tuple(_settings(kind))
 

@@ -2,8 +2,7 @@
 
 A unit holds the parameters of one block of the model in one flat buffer, which is cut into equal shards, one for each
 rank.  Every parameter and every shard starts on a multiple of the *grain*, a number of elements that is a common
-multiple of all codecs' quantisation blocks.  So no quantisation block spans two parameters, and no shard boundary cuts
-one.
+multiple of all codecs' quantisation blocks.  So no quantisation block spans two parameters or two shards.
 
 Pure: no torch.
 """
@@ -165,22 +164,23 @@ class UnitGeometry:
         return replica * self.piece, (replica + 1) * self.piece
 
     def received_piece(self, rank: int) -> tuple[int, int]:
-        """Returns (start, end), counted in the unit, of the piece of the mean gradient that ``rank`` holds in backward.
+        """Returns (start, end), counted in the unit, of a piece of the mean gradient that ``rank`` gets in backward.
 
-        The pieces of all ranks together cover the unit.  With one group, the piece is the rank's whole shard.  With
-        several groups that hold copies of all shards (MiCS, HSDP), the ranks with equal shards divide the shard's mean
-        gradient among them, one piece a group; each rank has its piece (:meth:`own_piece`).  Here it is the piece of
-        the rank in the next group, the first group following the last: ``rank`` has received this piece from there.
+        The pieces of all ranks together cover the unit once.  With one group of ranks, the piece is the rank's whole
+        shard.  With several groups that hold copies of all shards (MiCS, HSDP), each rank first reduces its own piece
+        of its shard (:meth:`own_piece`), and then receives the other pieces from the ranks of the other groups that
+        have the same shard.  The result is the piece that ``rank`` receives from the next group; the first group counts
+        as the next of the last.
         """
         low, _ = self.bounds(rank)
         first, end = self.own_piece((rank + self.shards) % self.world)
         return low + first, low + end
 
     def spans(self, rank: int) -> tuple[tuple[int, int, int], ...]:
-        """Returns (group, start, end) for each optimizer group of the unit, in the order of the groups' elements.
+        """Returns (group, start, end) for each optimizer group of the unit, in the order in which the groups lie in it.
 
-        The elements [start, end) of ``rank``'s shard, padding included, belong to the group.  ``start`` equals ``end``
-        if the shard has no element of the group.
+        The elements [start, end) of ``rank``'s shard, padding included, belong to optimizer group number ``group``.  If
+        the shard has no element of the group, ``start`` equals ``end``.
         """
         starts: dict[int, int] = {}  # the first element of each group in the unit
         for slot in self.slots:
@@ -269,14 +269,14 @@ def padding_share(units: Iterable[tuple[int, int]]) -> float:
 
 
 def chunked(piece: int, chunks: int, grain: int) -> tuple[tuple[int, int], ...]:
-    """Cut a piece of ``piece`` elements into at most ``chunks`` chunks; returns (start, end) of each, in order.
+    """Cut a piece of ``piece`` elements into at most ``chunks`` chunks; returns (start, end) of each chunk, in order.
 
     No chunk is empty, and each starts on a multiple of ``grain``.  With three or more chunks, the first and the last
     chunk are a third as long as the chunks between them (1:3:...:3:1), as far as the grain allows.
 
-    A reduction sends one chunk over its second hop while it sends the next chunk over its first hop.  At best, this
-    hides the time of the shorter hop except for one chunk.  With four chunks 1:3:3:1 this chunk is an eighth of the
-    piece; with four equal chunks it would be a quarter.
+    A reduction sends one chunk over its second hop while it sends the next chunk over its first hop.  Only the first
+    chunk's time on the first hop and the last chunk's time on the second hop overlap with nothing, and therefore these
+    two chunks are short: with 1:3:3:1 each is an eighth of the piece, with four equal chunks it would be a quarter.
     """
     whole = max(1, piece // grain)
     weights = [1] * chunks if chunks < 3 else [1, *[3] * (chunks - 2), 1]

@@ -168,10 +168,10 @@ def _overlap(number: int, end: str, before: str) -> str:
 
 
 def over(spans: Sequence[Span], steps: int) -> tuple[Span, ...]:
-    """Returns copies of the ``spans`` that know at which of the ``steps`` optimizer steps of a run they end.
+    """Returns copies of ``spans`` for a run of ``steps`` optimizer steps, in which each span's end is known as a step.
 
-    Each copy has this number in its attribute ``end``, or None if it ends with the run.  A share of the run is rounded
-    to the nearest step.
+    The attribute ``end`` of a copy is the number of steps after which the span ends; None if it ends with the run.  An
+    end that was given as a share of the run, such as ``"50 %"``, is rounded to the nearest step.
 
     Raises SpanError: if a span has no step, if the spans do not end with the run, or if ``steps`` is not a whole number
     of 1 or more.

@@ -78,7 +78,9 @@ def test_a_codec_whose_kernels_do_not_run_is_named_before_the_first_step() -> No
 
 def test_a_device_without_kernels_is_refused() -> None:
     """A device of another type raises an error that names it."""
-    with pytest.raises(ValueError, match="no kernels for device meta: expected one of cpu, cuda"):
+    with pytest.raises(
+        ValueError, match="no kernels for device meta: move the tensors to a device of type cpu or"
+    ):
         ops.backend_of(torch.device("meta"))
 
 
