@@ -1,1 +1,1 @@
-"""Runs collectives over the groups of a mesh, all on one wire that counts every byte."""
+"""Runs collectives between the ranks of a mesh; all messages go through a wire, the class that counts every byte."""

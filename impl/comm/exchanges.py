@@ -117,7 +117,10 @@ class Pacer(Protocol):
     """Models a link between nodes that is slower than the machine's: computes when bytes would have left a node."""
 
     def book(self, nbytes: int) -> float:
-        """Put ``nbytes`` bytes on the link, and return at which ``time.monotonic()`` the last byte will have left."""
+        """Add a message of ``nbytes`` bytes to the modelled link, behind all earlier messages.
+
+        Returns when its last byte will have left the node, in seconds of ``time.monotonic()``.
+        """
 
 
 class Splits(NamedTuple):
@@ -125,7 +128,8 @@ class Splits(NamedTuple):
 
     come: list[int]  # bytes that this rank receives from each rank
     go: list[int]  # bytes that this rank sends to each rank
-    starts: list[int]  # for each rank, the byte of its ``send`` at which its message for this rank begins
+    # for each rank, the byte of that rank's ``send`` at which its message for this rank begins
+    starts: list[int]
 
 
 def point_to_point(
@@ -414,9 +418,10 @@ class Distributed:
 
     @property
     def joins(self) -> tuple[Group, Arrival | None] | None:
-        """What decides whether one call can post two exchanges: it can if both have the same, and it is not None.
+        """A key for posting several exchanges in one call of NCCL: exchanges with equal keys can be posted together.
 
-        It is a pair: the group of ranks, and the end of the work on a side stream that the exchange is part of.
+        The key is a pair: the group of ranks, and the end of the side-stream work that the exchange is part of, or None
+        if it is part of no such work.  In place of a key, None says that the exchange must be posted by itself.
         """
         route = self._route
         if route.kind != "all_gather" or route.direct or self._monitor is None or self._pacer is not None:

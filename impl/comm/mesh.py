@@ -106,10 +106,14 @@ class Mesh:
         ``LOCAL_WORLD_SIZE`` is the number of ranks on a node.  Without this variable, all ranks share one node.
 
         Raises:
-            MeshError: if there is no default process group, or if the ranks are threads; if an argument has another
-                type, or if both arguments name a group; if the group's size is not ``topology.world``; if this rank is
-                not in the group; if the nodes cannot be read from the device mesh or from torchrun.  Also if the group
-                has only some of the ranks, and NCCL was started with ``init_process_group(device_id=...)``.
+            MeshError: in each of these cases:
+
+                - there is no default process group, or the ranks are threads;
+                - an argument has another type, or both ``topology`` and ``group`` name a group;
+                - the group's size is not ``topology.world``, or this rank is not in the group;
+                - the nodes cannot be read from the device mesh or from torchrun;
+                - the group has only some of the ranks, and NCCL was started with
+                  ``init_process_group(device_id=...)``.
         """
         if current() is not None and not dist.is_initialized():
             raise MeshError("ranks that are threads have a mesh already: use the one that simulate() passes")

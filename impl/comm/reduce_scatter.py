@@ -63,8 +63,8 @@ def reduction_of(policy: Policy, wire: Wire, tag: Tag, piece: int, grain: int) -
 class Reduction:
     """Averages gradients of one size over ranks, hop by hop; used for one reduction at a time.
 
-    A *piece* is the part of the gradient that one rank sums.  It may be cut into chunks, which are posted in the order
-    of :func:`impl.plan.hops.in_turns`.
+    A *piece* is the part of the gradient that one rank sums.  It may be cut into chunks, which are sent separately, so
+    that hops of different chunks overlap.  :func:`impl.plan.hops.in_turns` says in which order chunks are posted.
 
     Usually a piece is the rank's whole shard.  If several groups of ranks hold copies of the shards (*state groups*),
     and gradients are averaged over all these groups, a piece is only a part of a shard.  The ranks that hold the copies

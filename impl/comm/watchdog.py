@@ -52,8 +52,8 @@ class _Mark:
 class Watchdog:
     """Logs this rank's exchanges, times its waits, and collects the other ranks' reports when a wait fails.
 
-    All ranks must construct their watchdogs in the same order, because a watchdog's number in this order tells in the
-    store to which watchdog a report belongs.
+    All ranks must construct their watchdogs in the same order: a rank numbers its watchdogs in this order, and the
+    watchdogs with one number read each other's reports.
 
     Args:
         mesh: the ranks.

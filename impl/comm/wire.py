@@ -62,10 +62,10 @@ class EncodedHop(NamedTuple):
 
 
 class Observer:
-    """Base class of objects that are told what the reductions of one rank encode and return.
+    """Base class of objects that look at gradients: reductions of one rank call the methods of the wire's observer.
 
-    The methods of this class do nothing.  A subclass must not change the tensors that it is given, and must copy those
-    that it keeps.
+    The methods of this class do nothing.  A subclass must not change the tensors that it is given.  If it keeps a
+    tensor, it must keep a copy.
     """
 
     def local(self, unit: str, gradient: Tensor) -> None:
@@ -146,7 +146,8 @@ class Wire:
         self._monitor = HangMonitor(self._watchdog, timeout, on_hang) if streams else None
         self._group_timeout = timedelta(seconds=NCCL_TIMES * timeout) if streams else None
         self._buffers = exchanges.Buffers(mesh.device, streams=streams)
-        # For all but weights and gradients: on a GPU, buffers of a checkpoint's large messages should not remain.
+        # Buffers for messages other than weights and gradients.  On a GPU they are not kept for later messages, since a
+        # checkpoint's messages are large and rare.
         self._others = exchanges.Buffers(mesh.device, keep=not streams)
         # The streams for the hops after the first of gathers and reductions; None if the host waits for messages.
         self.gathers = SideStream(mesh.device) if streams else None
@@ -279,10 +280,10 @@ class Wire:
 
     @contextlib.contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """Context in which ``observer`` is told what reductions encode and return.
+        """Context in which reductions call the methods of ``observer`` with their gradients, messages and means.
 
-        The messages of the context are not counted: inside it, ``ledger`` is a new ledger, which is dropped at the end,
-        when ``ledger`` becomes the old ledger again.
+        Messages that are sent inside the context are not counted: the attribute ``ledger`` is meanwhile another ledger,
+        which is dropped at the end.
         """
         before = self.ledger, self.observer
         self.ledger, self.observer = Ledger(), observer
@@ -411,7 +412,7 @@ class Wire:
         return shared and group.size > 1
 
     def lets_go(self, axis: Axis) -> bool:
-        """Return whether a message along ``axis`` can arrive in the caller's memory, to be freed right after the wait.
+        """Return whether messages along ``axis`` can arrive in memory that the caller may free right after the wait.
 
         The result depends on the transport:
 
@@ -516,7 +517,10 @@ class Wire:
         )
 
     def _uneven_route(self, even: exchanges.Route, axis: Axis, tag: Tag, lengths: Lengths) -> exchanges.Route:
-        """Compute the route of an all-to-all whose messages have these ``lengths``; ``even`` is that of equal ones."""
+        """Compute the route of an all-to-all whose messages have different ``lengths``: how it is carried and booked.
+
+        ``even`` is the route of an all-to-all with messages of equal length along the same axis.
+        """
         (sizes, mark), me = lengths, self.group(axis).index
         sent = uneven(self.mesh.topology, axis, self.mesh.rank, sizes[me])
         splits = exchanges.Splits(

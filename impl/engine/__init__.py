@@ -1,1 +1,1 @@
-"""The training engine: the methods that a training loop calls, the hooks that run in passes, the masters."""
+"""The engine: methods for training loops, hooks that run in forward and backward passes, and masters (fp32 weights)."""

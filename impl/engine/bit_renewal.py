@@ -79,10 +79,10 @@ class Renewal(Observer):
         self._measuring = due
 
     def encoded(self, unit: str, hop: EncodedHop, values: Tensor, frames: Tensor | None) -> None:
-        """Add the squared errors of every candidate codec on ``values`` (..., S) to the sums of ``unit``.
+        """Encode ``values`` (..., n) with every candidate codec, and add the squared errors to the sums of ``unit``.
 
-        A reduction calls this for each hop, with the ``values`` that the hop encodes.  All hops are ignored except the
-        hop between nodes.
+        A reduction calls this for each hop, with the gradients that the hop encodes.  Only the hop between nodes is
+        measured; calls for other hops do nothing.
         """
         del frames
         for choice in self._choices:

@@ -30,8 +30,9 @@ NUMEL: Final = 12288
 CUT: Final = 5117  # the element at which the tensor is cut, which is no multiple of a quantisation block
 SHAPES: Final = ((96, 128), (3, 4, 32, 32))  # further shapes of the whole tensor
 STEPS: Final = 8
-KEPT: Final = 2  # how many tensors of each group are stepped
-# Factors of the gradients in successive steps, small and large, so that clipping shows whatever its threshold.
+KEPT: Final = 2  # how many tensors of each parameter group are stepped, unless all are
+# The gradients of successive steps are multiplied by these factors in turn.  They are small and large, so that an
+# optimizer that clips gradients shows it, whatever its threshold.
 _SIZES: Final = (1e-3, 1.0, 100.0)
 _RATE: Final = 0.01  # replaces a learning rate of zero
 # Tolerance, as a fraction of the distance that an element has moved.  It is above 0 because vectorised loops round
@@ -52,9 +53,10 @@ ELEMENTWISE: Final[set[type[Optimizer]]] = {
 
 
 def elementwise(kind: type[AnyOptimizer]) -> type[AnyOptimizer]:
-    """Declare that optimizers of class ``kind`` may step shards, so that the engine does not test them.
+    """Declare that optimizers of class ``kind`` are elementwise, so that the engine does not test them.
 
-    The declaration does not extend to subclasses.  It may be used as a decorator; returns ``kind``.
+    An elementwise optimizer steps each element of a tensor independently of all others, so it may step shards.  The
+    declaration does not extend to subclasses.  The function returns ``kind``, and may be used as a decorator.
     """
     ELEMENTWISE.add(kind)
     return kind
@@ -141,7 +143,10 @@ def _unknown(optimizer: Optimizer, why: str) -> str:
 
 
 def _way_out(optimizer: Optimizer) -> str:
-    return f"; if it may step shards, declare this with zeropp.elementwise({type(optimizer).__name__})"
+    return (
+        "; if it steps each element independently of all others, declare this with "
+        f"zeropp.elementwise({type(optimizer).__name__})"
+    )
 
 
 def _same(whole: Tensor, other: Tensor, way: Tensor) -> bool:
@@ -218,7 +223,8 @@ class _Twin:
     def options(self) -> Tensor:
         """Return all numbers among the options of the copy's parameter groups, (M,) fp64.
 
-        The options of two copies are compared too, because some optimizers keep there what they adapt in training.
+        The options of two copies are compared too, because some optimizers store numbers there that they adapt in
+        training.
         """
         groups = self._optimizer.param_groups
         numbers = [value for group in groups for value in group.values() if isinstance(value, int | float)]
@@ -326,10 +332,10 @@ def _copy(optimizer: Optimizer, start: Tensor, part: slice, *, every: bool) -> t
 
 @contextlib.contextmanager
 def _restored(optimizer: Optimizer) -> Iterator[Callable[[], bool]]:
-    """Context that undoes, when it ends, what trial steps of the optimizer change outside of the optimizer.
+    """Context for trial steps of copies of ``optimizer``; on leaving, it restores global state that steps may change.
 
-    It restores the random number generators of torch, Python and NumPy.  It also restores attributes of the optimizer's
-    classes that are numbers, strings or tuples, such as a counter of steps.
+    This state has two parts: the states of the random number generators of torch, Python and NumPy; and those
+    attributes of the optimizer's classes that are numbers, strings or tuples, such as a counter of steps.
 
     Yields a function that returns whether random numbers of torch or Python were drawn in the context.
     """

@@ -139,8 +139,9 @@ class Zero:
     def rehearsing(self) -> Iterator[None]:
         """Context for passes that must not affect training, such as a warm-up or a measurement of messages.
 
-        On leaving, all gradients are dropped.  Buffers, and what codecs carry from step to step, get the values that
-        they had on entering.  The next pass gathers all weights anew.
+        On leaving, all gradients are dropped.  The model's buffers get back the values that they had on entering.  The
+        state that messages depend on (:meth:`communication_state`), such as the errors of error feedback, is restored
+        too.  The next pass gathers all weights anew.
 
         Raises:
             ZeroError: if masters have gradients when the context is entered.
@@ -165,8 +166,10 @@ class Zero:
         """Forget this rank's gradients that are not reduced yet, from a failed pass or from :meth:`accumulating`.
 
         The quantisation errors that gradient codecs would add to later gradients (error feedback) are forgotten too.
-        If the policy sends differences of weights, the weights themselves are sent after their next change.  A forward
-        pass that was interrupted, for example by KeyboardInterrupt, no longer counts as running.
+        If the policy sends weights as differences from earlier weights, the next gather after a change of the weights
+        sends the weights themselves, since the ranks' copies of the earlier weights may differ.
+
+        A forward pass that was interrupted, for example by KeyboardInterrupt, no longer counts as running.
         """
         for unit in self.units:
             unit.weight_gather.distrust()
@@ -422,13 +425,17 @@ class Zero:
 
     @property
     def current_policy(self) -> Policy:
-        """The policy of the present step.  A schedule changes between the policies ``policy.phases``; this is one."""
+        """The policy of the present step; without a schedule, ``policy`` itself.
+
+        A schedule uses different policies in different steps of a run.  ``policy.phases`` has all of them.
+        """
         return self.policy.phases[self._phase]
 
     def follow_schedule(self, step: int) -> None:
-        """Change to the policy that the schedule names for the time after ``step`` optimizer steps.
+        """Switch to the policy that the schedule gives for the step that follows ``step`` optimizer steps.
 
-        Does nothing if it is the present policy.  All ranks must call it, between passes.
+        Does nothing if the engine uses this policy already.  All ranks must call this method, and no pass may be
+        running.
         """
         number = self.policy.phase_at(step)
         if number != self._phase:
@@ -444,7 +451,7 @@ class Zero:
 
         - the numbers of the step and of the micro-batch;
         - the quantisation errors that error feedback adds to later gradients;
-        - the copies of weights from which differences are taken;
+        - the copies of earlier weights, if the policy sends weights as differences from these copies;
         - the state of users' own reductions and gathers;
         - the anchors and momenta of outer steps (DiLoCo);
         - the codecs that a bit budget has chosen.

@@ -358,8 +358,8 @@ class Hooks:
     def collect_gradient(self, index: int, number: int) -> None:
         """Collect the gradient that has arrived at parameter ``number`` of unit ``index``.
 
-        A unit's first gradient in a pass is a good time to continue the reductions of other units: if the unit belongs
-        to a block, these post their next messages.  After a unit's last gradient, the unit is resharded, and all
+        If the gradient is the unit's first in this pass, and the unit belongs to a block, the reductions of other units
+        that are under way post their next messages.  If the gradient is the unit's last, the unit is resharded, and all
         reductions that are ready start, unless the pass only accumulates.
         """
         if not self._passes.in_backward:
@@ -476,7 +476,7 @@ class Hooks:
         if module is not self._model and module not in self._units_of:
             raise ZeroError(
                 f"{type(module).__name__} is neither the sharded model nor one of its blocks, so its weights are "
-                "not gathered as a whole: register a method of the model or of a block"
+                "not gathered as a whole: call register_forward_method() with the model or with a block"
             )
         output = None
         try:

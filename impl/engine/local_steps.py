@@ -31,9 +31,10 @@ class LocalSteps:
         self._waiting = False
 
     def stepped(self, step: int, *, first: bool) -> None:
-        """Note that an optimizer has stepped; take the outer steps that are due if it was the last optimizer to step.
+        """Note that an optimizer has stepped; once all optimizers have stepped, take the outer steps that are due.
 
-        It was the last one if no master with a gradient is left that no optimizer has stepped since the backward pass.
+        A model may have several optimizers.  All have stepped when every master that has a gradient was stepped since
+        the last backward pass.
 
         Args:
             step: the number of optimizer steps so far.

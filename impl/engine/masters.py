@@ -116,7 +116,10 @@ class Masters:
         return norm.sqrt() if power == 2 else norm.pow(1 / power)
 
     def check_complete(self, held: Collection[int]) -> None:
-        """Raise a ZeroError if masters with gradients are not among the tensors whose ids are in ``held``."""
+        """Raise a ZeroError unless the optimizers of ``step()`` hold every master that has a gradient.
+
+        ``held`` has the :func:`id` of each tensor that these optimizers hold.
+        """
         expected = [id(master) for master in self if master.grad is not None]
         if missing := sum(number not in held for number in expected):
             raise ZeroError(
@@ -204,7 +207,10 @@ class LossScaler:
             _scales.pop(min(_scales), None)
 
     def passed(self) -> None:
-        """Note that a backward pass has ended; count it if the loss scale is not 1 and its loss was not scaled."""
+        """Note that a backward pass has ended, and count the pass if its loss should have been scaled but was not.
+
+        A loss must be multiplied by the loss scale (:meth:`scaled`) if the scale is not 1.
+        """
         reached = self._reached or _scales.get(_autograd_pass()) == self.scale
         self._unscaled += self.scale != 1.0 and not reached
         self._reached = False
@@ -218,8 +224,8 @@ class LossScaler:
         if self._unscaled:
             passes = "1 backward pass" if self._unscaled == 1 else f"{self._unscaled} backward passes"
             raise ZeroError(
-                f"step() after {passes} whose loss was not scaled would divide their gradients by the loss scale "
-                f"of {self.scale:g}: drop the gradients with model.zero_grad(), and run "
+                f"step() would divide the gradients by the loss scale of {self.scale:g}, but they have parts from "
+                f"{passes} whose loss was not scaled: drop the gradients with model.zero_grad(), and run "
                 "zero.scaler.scaled(loss).backward()"
             )
 
@@ -253,10 +259,10 @@ class LossScaler:
         return factor
 
     def stepped(self) -> None:
-        """Note that a step was not skipped.
+        """Count a step that was not skipped, and double a dynamic loss scale if there were enough such steps.
 
-        A dynamic scale doubles after ``window`` such steps since the scale last changed; ``window`` is a field of the
-        policy's loss scale.
+        The scale doubles after ``window`` steps without an overflow since it last changed.  ``window`` is a field of
+        the policy's loss scale.
         """
         self._since += 1
         if self._setting is not None and 0 < self._setting.window <= self._since:

@@ -108,7 +108,7 @@ class WithAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take one step.
+        """Step the matrices with Muon, and all other parameters with AdamW.
 
         If ``closure`` is given, it is called first, to compute the loss and its gradients, and the loss is returned.
         Otherwise None is returned.
@@ -222,8 +222,9 @@ class Muon(WithAdamW):
         if found.axis.size > 1:
             zero.wire.make_groups([found.axis])
         self._held, self._owned = self._find_held(me, group), self._find_owned(me)
-        # Two buffers, fp32.  ``_direction`` has the momentum of one unit's masters that is sent to owners, and later
-        # the update of a part that comes back.  ``_whole`` has one whole matrix.
+        # Two buffers, fp32, which are used again for each unit and matrix.  ``_direction`` first has the values that
+        # this rank sends to owners, and later the orthogonalised part that an owner has sent back.  ``_whole`` has one
+        # whole matrix that this rank orthogonalises.
         spans = [held.master.numel() for held in self._held]
         wholes = [matrix.slot.spec.numel for matrix, _ in self._owned]
         self._direction, self._whole = (
@@ -255,9 +256,10 @@ class Muon(WithAdamW):
         return held
 
     def _find_owned(self, me: int) -> list[tuple[Matrix, list[_Piece]]]:
-        """Return (matrix, parts) for each matrix that this rank owns; ``parts`` says where each rank's part belongs.
+        """Return (matrix, parts) for each matrix that this rank owns, that is, orthogonalises.
 
-        A matrix's owner is the rank that orthogonalises it.
+        ``parts`` has the part of the matrix that each rank holds in its shard, with the part's places in the matrix and
+        in messages.
 
         ``me`` is this rank's index among the ranks that share one copy of the states.
         """

@@ -21,7 +21,7 @@ _OTHERS: Final = (torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
-    """Return the torch type that ``dtype`` is or names, such as ``torch.bfloat16`` for ``bf16``.
+    """Return ``dtype`` as a torch type.  A name is looked up: ``bf16`` gives ``torch.bfloat16``.
 
     Raises a ZeroError if weights cannot be cast to this type.
     """

@@ -101,7 +101,8 @@ class _Guard(NamedTuple):
 
 _handles: Final[list[RemovableHandle]] = []  # handles of the hooks on optimizers' steps
 _guards: Final[list[_Guard]] = []  # in the order in which they were set
-_STEP: Final = Optimizer.profile_hook_step(lambda: None).__code__  # the code of torch that calls the hooks
+# The code of torch's wrapper around every optimizer's step(), which calls the hooks.
+_STEP: Final = Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def _watch() -> None:

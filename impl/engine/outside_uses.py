@@ -127,9 +127,10 @@ def _as_it_was(tensor: Tensor, version: int) -> Tensor:
 
 
 class _Constant:
-    """A saved tensor that needs no gradient.  It may be a view of a module's buffer.
+    """A tensor that autograd has saved and that needs no gradient, such as a view of a module's buffer.
 
-    :meth:`SavedTensors.spare` may later replace ``packed``, the form in which autograd keeps the tensor.
+    ``packed`` is what the engine keeps in place of the tensor.  :meth:`SavedTensors.spare` replaces it by a copy before
+    the buffer is overwritten.
     """
 
     __slots__ = ("__weakref__", "packed")
@@ -172,8 +173,8 @@ class SavedTensors:
         self._special, self._places = special, places
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
         self._users: _Hooks | None = None  # the user's hooks that the engine's hide
-        # One entry for each running call, the innermost last: the user's hooks (``_users``) that were known before the
-        # call put the engine's hooks on torch's stack, or NOTHING if it has not done so.
+        # One entry for each running call of a hooked module, the innermost last.  It is NOTHING until the call puts the
+        # engine's hooks on torch's stack, and then the value that ``_users`` had before, which leave() restores.
         self.calls: list[Any] = []
         self._constants = weakref.WeakSet[_Constant]()  # the constants that autograd's graphs hold
 

@@ -138,8 +138,8 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Gather the state dict of the unsharded model, parameters in ``dtype`` and buffers; all ranks must call it.
 
-    Units are gathered one after the other, so a rank never holds more than the result and one whole unit.  Buffers
-    must be equal on all ranks already.
+    Units, the groups of parameters that are gathered together, are gathered one after the other.  A rank therefore
+    never holds more than the result and one whole unit.  Buffers must be equal on all ranks already.
 
     Args:
         model: the sharded model.
@@ -171,13 +171,13 @@ def full_state_dict(
 
 
 def _of_unit(unit: Unit, narrowing: Narrowing, device: torch.device | None) -> dict[int, Tensor]:
-    """Gather the parameters of ``unit``, cast them, and return a copy of each on ``device``.
+    """Gather the parameters of ``unit``, cast them with ``narrowing``, and return a copy of each on ``device``.
 
     The keys of the result are the :func:`id` of the parameters that modules hold now.  The gathered values are freed on
     return.  If ``device`` is None, the result is empty.
 
-    All ranks must call this.  Ranks that keep nothing cast too, so that ``narrowing`` counts the same values that do
-    not fit the type on all ranks.
+    All ranks must call this.  Ranks with ``device=None`` cast too, so that every rank's ``narrowing`` counts the values
+    that overflow, and all ranks raise the same error.
     """
     whole = {}
     for visible, slot, values in zip(
@@ -262,9 +262,10 @@ def take(model: nn.Module, units: Sequence[Unit], state: dict[str, Any], prefix:
 
 
 def _under_all_names(held: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``state`` in which a value given for a tied parameter or buffer is there under all its names.
+    """Return a copy of ``state`` that has the value of each tied parameter or buffer under all of its names.
 
-    ``held`` is the state dict of the model.  Names whose entries in ``held`` are one object are tied.
+    ``state`` may have such a value under only one of the names.  ``held`` is the state dict of the model.  Names whose
+    entries in ``held`` are one object are tied.
     """
     tensors = {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
     name_of = {id(tensor): name for name, tensor in tensors.items() if name in state}

@@ -26,7 +26,10 @@ GroupOf = Callable[[str, nn.Parameter], int]
 
 
 class Draft(NamedTuple):
-    """A unit before it is laid out: a module, and the parameters that are gathered for it, in layout order."""
+    """A unit whose place in memory is not computed yet: a module, and the parameters that are gathered for the module.
+
+    The parameters are in the order in which they will lie in memory.
+    """
 
     name: str
     module: nn.Module  # the module for whose passes the unit is gathered
@@ -60,7 +63,11 @@ def find_blocks(model: nn.Module, *, most: int = 0) -> list[nn.Module]:
 
 
 def _contained(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks inside ``module`` that :func:`find_blocks` returns if it has no limit of elements."""
+    """Yield the blocks inside ``module``: the elements of its outermost ``ModuleList`` and ``Sequential``.
+
+    Only elements that have parameters are blocks.  In place of an element that is a ``ModuleList`` or ``ModuleDict``,
+    the blocks inside this element are yielded.
+    """
     contains = isinstance(module, nn.ModuleList | nn.Sequential)
     for child in module.children():
         if contains and not isinstance(child, nn.ModuleList | nn.ModuleDict) and _has_parameters(child):
@@ -208,6 +215,9 @@ def plan_units(
     group_of: GroupOf | None = None,
 ) -> list[UnitGeometry]:
     """Return the layouts of the units that :func:`impl.zero.shard` would make, in the order of ``Zero.units``.
+
+    A unit is a group of parameters that are gathered and reduced together.  Its layout says where each parameter and
+    each rank's shard lie in the unit's memory.  Nothing is sent, and the model is not changed.
 
     Raises the same errors as ``shard()`` if model, policy and topology do not fit together.
     """

@@ -1,1 +1,1 @@
-"""Provides what the wire sends with: groups of ranks, shared memory, thread ranks, and the side streams of a GPU."""
+"""What :mod:`impl.comm.wire` sends messages with: process groups, shared memory, thread ranks, a GPU's side streams."""

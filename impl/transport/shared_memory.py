@@ -232,8 +232,8 @@ class Arena:
 class Flags:
     """Flags in shared memory: one for each rank in each slot, where a slot is the memory of one exchange.
 
-    A flag is the number of the last exchange in which the rank has written its row of the slot (for other flags: has
-    read the slot).  Therefore a flag only grows.
+    A flag is the number of the last exchange in which the rank has done something with the slot.  In one set of flags,
+    this is that the rank has written its message; in another set, that it has read all messages.  A flag only grows.
 
     Args:
         lines: (slot, rank, 8) int64, the memory of the flags, one cache line for each flag.

@@ -163,9 +163,11 @@ class ThreadWorld:
         self.size, self.device, self._timeout = size, device, timeout
         self.ranks = [ThreadRank(self, rank) for rank in range(size)]
         self.store = ThreadStore(self)
-        self.shares: dict[int, _Shared] = {}  # by number of the call, the values of a share() so far
+        # The calls of share() that some ranks have not made yet, by number of the call.
+        self.shares: dict[int, _Shared] = {}
         self.arenas: dict[tuple[tuple[int, ...], int], _Rounds] = {}  # by ranks and number of the arena
-        self.free: dict[int, list[_Round]] = defaultdict(list)  # by bytes of the tensor, finished exchanges
+        # Finished exchanges, whose tensors later exchanges use again, by bytes of the tensor.
+        self.free: dict[int, list[_Round]] = defaultdict(list)
         self._ready = deque(self.ranks)  # ranks that can go on, in the order in which they get the turn
         # Ranks that cannot go on, in the order in which they stopped.
         self._waiting: dict[ThreadRank, None] = {}
@@ -233,7 +235,10 @@ class ThreadWorld:
             raise Stopped
 
     def stop(self, error: BaseException) -> None:
-        """Let the run fail with ``error``: waiting ranks end at once, the running rank when it next waits or sends."""
+        """Make the run fail with ``error``.
+
+        Waiting ranks end at once.  The running rank ends when it next waits or sends.
+        """
         if self._failure is None:
             self._failure = error
         self._ended.set()
@@ -410,7 +415,7 @@ class _Round:
     marks: dict[int, int] = field(default_factory=dict)
     event: Event = field(default_factory=Event)  # happens when all ranks have posted
     done: int = 0  # number of ranks that have read all messages
-    # The events after the ranks' reads in the exchange that used the same tensor before.
+    # The events that ranks recorded after they had read this tensor in the exchange that used it before.
     before: list[torch.cuda.Event] = field(default_factory=list)
     written: list[torch.cuda.Event] = field(default_factory=list)  # after each rank's write of its row
     read: list[torch.cuda.Event] = field(default_factory=list)  # after each rank's reads

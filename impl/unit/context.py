@@ -56,9 +56,9 @@ class Meter:
 class Reserve:
     """A pool of flat buffers whose elements have one type; the meter counts their bytes as ``part``.
 
-    A buffer is reused only for a request of exactly its size.  The pool has a limit for the elements of all its
-    buffers, free or in use: the most elements that were in use at one time, in the last pass or in the present pass so
-    far.  Beyond this limit, the pool drops free buffers, the largest first.
+    A buffer is reused only for a request of exactly its size.  Free buffers and buffers in use may together have as
+    many elements as were in use at one time in the last pass, or in the present pass so far, whichever is more.  Beyond
+    this limit, the pool drops free buffers, the largest first.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, meter: Meter, part: str) -> None:

@@ -104,7 +104,7 @@ class FlatBuffer:
         # hold placeholders.  It gathers the unit, or raises an error.
         self.used_outside: Callable[[str], None]
         self._flat: Tensor | None = None  # (P,) the flat buffer, while the unit has one
-        # torch's references to the flat buffer's memory (handles()) that belong to this object and to the parameters
+        # how many references to the flat buffer's memory, as handles() counts them, this object and the parameters hold
         self._own_views = 0
         self._marks: list[tuple[int, int]] = []  # version and address of each member, from expose() on
 
@@ -183,17 +183,17 @@ class FlatBuffer:
 
 
 class InUnit:
-    """Provides the values of one parameter of a unit to operations that get it while its unit is sharded.
+    """Gathers a sharded unit when an operation uses one of its parameters, and returns the parameter's values.
 
-    It is the :class:`~impl.unit.placeholder.Keeper` of both the parameter and the placeholder that modules hold in its
-    place.  It has only a weak reference to the flat buffer.
+    This is the :class:`~impl.unit.placeholder.Keeper` of a member of the unit: of the parameter itself, and of the
+    placeholder that modules hold in the parameter's place.  It has only a weak reference to the flat buffer.
     """
 
     def __init__(self, flat: FlatBuffer, name: str, number: int) -> None:
         self.name, self.flat, self.number = name, weakref.ref(flat), number
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
-        """Let the unit gather its weights, and return the member's parameter with its values.
+        """Have the unit gather its weights, and return the parameter, which then has values.
 
         Raises:
             ZeroError: if no pass is running, or if the model and its engine no longer exist.

@@ -82,8 +82,9 @@ class GradientReduction:
         # On a GPU, places in ``local`` and the gradients to be copied there, all with one launch.
         self._places: list[Tensor] = []
         self._arrived: list[Tensor] = []
-        # Whether gradients are copied to ``local`` with one launch.  Not for the root's and the persistent unit: their
-        # gradients arrive throughout the pass, and would be held twice meanwhile.
+        # Whether all gradients of the unit are copied to ``local`` with one launch, after the last has arrived.  This
+        # is False for the root's unit and the persistent unit: their gradients arrive throughout the pass, and until
+        # its end both ``local`` and the gradients would take memory.
         self._together = context.wire.streams and not geometry.outer
         self._arrival: Arrival | None = None  # on a GPU, the end of the hops after the first
         self._errors: Errors | None = None  # the gradient codecs' carried errors, from the first reduction on

@@ -117,7 +117,8 @@ class MasterShard:
         self._sums: tuple[Version, Tensor] | None = None  # checksums of the shard, from mark()
         self._mean: Tensor | None = None  # (S,) fp32, the memory in which the masters' gradients lie
         self._landing: tuple[Arrival, Tensor] | None = None  # (S,) a mean that is being copied to the host
-        self._landed: Tensor | None = None  # (S,) where a mean arrives if it is then added to an earlier mean
+        # (S,) where a mean arrives if the masters have a gradient already, to which the mean is then added
+        self._landed: Tensor | None = None
         self._anchor: Tensor | None = None  # (S,) the weights after the last outer step, with local steps
 
     # Weights
@@ -168,7 +169,7 @@ class MasterShard:
             ops.encode(self._codec, master, self.codes, noise=self.noise(self._codec))
 
     def load_codes(self, frame: Tensor) -> None:
-        """Overwrite frozen weights that are held as codes.
+        """Overwrite frozen weights that are held as codes of a codec, such as INT8.
 
         ``frame`` (F,) uint8 is an encoded shard with the same codec and the same number of elements as these weights.
         """
@@ -308,10 +309,10 @@ class MasterShard:
         frame.copy_(self._sent)
 
     def _kept_frame(self) -> Tensor:
-        """Return the encoded shard (F,) uint8 of an offloaded shard, in host memory.
+        """Return this rank's offloaded shard in encoded form, (F,) uint8 in host memory.
 
-        The result is kept for later calls.  It is encoded anew only if the shard has changed, or if a stochastic codec
-        draws other random bits in this step.
+        The encoded shard is kept for later calls.  The shard is encoded anew only if it has changed, or if a stochastic
+        codec draws other random bits in this step.
         """
         varies = self._codec.stochastic and self._geometry.trainable
         now = (self.version, self._clock.step if varies else 0)

@@ -134,7 +134,7 @@ class MethodDriver:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Give the object the tensors of ``state`` whose names begin with ``prefix``; other tensors are ignored.
 
-        Before that, the method waits for all messages that the object has posted.
+        Waits first for all messages that the object has posted.
         """
         self.wire.drain()
         own = {
@@ -155,10 +155,10 @@ class MethodDriver:
         self.wire.drain()
 
     def messages(self, topology: Topology, *gather: GatherInfo) -> tuple[MethodMessage, ...] | None:
-        """Return the messages that the user's class declares for one reduction, or for one gather.
+        """Return the messages that the function ``bytes()`` of the user's class declares for one reduction or gather.
 
-        ``gather``, for a class that gathers, describes the gather.  Returns None if the class has no function
-        ``bytes()``.
+        For a class that gathers weights, ``gather`` describes the gather.  For a class that reduces gradients, nothing
+        is passed.  Returns None if the class has no function ``bytes()``.
         """
         return declared(self.method, self._instance, self.unit, topology, *gather)
 

@@ -57,13 +57,14 @@ class GatherMethod(Method):
         object may keep it.  Padding may have any finite value.
         """
 
-    # Classes may also have:
+    # A user's class may also have these functions.  The last three are needed if ``laws`` has the property that they
+    # name; ``arguments`` are the arguments that the policy gives for the class.
     #
-    # def bytes(self, unit, topology, gather): the messages of a gather, as tuples (kind, axis, bytes to each other
-    #     rank).
-    # @staticmethod def error_bound(unit, **arguments): needed if ``laws`` promises the property ``bound``.
-    # @staticmethod def full_rank(unit, **arguments): arguments with which ``exact_at_full_rank`` is tested.
-    # @staticmethod def settles_after(unit, **arguments): number of gathers after which ``settles`` is tested.
+    # def bytes(self, unit, topology, gather): returns the messages of one gather, as tuples (kind, axis, bytes to each
+    #     other rank).
+    # @staticmethod def error_bound(unit, **arguments): returns the largest error that ``bound`` promises.
+    # @staticmethod def full_rank(unit, **arguments): returns arguments with which ``exact_at_full_rank`` is tested.
+    # @staticmethod def settles_after(unit, **arguments): returns the number of gathers after which ``settles`` holds.
 
 
 class OwnGather(MethodDriver):
@@ -123,8 +124,9 @@ class OwnWeightGather:
         self._clock, self._passes = context.clock, context.passes
         self.version: Version = (-1, -1)  # the version of the weights that are gathered
         self._change: Change = "loaded"  # how the weights have changed since the last gather
-        self._seen = -1  # torch's version of the master at the last gather
-        self._begun = 0  # the optimizer step at the last gather that told the user's class ``loaded``
+        self._seen = -1  # how many writes to the master torch had counted at the last gather
+        # The number of optimizer steps at the last gather in which the user's class was told that weights were loaded.
+        self._begun = 0
 
     def start(self, phase: Phase) -> None:
         """Start a gather of the weights for a pass of this ``phase``."""
@@ -146,8 +148,8 @@ class OwnWeightGather:
     def finish(self) -> None:
         """Finish the gather, and copy the weights to the flat buffer.
 
-        If a call of a user's class has failed since the last gather started, nothing is copied: that call has raised an
-        error, torch still runs the hooks after modules, and these must not raise a second error.
+        If a call of a user's class has failed since the last gather started, nothing is copied and no error is raised.
+        The failed call has raised an error already, and torch still runs the hooks that call this method.
         """
         flat = self._flat.attach()
         if not self._passes.failed:

@@ -49,11 +49,13 @@ class ReductionMethod(Method):
         S is ``self.unit.shard``.  This object must not change the tensor afterwards.  Padding may have any value.
         """
 
-    # Classes may also have:
+    # A user's class may also have these functions.  The last two are needed if ``laws`` has the property that they
+    # name; ``arguments`` are the arguments that the policy gives for the class.
     #
-    # def bytes(self, unit, topology): the messages of one reduction, as tuples (kind, axis, bytes to each other rank).
-    # @staticmethod def error_bound(unit, **arguments): needed if ``laws`` promises the property ``bound``.
-    # @staticmethod def full_rank(unit, **arguments): arguments with which ``exact_at_full_rank`` is tested.
+    # def bytes(self, unit, topology): returns the messages of one reduction, as tuples (kind, axis, bytes to each other
+    #     rank).
+    # @staticmethod def error_bound(unit, **arguments): returns the largest error that ``bound`` promises.
+    # @staticmethod def full_rank(unit, **arguments): returns arguments with which ``exact_at_full_rank`` is tested.
 
 
 class OwnReduction(MethodDriver):

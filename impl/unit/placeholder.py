@@ -25,7 +25,7 @@ class Keeper(Protocol):
     If the values cannot be used at the moment, the keeper raises an error.
     """
 
-    name: str  # of the parameter
+    name: str  # the name of the parameter, for errors
 
     def use(self, parameter: Placeholder, together: Sequence[Placeholder]) -> Tensor:
         """Return the tensor that an operation is to use in place of ``parameter``, or raise an error.
@@ -67,7 +67,7 @@ _HARMLESS: Final = frozenset(
 
 
 # These functions are answered for a contiguous tensor of the parameter's shape, because gathered values are contiguous.
-# The data of a placeholder, an expanded NaN, is not.
+# The data of a placeholder is not contiguous: it is one NaN, expanded to the shape.
 _OF_LAYOUT: Final = frozenset([torch.Tensor.stride, torch.Tensor.is_contiguous])
 _OF_GRADIENTS: Final = frozenset(
     [torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook]
@@ -129,9 +129,10 @@ class Placeholder(nn.Parameter):
 
 
 class _Detached:
-    """The keeper of a placeholder that ``detach()`` returned because the parameter's keeper had raised a ZeroError.
+    """Keeper of a placeholder that never gets values: every use raises a ZeroError with the text ``refusal``.
 
-    Every use raises a ZeroError with the same text.
+    ``detach()`` of a placeholder returns such a placeholder if the values cannot be used at the moment.  ``refusal`` is
+    then the text of the error that says why.
     """
 
     def __init__(self, name: str, refusal: str) -> None:

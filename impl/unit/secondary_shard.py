@@ -57,7 +57,8 @@ class SecondaryShard:
         self._policy, self.codec = context.policy, context.policy.copy_codec
         self._unit, self._numel, self._offloaded = geometry.name, geometry.shard, offloaded
         self._host, self._meter = context.host, context.meter
-        self.copies, self._index = 1, 0  # how many shards it holds, and which of them is this rank's own
+        # How many encoded shards are kept, and which of them is this rank's own.
+        self.copies, self._index = 1, 0
         for hop in hops:
             self._index += hop.axis.digit(context.wire.mesh.rank) * self.copies
             self.copies *= hop.axis.size
@@ -102,7 +103,7 @@ class SecondaryShard:
             self._settled = None
 
     def distrust(self) -> None:
-        """Let the next gather that needs new messages between nodes send the weights themselves, not differences.
+        """Make the next gather that sends messages between nodes send the weights themselves, not differences.
 
         To be called if the copies may differ between ranks, for example after a gather that was interrupted on some
         ranks only.
@@ -151,7 +152,7 @@ class SecondaryShard:
         self._frames = memory[: self.nbytes]
 
     def forget(self) -> None:
-        """Let the next gather send the weights themselves, because the memory of the copy has arbitrary content."""
+        """Make the next gather send the weights themselves, because the memory of the copy has arbitrary content."""
         self._version = self.begun = self._settled = None
 
     def let_go(self) -> None:

@@ -202,7 +202,10 @@ class Unit:
             self.wait()
 
     def _advance_others(self) -> None:
-        """Let other units' gathers by users' own classes post their next messages, in the same order on all ranks."""
+        """Call ``advance()`` of other units' gathers by users' own classes, so that they post their next messages.
+
+        The order of the calls is the same on all ranks.
+        """
         for index in sorted(self._passes.gathering - {self.index}):
             if isinstance(gather := self._siblings[index].weight_gather, OwnWeightGather):
                 gather.advance()
@@ -245,7 +248,9 @@ class Unit:
         self._passes.gathering.add(self.index)
 
     def start_pair(self, other: Unit, phase: Phase) -> None:
-        """Start the all-gathers of this unit and of ``other`` with grouped messages; both units must be sharded.
+        """Start the all-gathers of this unit and of ``other``, so that one call of NCCL posts the messages of both.
+
+        Both units must be sharded.
 
         Raises:
             ZeroError: if a parameter of one of the units is in an open GatheredParameters context.
@@ -453,14 +458,14 @@ class Unit:
                 member.parameter.grad = member.placeholder.grad = None
         self.reduction.drop()
 
-    # State of communication: the errors that error feedback carries, and the copies from which differences are taken
+    # State of communication: what later messages depend on, in addition to weights and gradients
 
     def communication_state(self) -> dict[str, Tensor]:
         """Return the tensors that this rank needs to resume a run, in addition to masters and optimizer state, by name.
 
-        They are the errors that gradient codecs carry to later steps (error feedback), the copies of weights from which
-        differences are taken, the state of users' own reduction and gather, and the anchor and momentum of outer steps
-        (DiLoCo).
+        They are the errors that gradient codecs carry to later steps (error feedback), the copies of earlier weights if
+        the policy sends weights as differences from these copies, the state of users' own reduction and gather, and the
+        anchor and momentum of outer steps (DiLoCo).
 
         Raises:
             ZeroError: if a user has written to masters without torch's version counter showing it, while copies of the

@@ -60,7 +60,7 @@ from impl.unit.secondary_shard import SecondaryShard
 
 
 class WeightGather:
-    """All-gathers one unit on one rank into its flat buffer, ``flat``.
+    """Gathers the weights of one unit, on one rank, from all ranks, and decodes them into the unit's buffer ``flat``.
 
     The policy of ``context`` is the policy for this unit (``Policy.for_unit``).
     """
@@ -92,8 +92,8 @@ class WeightGather:
         purpose: Purpose = "persistent" if geometry.persistent else "weights"
         self._tags = {phase: Tag(phase, purpose, geometry.name) for phase in get_args(Phase)}
         self._alone = casts_alone(hops, policy.compute)
-        # Whether messages arrive directly in the flat buffer.  They must not if the wire keeps a reference to its
-        # memory afterwards: FlatBuffer would take the reference for a view that autograd holds.
+        # Whether messages arrive directly in the flat buffer.  They must not if the transport keeps a reference to the
+        # buffer's memory after the wait: FlatBuffer would take the reference for a view that autograd holds.
         plain = len(hops) == 1 and hops[0].sends_elements(policy.compute)
         self._in_place = plain and not self._alone and wire.lets_go(hops[0].axis)
         # If weights are also quantised by columns (planes): the number of rows in a band, and the bands of each shard.

@@ -21,7 +21,7 @@ from impl.unit.unit import Unit
 
 
 class WholeValues:
-    """Gathers, shows and overwrites the values of the parameters of one unit.
+    """Gathers and overwrites the values of one unit's parameters, and shows them to users in the model's modules.
 
     Overwriting values makes all copies of the weights stale, so that the next pass gathers them anew.
     """
@@ -64,10 +64,10 @@ class WholeValues:
         return self._geometry.part(self._geometry.slots[number], self._wire.mesh.rank)
 
     def show(self, number: int, values: Tensor) -> nn.Parameter:
-        """Give ``values`` (shape) to parameter ``number`` as modules hold it now, and return that parameter object.
+        """Put the whole ``values`` of parameter ``number`` into the model, where users can read and write them.
 
-        A user can then read and write the values in the model.  The returned object is the placeholder (a parameter
-        without values) that modules hold in the parameter's place, turned into a plain parameter.
+        Modules hold a placeholder, a parameter without values, while the unit is sharded.  This method turns the
+        placeholder into a plain parameter with ``values``, which have the parameter's shape, and returns it.
         """
         unit, member = self._unit, self._unit.members[number]
         unit.wait()
@@ -105,7 +105,7 @@ class WholeValues:
         self._unit.weights_changed()
 
     def load_codes(self, frame: Tensor) -> None:
-        """Overwrite frozen weights that are held as codes.
+        """Overwrite frozen weights that are held as codes of a codec, such as INT8.
 
         ``frame`` (F,) uint8 is an encoded shard with the same codec and the same number of elements as these weights.
         """
