@@ -251,9 +251,9 @@ class Strategy:
     def mark_exposed(self) -> Callable[[], float] | None:
         """Note the present moment, and return a function that returns the :meth:`exposed_seconds` up to this moment.
 
-        The function allows a caller to read the time later without waiting for a GPU now.  On a GPU, call it only after
-        the device has done all work that was queued before :meth:`mark_exposed` was called.  Returns None instead of a
-        function if a library such as DDP sends the messages itself.
+        With the function, a caller can read the time later, and need not wait for a GPU now.  On a GPU, call the
+        function only after the device has done all work that was queued before :meth:`mark_exposed` was called.
+        Returns None instead of a function if a library such as DDP sends the messages itself.
         """
         return None if self.wire is None else self.wire.mark_exposed()
 
@@ -498,7 +498,7 @@ class Sharded(Strategy):
 
     @property
     def owners(self) -> Owners | None:
-        """For each matrix that Muon steps, its owner: the rank that orthogonalises it.  None for other optimizers."""
+        """For each matrix that Muon updates, its owner: the rank that orthogonalises it.  None for other optimizers."""
         return owners_of(self.zero.policy, self.zero.wire.mesh.topology, self.units)
 
     def _declared(self) -> Declared:
@@ -511,9 +511,10 @@ class Sharded(Strategy):
         return {name: own.messages(topology) for name, own in owns.items() if own is not None}
 
     def _declared_gathers(self) -> DeclaredGathers:
-        """Return functions that return the messages that a user's class declares for one gather.
+        """Return a function for each unit that a user's class gathers, by the unit's name.
 
-        There is one function for each unit, by the unit's name.  Units that our own collectives gather are left out.
+        The function returns the messages that the class declares for one gather of the unit.  Units that our own
+        collectives gather are left out.
         """
         topology = self.zero.wire.mesh.topology
         gathers = {unit.geometry.name: unit.weight_gather for unit in self.zero.units}
