@@ -319,11 +319,12 @@ def _count(occasions: Sequence[int] | None) -> int:
 
 
 def _by_occasion(data: _Floats, occasions: Sequence[int] | None, middle: Any) -> _Floats:
-    """Return (number of occasions,): for each occasion, the median or mean of the values that were measured at it.
+    """Return, for each occasion, the median or mean of the values of this occasion: (number of occasions,).
 
     Args:
         data: (n,) values.
-        occasions: The occasion of each value; None counts as a single occasion.
+        occasions: For each value, the number of the occasion (start of the machine, or series of runs after a pause of
+            an hour) at which it was measured.  None counts as a single occasion.
         middle: ``np.median`` or ``np.mean``.
     """
     if occasions is None or len(set(occasions)) == 1:

@@ -489,7 +489,7 @@ def write_whole(target: Path, content: str | bytes) -> None:
 
 
 def read(path: Path) -> Record:
-    """Read one record; raises a RecordError as :func:`read_as` does."""
+    """Read the record of a trial; raises a RecordError if the file is unreadable, no valid record, or edited."""
     return read_as(Record, path)
 
 

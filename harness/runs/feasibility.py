@@ -135,7 +135,7 @@ def any_host() -> Host:
 
 
 def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
-    """Predict for each trial what it sends and holds, and whether it can run on ``host``.
+    """Predict for each trial the bytes that it sends, the memory that it holds, and whether it can run on ``host``.
 
     Trials that differ only in their seed or repeat share one prediction.  The forecasts have the order of ``trials``.
     """

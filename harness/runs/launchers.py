@@ -118,7 +118,7 @@ def lead_nodes(
     Yields None if ``leader`` is None, since all ranks then run on this machine.
 
     Args:
-        leader: The place of this process, as :func:`place` returns it.
+        leader: This process's node, which is node 0, and where all nodes meet; None if no trial needs a launcher.
         trials: All trials of the suite.
         same_code: Whether all nodes must run the same code.
 

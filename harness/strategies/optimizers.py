@@ -116,7 +116,7 @@ class UnshardedMuon(WithAdamW):
         self._muon = torch.optim.Muon([{"params": groups[MATRICES]}], **muon)
 
     def step_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """Step the matrices in ``groups`` with ``torch.optim.Muon``; see :meth:`WithAdamW.step_matrices`."""
+        """Update the matrices in ``groups``, which are parameter groups, with one step of ``torch.optim.Muon``."""
         self._muon.param_groups, self._muon.state = groups, self.state
         _STEP_MUON(self._muon)
 

@@ -203,18 +203,21 @@ class Strategy:
         return None if self.wire is None else self.wire.ledger.rows()
 
     def books(self) -> Books:
-        """Return the messages and the copies of this rank so far.
+        """Return the messages that this rank has sent so far, and the bytes that it has copied between host and device.
 
         Returns:
-            The :meth:`ledger`, and the bytes that this rank has copied between host and device for offloading.  The
-            second dict is empty for engines other than ours.
+            Two dicts: bytes and messages sent through our wire (:meth:`ledger`), and bytes copied for offloading.  The
+            first is None if a library such as DDP sends the messages itself.  The second is empty for engines other
+            than ours.
         """
         return self.ledger(), {} if self.zero is None else self.zero.copied()
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict this rank's messages and copies after the passes and steps ``events``, in the form of :meth:`books`.
+        """Predict the messages that this rank sends, and the bytes that it copies, in the passes and steps ``events``.
 
-        Returns (None, {}) if a library such as DDP sends the messages itself, without our collectives.
+        Returns:
+            Two dicts: bytes and messages sent through our wire, and bytes copied between host and device.  They are
+            None and empty if a library such as DDP sends the messages itself, without our collectives.
         """
         return None, {}
 
@@ -307,9 +310,11 @@ class Hosted(Strategy):
         return float(self.joined.clip_grad_norm_(largest))
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict the messages of this rank after the passes and steps in ``events``, in the form of :meth:`books`.
+        """Predict the messages that this rank sends in the passes and steps ``events``.
 
-        The second dict is empty, since FSDP2 and DDP copy nothing between host and device here.
+        Returns:
+            Two dicts.  The first has the bytes and messages sent through our wire.  The second is empty, since FSDP2
+            and DDP copy nothing between host and device here.
         """
         return self.joined.predict(events), {}
 
@@ -467,9 +472,10 @@ class Sharded(Strategy):
             yield
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict this rank's messages, and its copies between host and device, after the passes and steps ``events``.
+        """Predict the messages that this rank sends, and the bytes that it copies, in the passes and steps ``events``.
 
-        Returns the same two dicts as :meth:`books`.
+        Returns:
+            Two dicts: bytes and messages sent through our wire, and bytes copied between host and device.
         """
         book = self._book(events)
         return book.sent, book.copied

@@ -287,7 +287,7 @@ def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 class SpanChanges(_Varying):
     """A span of ``policy.schedule``: the step at which it ends, and the policy fields that differ in its steps.
 
-    A field that is None keeps the policy's value.  Fields have the same forms as in :class:`PolicyChanges`.
+    A field that is None keeps the policy's value.  Codecs and other objects are given as text, such as ``int8:256``.
     """
 
     until: Annotated[int, Field(strict=True)] | str | None = None
