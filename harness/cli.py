@@ -64,8 +64,9 @@ OK: Final = 0
 SOME_FAILED: Final = 1
 _FOLLOW_SECONDS: Final = 1.0
 _ONE_OCCASION: Final = (
-    "Sweeps of one start of the machine within an hour are one occasion, and intervals hold only for this occasion. "
-    "For a further occasion, restart the machine, use another machine, or wait an hour, and run this command again"
+    "Sweeps on one start of the machine, each within an hour of the one before, are one occasion, and intervals hold "
+    "only for this occasion. For a further occasion, restart the machine, use another machine, or wait an hour, and "
+    "run this command again"
 )
 # Commands that may import and call what a suite names; in all others such an import raises.
 _RUNNING: Final = frozenset(("run", "train", "trace", "snapshot", "check", "bench", "audit"))
@@ -101,8 +102,8 @@ SuiteFile = Annotated[Path, typer.Argument(help="Suite file in TOML.", metavar="
 MachineFile = Annotated[
     Path | None,
     typer.Option(
-        help="Also predict the seconds of a step on this machine: a file written by zeropp calibrate, or one "
-        "of suites/machines.",
+        help="Machine file, written by zeropp calibrate or taken from suites/machines: also predict the seconds of a "
+        "step on the machine that it describes.",
         metavar="MACHINE.toml",
     ),
 ]
@@ -110,7 +111,7 @@ OwnMachineFile = Annotated[
     Path | None,
     typer.Option(
         "--machine",
-        help="Also predict the seconds of a step: a file that zeropp calibrate wrote on this machine.",
+        help="Machine file that zeropp calibrate wrote on this machine: also predict the seconds of a step.",
         metavar="MACHINE.toml",
     ),
 ]
@@ -435,7 +436,10 @@ def audit(
     ],
     *,
     steps: Annotated[
-        str, typer.Option(help="Steps to report, from 1: 5, 2:10 or 2: (all but the first).", metavar="STEPS")
+        str,
+        typer.Option(
+            help="Steps to report, counted from 1: 5, or 2:10, or 2: for all but the first.", metavar="STEPS"
+        ),
     ] = "2:",
     model: Annotated[
         str,
@@ -452,7 +456,10 @@ def audit(
         ),
     ] = None,
     expectations: Annotated[
-        Path | None, typer.Option(help="File with expect = ['...', ...].", metavar="FILE.toml")
+        Path | None,
+        typer.Option(
+            help="TOML file with a list of expectations: expect = ['...', ...].", metavar="FILE.toml"
+        ),
     ] = None,
     step_marker: Annotated[
         str,
@@ -606,9 +613,10 @@ def _follow(file: Path, results: Path, out: Console) -> None:
 
 
 def _recorded_alignment(folder: Path) -> int:
-    """Return the number of elements that the units of a suite are aligned to, from the newest record that has it.
+    """Return the alignment of a suite's policies: every parameter and shard starts on a multiple of so many elements.
 
-    It is the field ``align`` of the record's policy.  This function waits until a record in ``folder`` has the field.
+    The number is the field ``align`` in the policy of the newest record in ``folder`` that has this field.  If no
+    record has it, this function waits.
     """
     while True:
         for record in reversed(read_valid(folder)[0] if folder.is_dir() else []):

@@ -32,8 +32,8 @@ _ADDS: Final = {  # what the component is used for and, if it is missing, what t
     "C++ compiler": "builds the CPU kernels, and tests the CUDA sources on a CPU; without it, codecs run as "
     "PyTorch operations",
     "CUDA device": "runs trials with cluster.device = 'cuda'; without it, trials run on the CPU",
-    "CuPy": "our CUDA kernels: pip install 'zeropp-bench[cuda12]' or '[cuda13]', never both; a V100 needs cuda12",
-    "NVML": "facts about GPUs in records: an NVIDIA driver, and pip install nvidia-ml-py",
+    "CuPy": "runs our CUDA kernels: pip install 'zeropp-bench[cuda12]' or '[cuda13]', never both; a V100 needs cuda12",
+    "NVML": "gives facts about GPUs for records: install an NVIDIA driver, and pip install nvidia-ml-py",
     "DeepSpeed": "a peer that suites can name as strategy: pip install 'zeropp-bench[deepspeed]'",
 }
 

@@ -94,10 +94,11 @@ def undecided(row: Mapping[str, Any]) -> bool:
 
 
 def _predicted(forecasts: Sequence[Forecast], machine: Machine) -> list[tuple[StepTime | None, float | None]]:
-    """Return (predicted step, speed-up over ZeRO-3) of each trial, by the costs that ``machine`` itself has.
+    """Return (predicted step, speed-up over ZeRO-3) of each trial, computed with one set of costs of a machine.
 
-    Alternative costs of the machine (its other fits) are not used.  The step is None if it cannot be predicted.  The
-    speed-up is None if the trial's step, or ZeRO-3's step in the same setting, cannot be predicted.
+    The costs, such as seconds per operation, are those in the fields of ``machine``; its ``alternatives`` are not used.
+    The step is None if it cannot be predicted.  The speed-up is None if the trial's step, or ZeRO-3's step in the same
+    setting, cannot be predicted.
     """
     steps = [predict(f.trial, f.step, f.egress, machine) for f in forecasts]
     base = {

@@ -62,9 +62,9 @@ def written_whole(targets: Sequence[Path], *, new: bool = False) -> Iterator[lis
 def temporary_folder(parent: Path) -> Iterator[Path]:
     """Yield a new hidden folder in the folder ``parent``, and remove it when the ``with`` block ends.
 
-    A process that is killed inside the block leaves its folder.  This function therefore first removes such folders
-    from ``parent``.  It tells them from folders in use by a lock, which a process holds on its folder and the system
-    releases when the process ends.  On a file system without locks, these folders stay.
+    A process that is killed inside the block leaves its folder behind, so this function first removes such folders from
+    ``parent``.  A folder is removed if no process holds a lock on it: each process locks its folder, and the system
+    releases the lock when the process ends.  On a file system without locks, folders that were left behind stay.
 
     Raises:
         OSError: If the folder cannot be made or removed.

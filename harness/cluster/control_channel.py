@@ -43,7 +43,7 @@ class ChannelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which node of the run this process belongs to, and at which address all nodes find the run's key-value store."""
+    """The node of the run that this process belongs to, and the address of the store through which all nodes meet."""
 
     node: int
     nodes: int
@@ -69,7 +69,11 @@ class Place:
 
 
 class Channel:
-    """One supervisor's connection to the run's key-value store; a context manager that sends heartbeats meanwhile."""
+    """One supervisor's connection to the run's key-value store, through which supervisors exchange messages.
+
+    A supervisor is the process that starts and watches the ranks of a node.  As a context manager, the connection sends
+    heartbeats until the ``with`` block ends.
+    """
 
     def __init__(self, place: Place) -> None:
         """Connect to the store, or serve it, and find the run's token.

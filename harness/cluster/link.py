@@ -43,7 +43,10 @@ REPETITIONS: Final = 5  # number of messages in a calibration
 PROBES: Final = 2  # number of messages in the probe after a trial
 REACHED: Final = (0.9, 1.05)  # a shaped link must achieve between these two shares of its rate
 OPENING: Final = 4  # the untimed message that opens a connection is this many times shorter than a timed one
-PACED: Final = "The link is paced: times over it are modelled, and peers cannot run at a rate. Reason: {}"
+PACED: Final = (
+    "The link is paced: our engine delays its own messages to keep to the rate. Times are therefore modelled, and "
+    "peers such as DDP cannot run with a rate. Reason: {}"
+)
 _ADVICE: Final = (
     "run as root with CAP_SYS_ADMIN, allow unprivileged user namespaces (user.max_user_namespaces, "
     "kernel.apparmor_restrict_unprivileged_userns), or use link = 'paced'"
@@ -206,7 +209,8 @@ def open_link(cluster: Cluster, run_id: str) -> Link:
 def _open_namespaces(cluster: Cluster, run_id: str) -> Link:
     """Make a network namespace for each node, and return the link between them.
 
-    A keeper makes the namespaces, and holds them until the link is closed (:mod:`harness.shaping.keeper`).
+    The keeper, a process of its own (:mod:`harness.shaping.keeper`), makes the namespaces and holds them until the link
+    is closed.
     """
     rate, latency, inner, nodes = cluster.rate, cluster.latency or 0.0, cluster.inner_rate, cluster.nodes
     rates = [rate] * (nodes - 1) + [None if rate is None else rate * cluster.slow]

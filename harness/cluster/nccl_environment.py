@@ -11,15 +11,16 @@ from harness.errors import LinkError
 def nccl_variables(port: Port) -> dict[str, str]:
     """Return environment variables that make NCCL use the interface or adapters of ``port`` between nodes.
 
-    There are three cases in which NCCL, without such variables, would send in another way:
+    Three kinds of ports need such variables, because NCCL by itself might send in another way:
 
-    - Network namespaces of one machine: NCCL tells hosts apart by their names (NCCL user guide, Environment Variables).
-      Between namespaces it would therefore use peer access and shared memory, which no queue limits.
-    - Hosts with an interface of limited rate: NCCL could use InfiniBand, a plugin's network or NVLink.
-    - Requested adapters that do not work: NCCL would use sockets.
+    - Nodes are network namespaces of one machine.  NCCL tells hosts apart by their names (NCCL user guide, Environment
+      Variables), so between namespaces it would use peer access and shared memory, which no queue limits.
+    - The rate of the host's interface is limited.  NCCL could then use InfiniBand, a plugin's network or NVLink.  With
+      ``NCCL_NET``, it fails instead.
+    - The suite asks for adapters (``cluster.hcas``).  If they did not work, NCCL would use sockets.  With ``NCCL_NET``,
+      it fails instead.
 
-    In the last two cases, ``NCCL_NET`` makes NCCL fail instead.  In all other cases, this function returns an empty
-    dictionary.
+    For all other ports, the result is empty.
     """
     if port.hcas:
         adapters = {"NCCL_IB_HCA": f"={port.hcas}", "NCCL_IB_DISABLE": "0"}

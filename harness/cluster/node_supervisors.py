@@ -51,7 +51,7 @@ Admit = Callable[[Any, Launch], Any]  # (argument, launch) -> argument; raises a
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node, as its supervisor describes it."""
+    """One node, as described by its supervisor, which is the process that starts and watches the node's ranks."""
 
     port: Port
     identity: str  # equal for nodes on one host
@@ -65,7 +65,7 @@ _LAUNCH: Final = TypeAdapter(Launch)
 
 @dataclass(slots=True)
 class Nodes:
-    """All nodes of a run, as the leading supervisor sees them."""
+    """All nodes of a run, for the supervisor of node 0, which leads the run and posts commands to the other nodes."""
 
     channel: Channel
     nodes: list[Node]
@@ -232,7 +232,7 @@ def lead(place: Place, facts: dict[str, Any], hosts: Sequence[str] = ()) -> Iter
 
 
 def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit: Admit) -> int:
-    """Obey the leading supervisor: run its commands on the ranks of this node, until the run ends.
+    """Run the commands that the supervisor of node 0 posts on the ranks of this node, until the run ends.
 
     If ``place.waits`` is true, another process supervises this node, and this process only waits.
 
@@ -272,7 +272,7 @@ def follow(place: Place, works: Mapping[str, Work], facts: dict[str, Any], admit
 
 
 def _meet(channel: Channel) -> int | None:
-    """Wait until all nodes have met, and begin the session; from then on, messages have the session's seal.
+    """Wait until all nodes have met, and begin the session, in which messages are encrypted with a new secret.
 
     Returns None if the nodes have met.  If they have failed to meet, returns the exit status for this supervisor.
     """

@@ -74,7 +74,7 @@ def port_towards(host: str) -> Port:
 
 
 def host_identity() -> str:
-    """Return a text that is equal for two supervisors exactly if they run on one host, in one network namespace.
+    """Return a text that is equal in two processes if, and only if, they share a host and a network namespace.
 
     On a system without ``/proc``, this is the host's name.
     """

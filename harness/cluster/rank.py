@@ -84,8 +84,8 @@ class Rank:
     def open_link(self) -> Iterator[None]:
         """Lift the link's rate while the body of ``with`` runs, so that messages in it are not slowed down.
 
-        All ranks must call this method.  It does nothing if the link has no rate, or if the link is ``shaped``, so that
-        hosts limit their own interfaces.
+        All ranks must call this method.  It does nothing if the link has no rate, or if hosts limit their own
+        interfaces (link ``shaped``).
         """
         if self.pacer is None and not self.port.control:
             yield

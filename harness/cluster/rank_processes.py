@@ -125,8 +125,9 @@ class Launch:
     def ranks(self) -> range:
         """Numbers of the processes that this process starts for the ranks.
 
-        There is one process for each rank of all nodes or, if ``node`` is set, of that node; its number is the rank's
-        number.  If ranks are threads, there is one process for all of them, with number 0.
+        - If ranks are threads, there is one process for all ranks, with number 0.
+        - If ``node`` is set, there is one process for each rank of this node.  Its number is the rank's number.
+        - Otherwise there is one process for each rank of all nodes, also with the rank's number.
         """
         if self.threads_on is not None:
             return range(1)
@@ -159,7 +160,7 @@ class _Watched:
     def receive(self, on_progress: Report) -> None:
         """Receive one message of the rank: its progress, result or error.
 
-        If the process has ended without a result or error, set ``error`` to a sentence that says how it ended.
+        If the process has ended without a result or error, set ``error`` to a LaunchError that says how it ended.
         """
         try:
             message = self.pipe.recv()
@@ -406,7 +407,7 @@ def _rank_main(  # noqa: PLR0917  # a new process needs all of them
         message = str(error) if isinstance(error, REFUSALS) else f"{type(error).__name__}: {error}"
         message += "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         pipe.send((kind_of(error), message))
-        os._exit(1)  # without waiting for peers that no longer answer
+        os._exit(1)  # without waiting for other ranks, which may no longer answer
 
     def hang(error: BaseException) -> None:
         with contextlib.suppress(OSError):

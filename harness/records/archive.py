@@ -166,7 +166,7 @@ def _merge(archive: Path, staging: Path, folder: Path) -> None:
 
 
 class _OtherEntryError(Exception):
-    """Raised for an entry of an archive that is no file of its suite, or is too large; has the entry's name."""
+    """Raised if an entry of an archive is no file of its suite, or is too large; ``args[0]`` is the entry's name."""
 
 
 class _PlainEntry(tarfile.TarInfo):

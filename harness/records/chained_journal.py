@@ -62,7 +62,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def append(results: Path, record: Record) -> Record:
-    """Write a record, and then its line of the journal.
+    """Write a record, and then append its line to the journal; the line has hashes of the record and of the last line.
 
     Returns:
         The record as written: its ``entry`` is the number of its line.
@@ -108,7 +108,7 @@ def _without_line(lines: Sequence[str], records: Sequence[Record]) -> Record | N
 
 
 def _line(lines: Sequence[str], record: Record) -> str:
-    """Return the journal's line for a record, to be appended to ``lines``, the lines so far."""
+    """Return the line that is to be appended to the journal for a record; ``lines`` are the journal's lines so far."""
     return Entry(
         number=len(lines),
         trial=record.id,
@@ -170,7 +170,7 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
     ]
     if older := sum(record.entry is None and record.id not in of_trial for record in records):
         sentences.append(
-            f"Not in the journal: {counted(older, 'record')}, because they are older than journals or were changed "
+            f"Not in the journal: {counted(older, 'record')}, written before zeropp kept journals, or changed "
             "since; whether trials were deleted or run again is not known."
         )
     return sentences

@@ -38,7 +38,10 @@ _Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate and its 95 % confidence interval, whose ends are NaN if there are too few values."""
+    """An estimate and its 95 % confidence interval, whose ends are NaN if there are too few values.
+
+    Values of one *occasion* were measured on one start of one machine, with pauses of at most an hour between runs.
+    """
 
     estimate: float
     low: float
@@ -70,14 +73,15 @@ class Interval:
 
     @property
     def within_start(self) -> bool:
-        """Whether there is an interval, and it holds within one start of a machine only."""
+        """Whether there is an interval, and it is valid only until the machine is started again."""
         return self.known and self.occasions == 1
 
     @property
     def over(self) -> str:
-        """How many occasions the interval is computed from, as text: ``3 occasions``, or ``within this start`` for one.
+        """The number of occasions in words, to be printed beside the interval: ``3 occasions``.
 
-        The text is empty without an interval, and for values that do not depend on the occasion.
+        With one occasion the text is ``within this start``, since the interval is valid only until the machine is
+        started again.  The text is empty if there is no interval, or if the values do not depend on the occasion.
         """
         if not self.known or not self.occasions:
             return ""
@@ -96,14 +100,16 @@ class Interval:
 def enough(n: int, left_out: int = 0) -> bool:
     """Return whether ``n`` values are enough for an interval.
 
-    ``left_out`` is the number of further values that were left out because other programs disturbed them.  With them,
-    there must be at least :data:`FEWEST` values; without them, at least :data:`FEWEST_UNDISTURBED`.
+    They are enough if ``n`` is at least :data:`FEWEST_UNDISTURBED`, and ``n + left_out`` is at least :data:`FEWEST`.
+    ``left_out`` is the number of further values that were left out because other programs disturbed them.
     """
     return n + left_out >= FEWEST and n >= FEWEST_UNDISTURBED
 
 
 def of_another_run(interval: Interval, *, ratio: bool) -> Interval:
     """Return Student's prediction interval for the result of one further run, at a further occasion.
+
+    A new occasion begins when the machine is started, and after a pause of more than an hour.
 
     - Values of several occasions: the width of ``interval`` is multiplied by sqrt(1 + occasions).  With 3 occasions, it
       doubles.
@@ -137,12 +143,14 @@ class Prediction:
 def ratio_of_another_run(ratio: Interval, points: Sequence[tuple[float, float]]) -> Prediction:
     """Return the interval in which a ratio is expected in a further run at another occasion.
 
+    A new occasion begins when the machine is started, and after a pause of more than an hour.
+
     A covariate, such as the speed of the machine, may explain how the ratios of occasions differ.  With four occasions
     or more, and three different values of the covariate or more, a straight line over the covariate is fitted to the
-    logarithms of the ratios.  Each occasion is then predicted twice from all other occasions: by a line, and by their
-    mean.  If the line's predictions have the smaller sum of squared errors, the returned interval is Student's
-    prediction interval around the line, at the mean of the covariate.  In all other cases the interval is that of
-    :func:`of_another_run`, which uses no covariate.
+    logarithms of the ratios.  Each occasion is then predicted twice from all other occasions: by the line through them,
+    and by their mean.  If the line's predictions have the smaller sum of squared errors, the returned interval is
+    Student's prediction interval around the line, at the mean of the covariate.  In all other cases the interval is
+    that of :func:`of_another_run`, which uses no covariate.
 
     Args:
         ratio: The mean ratio, with its interval over occasions.
@@ -173,7 +181,8 @@ def median_interval(values: Sequence[float], occasions: Sequence[int] | None = N
 
     Args:
         values: At least one value.
-        occasions: The occasion of each value; None if values do not depend on the occasion.
+        occasions: For each value, the number of the occasion (start of the machine, or series of runs after a pause of
+            an hour) at which it was measured; None if values do not depend on the occasion.
 
     Raises:
         ValueError: If there are no values.
@@ -210,7 +219,8 @@ def paired_ratio_interval(
     Args:
         above: Positive numerators by key.
         below: Positive denominators by key.  Keys that only one side has are left out.
-        occasions: The occasion of each key; None if ratios do not depend on the occasion.  With several occasions, the
+        occasions: By key, the number of the occasion (start of the machine, or series of runs after a pause of an hour)
+            at which the pair was measured; None if ratios do not depend on the occasion.  With several occasions, the
             mean logarithm of each occasion counts as one value.
         left_out: Number of further pairs that were left out because other programs disturbed them.
 
@@ -233,7 +243,8 @@ def geometric_interval(
 
     Args:
         values: At least one value.
-        occasions: The occasion of each value; None if values do not depend on the occasion.
+        occasions: For each value, the number of the occasion (start of the machine, or series of runs after a pause of
+            an hour) at which it was measured; None if values do not depend on the occasion.
         left_out: Number of further values that were left out because other programs disturbed them.
 
     Raises:
@@ -287,7 +298,8 @@ def mean_interval(
 
     Args:
         values: At least one value.
-        occasions: The occasion of each value; None if values do not depend on the occasion.
+        occasions: For each value, the number of the occasion (start of the machine, or series of runs after a pause of
+            an hour) at which it was measured; None if values do not depend on the occasion.
         left_out: Number of further values that were left out because other programs disturbed them.
 
     Raises:
@@ -307,11 +319,12 @@ def _count(occasions: Sequence[int] | None) -> int:
 
 
 def _by_occasion(data: _Floats, occasions: Sequence[int] | None, middle: Any) -> _Floats:
-    """Return (number of occasions,): for each occasion, the median or mean of the values that were measured at it.
+    """Return, for each occasion, the median or mean of the values of this occasion: (number of occasions,).
 
     Args:
         data: (n,) values.
-        occasions: The occasion of each value; None counts as a single occasion.
+        occasions: For each value, the number of the occasion (start of the machine, or series of runs after a pause of
+            an hour) at which it was measured.  None counts as a single occasion.
         middle: ``np.median`` or ``np.mean``.
     """
     if occasions is None or len(set(occasions)) == 1:
@@ -342,8 +355,9 @@ def undecided(
     Args:
         left: Values at x = 0, by key.
         right: Values at x = 1, by key.  Keys that only one of the two dicts has are left out.
-        occasions: The occasion of each key.  With several occasions, the means of an occasion count as one pair of
-            values.
+        occasions: By key, the number of the occasion (start of the machine, or series of runs after a pause of an hour)
+            at which its values were measured.  With several occasions, the two means of each occasion count as one pair
+            of values.
         left_out: Number of further keys that were left out because other programs disturbed them.
 
     Returns:

@@ -47,7 +47,8 @@ _BARRIERS: Final = 4
 def ledger_mismatch(record: Record) -> str | None:
     """Return a sentence on the first difference between the recorded ledgers and the predicted ledgers.
 
-    Returns None if there is no difference, or if the record has no predictions.
+    A ledger has the bytes and messages that one rank sent in the timed steps.  Returns None if there is no difference,
+    or if the record has no predictions.
 
     The record lists in ``predicted.unpredicted`` the purposes of messages that could not be predicted.  Messages of
     these purposes are not compared.  If there are none, and the trial has a schedule, the bytes of each step are
@@ -90,7 +91,8 @@ def _by_key(ledger: Sequence[LedgerRow]) -> dict[tuple[str, ...], tuple[int, int
 def interface_mismatch(record: Record) -> str | None:
     """Return a sentence on the first node whose interface counted other bytes than its ranks' ledgers explain.
 
-    Returns None if there is no such node.  A node whose counter or ledger is missing is not compared.
+    A ledger has the bytes that one rank sent, as the rank itself counted them.  Returns None if there is no such node.
+    A node is not compared if its interface's count, or the ledger of one of its ranks, is missing.
     """
     header = record.link.details.get("header_bytes", HEADER_BYTES) if record.link else HEADER_BYTES
     decodes = record.trial.get("workload", "train") != "train"
@@ -112,6 +114,7 @@ def interface_mismatch(record: Record) -> str | None:
 def counter_mismatch(counted: int, ledger: int, headers: int, messages: int) -> str | None:
     """Return a sentence if an interface counted other bytes than the ledger and the packet headers explain; else None.
 
+    The ledger has the bytes that the node's ranks sent, as the ranks themselves counted them.
     The counted bytes may be 0.99 to 1.02 times the sum of ``ledger`` and ``headers`` (:data:`INTERFACE_WITHIN`), plus
     the bytes of gloo's own messages.
 
@@ -139,7 +142,8 @@ def codec_mismatch(record: Record) -> str | None:
     policy = Trial.from_canonical(record.trial).resolved_policy()
     if policy is None:
         return None
-    # A codec without the size of its blocks.
+    # ``known`` has the names of the codecs of each phase, and ``unblocked`` removes the size of the blocks from a name:
+    # ``int8:2048`` becomes ``int8``.
     known, unblocked = (dict[int, set[str]](), partial(re.sub, r":[0-9]+", ""))
     for error in record.communication_errors:
         phase = policy.phase_at(error.step)
@@ -153,7 +157,10 @@ def codec_mismatch(record: Record) -> str | None:
 
 
 def _codecs_of(policy: Policy) -> set[str]:
-    """Return the texts of all codecs that messages of ``policy``, a policy without a schedule, may be encoded in."""
+    """Return the names, such as ``int8:2048``, of all codecs in which messages of a policy may be encoded.
+
+    The policy must have no schedule.
+    """
     policies = [policy, policy.for_kind(persistent=True), policy.for_kind(trainable=False)]
     known = {str(codec) for variant in policies for codec in (*variant.codecs, variant.copy_codec)}
     if policy.blocks == "shape":  # the size of blocks then differs from unit to unit
@@ -165,7 +172,7 @@ def secondary_mismatch(record: Record) -> str | None:
     """Return a sentence if backward passes gathered weights from other nodes although hpZ keeps a copy in each node.
 
     Returns None if they did not, or if hpZ keeps no copy in each node.  The check compares the ledger with the trial's
-    settings, not with the predicted messages.  It therefore also finds the fault if the prediction has it too.
+    settings, not with the predicted messages.  It therefore finds the fault even if the prediction has the same fault.
     """
     if not record.trial or not record.ranks:
         return None

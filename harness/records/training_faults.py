@@ -22,19 +22,20 @@ _APART: Final = 2e-6
 # Time for which a rank may be at work between its timed steps: this share of the steps' time, plus these seconds for
 # each step.
 _OUTSIDE: Final = (0.03, 0.005)
-# A rank must have recorded at least the share _AWAKE of its thread's sleep as waiting for messages.  The record may
-# fall short of this by so many seconds for the whole trial, plus so many for each step.
+# A rank must have recorded at least the share _AWAKE of its thread's sleep as waiting for messages.  The recorded time
+# may be shorter than this by the sum of two allowances: seconds for the whole trial, and seconds for each step.
 _SLEPT: Final = (0.1, 0.01)
 # Time for which a rank may sleep beyond its waits for messages: this share of the steps' time, plus these seconds for
 # each step.  Longer sleep is a fault only if all ranks have it.  A virtual machine whose host takes its CPUs seems to
-# sleep, and so does a rank that reads swapped memory: 0.2 s of 3 steps were seen on one rank of a machine with 2
-# processors and a load of 30.
+# sleep, and so does a rank that reads swapped memory: on a machine with 2 processors and a load of 30, one rank seemed
+# to sleep for 0.2 s in 3 steps.
 _SLEPT_LONGER: Final = (0.1, 0.01)
 _AWAKE: Final = 0.5  # see _SLEPT
 # CPU seconds that a step may take on a rank.  They are the sum of a multiple of the model's computation alone, of
 # seconds for each byte that the rank sends, and of seconds for each micro-batch.  The numbers under False are for
 # policies that encode nothing, those under True for all others.  docs/reference/metrics.md states which shares of these
-# limits the ranks of the reference results took, some of them on busy machines; a test holds it to the records.
+# limits the ranks of the reference results took, some of them on busy machines.  A test compares these shares with the
+# records.
 # The seconds for each micro-batch cover costs of messages that do not depend on their size: steps of a tiny model, with
 # 4 ranks on 2 processors, needed 0.01 to 0.04 s each, where the model alone needed 0.003 s.
 _COMPUTED: Final = {False: (1.5, 12e-9, 0.05), True: (2.0, 20e-9, 0.07)}
@@ -45,8 +46,9 @@ _IDLE: Final = (0.05, 0.02)
 _WIRE: Final = 1.06  # bytes on the link, with the headers of packets, for each byte that a ledger has
 _STEPS: Final = 3  # fewest steps whose median is judged
 _SAME_NORM: Final = 1e-4  # relative difference that rounding of sums may leave between two norms
-# Outer steps are checked only if codecs may cause a relative error of the groups' mean movement below this number.  A
-# forgotten momentum of 0.9 would make an error of 0.43 or more, which could then be told from an error of codecs.
+# With local steps, groups of ranks train apart, and outer steps average how far the groups' masters have moved.  Outer
+# steps are checked only if the relative error that codecs may cause in this average is below this number.  An engine
+# that forgets a momentum of 0.9 causes an error of 0.43 or more, which is then too large to be an error of codecs.
 _TELLS: Final = 0.3
 
 
@@ -151,8 +153,10 @@ class Checked:
     checks: Spent = field(default_factory=Spent)
     seconds: float = 0.0  # seconds of all checks, also in warm-up steps
     costs: dict[str, float] = field(default_factory=dict)  # CPU seconds by check, also in warm-up steps
-    laps: float = 0.0  # seconds of all laps of the witness clock from the first timed step to the last
-    passed: float = 0.0  # the same seconds as measured by another clock of the system
+    # Seconds from the beginning of the first timed step to the end of the last: by the witness clock, which is a second
+    # clock around the steps, and by another clock of the system.
+    laps: float = 0.0
+    passed: float = 0.0
     encodes: bool = False  # whether the policy has codecs other than casts, or a reduction of the user's own
     random: str = ""  # digest of the state of torch's generator when training begins
     waited: float | None = None  # seconds of all steps spent waiting for messages; None for peers
@@ -273,7 +277,11 @@ def _wrong_seconds(rank: int, check: Checked, record: RankRecord) -> Iterator[st
 
 
 def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield a sentence if, on every rank, the witness clock and ``time.monotonic()`` measured different times."""
+    """Yield a sentence if, on every rank, the witness clock and ``time.monotonic()`` measured different times.
+
+    Both clocks measured the time from the first timed step to the last.  The witness clock also measured each step, as
+    a check of the steps' recorded seconds.
+    """
     apart = [abs(check.passed - check.laps) > 0.03 * check.passed + 0.01 for check in checked]
     if all(apart):  # the clocks are read one after the other, and a busy machine may delay this on some ranks
         check = checked[0]
@@ -284,7 +292,11 @@ def _wrong_clock(checked: Sequence[Checked]) -> Iterator[str]:
 
 
 def _wrong_batches(checked: Sequence[Checked]) -> Iterator[str]:
-    """Yield a sentence for each batch that is not the rank's batch by the trial's seed, or that was read twice."""
+    """Yield a sentence for each batch that a rank should not have read.
+
+    Such a batch is not the batch that the trial's seed gives the rank in this step, or another rank or an earlier step
+    has read it too.
+    """
     for rank, check in enumerate(checked):
         drawn = checked[rank - 1].of_next_rank
         for step, digest in check.batches.items():
@@ -380,7 +392,7 @@ def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start:
     if stepped < first.trainable:
         yield (
             f"the optimizers of all ranks step {stepped} elements together, but the model has {first.trainable}: the "
-            "others stay as they are"
+            "remaining elements are never updated"
         )
     copies = stepped // max(first.trainable, 1)  # each element is stepped by so many ranks
     for index in sorted(first.norms):
@@ -406,10 +418,13 @@ def _wrong_norms(checked: Sequence[Checked], ranks: Sequence[RankRecord], start:
 
 
 def _little_waiting(checked: Sequence[Checked], ranks: Sequence[RankRecord]) -> Iterator[str]:
-    """Yield a sentence for each rank whose recorded waits for messages are much shorter than its thread slept.
+    """Yield a sentence for each rank whose thread slept in its steps for longer than the rank's waits explain.
 
-    Also yields one sentence if, on all ranks, the thread slept for much longer than the engine waited for messages in
-    all: then something else, such as a call of sleep(), has slowed the steps.
+    Two numbers of a rank are compared with the time that its thread slept:
+
+    - The seconds that the record states as waits for messages.  If they are much less, the record is wrong.
+    - The seconds that the engine measured in all its waits for messages.  If they are much less on all ranks, something
+      else, such as a call of sleep(), has slowed the steps.
     """
     longer: list[str] = []
     for rank, check in enumerate(checked):
@@ -506,7 +521,7 @@ def slowed(checked: Sequence[Checked], record: Record) -> str | None:
 
 
 def _idle(checked: Sequence[Checked], record: Record) -> str | None:
-    """Return a sentence if neither ranks nor link were busy for longer than :data:`_IDLE` allows; else None.
+    """Return a sentence if all ranks and the link were idle together for longer than :data:`_IDLE` allows; else None.
 
     Only the timed steps count.  Returns None too if a rank has no ledger, or if the link's rate is not known.
     """

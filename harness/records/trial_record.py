@@ -168,7 +168,7 @@ class GradientCheck(_Part):
     unit: str
     elements: int  # number of elements compared
     share: float  # largest difference of an element, |found - expected|, divided by the allowed difference
-    step: int = 0  # number of the step before which the comparison was made
+    step: int = 0  # number of the step whose batches were used; 0 for the comparison before training
 
 
 class QuantisationError(_Part):
@@ -226,8 +226,8 @@ class ChosenCodec(_Part):
     unit: str
     hop: str  # axis of the hop; empty for weights
     codec: str
-    # vNMSE of the codec over all ranks: for weights, of the masters after these steps; for gradients, of the values
-    # that the hop encoded in the last of these steps.
+    # The codec's error over all ranks: the sum of squared errors over the sum of squared values.  The values are, for
+    # weights, the masters after these steps and, for gradients, what the hop encoded in the last of these steps.
     vnmse: float
 
 
@@ -489,7 +489,7 @@ def write_whole(target: Path, content: str | bytes) -> None:
 
 
 def read(path: Path) -> Record:
-    """Read one record; raises a RecordError as :func:`read_as` does."""
+    """Read the record of a trial; raises a RecordError if the file is unreadable, no valid record, or edited."""
     return read_as(Record, path)
 
 

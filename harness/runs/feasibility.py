@@ -135,7 +135,7 @@ def any_host() -> Host:
 
 
 def forecast(trials: Iterable[Trial], host: Host) -> list[Forecast]:
-    """Predict for each trial what it sends and holds, and whether it can run on ``host``.
+    """Predict for each trial the bytes that it sends, the memory that it holds, and whether it can run on ``host``.
 
     Trials that differ only in their seed or repeat share one prediction.  The forecasts have the order of ``trials``.
     """
@@ -208,7 +208,7 @@ def _forecast(trial: Trial, host: Host, models: Models) -> Forecast:
 
 
 def _matrices(trial: Trial, model: nn.Module | Listed) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the names and shapes of the trained parameters that Muon steps."""
+    """Return the names and shapes of the trained parameters that Muon updates."""
     if isinstance(model, Listed):
         return [(place.spec.name, tuple(place.spec.shape)) for place in model.placed if place.spec.group]
     from harness.strategies.optimizers import group_of
@@ -221,15 +221,15 @@ def _matrices(trial: Trial, model: nn.Module | Listed) -> list[tuple[str, tuple[
 
 
 def _matrix_elements(trial: Trial, model: nn.Module | Listed) -> int:
-    """Return the number of elements in all parameters that Muon steps."""
+    """Return the number of elements in all parameters that Muon updates."""
     return sum(math.prod(shape) for _, shape in _matrices(trial, model))
 
 
 def _why_not_muon(trial: Trial, model: nn.Module | Listed) -> str | None:
-    """Return why Muon cannot step the parameters that the trial gives it.
+    """Return why Muon cannot update the parameters that the trial gives to it.
 
-    Returns None if Muon can step them, or if the trial does not use Muon.  Without this check, such parameters would be
-    refused only when training begins.
+    Returns None if Muon can update them, or if the trial does not use Muon.  Without this check, such parameters would
+    be refused only when training begins.
     """
     if not trial.optimizer.orthogonalises:
         return None
@@ -275,7 +275,7 @@ def _unread(trial: Trial) -> dict[str, str]:
 
 
 def _check_own_codecs(device: str, codecs: Sequence[Codec]) -> None:
-    """Raise an error if one of ``codecs``, which are users' own, does not support ``device``."""
+    """Raise an error if a user's own codec, one of ``codecs``, does not support ``device``."""
     import torch
 
     from impl.ops import check_devices
@@ -411,9 +411,9 @@ def beyond_limit(trial: Trial, memory: dict[str, int]) -> str | None:
 
 
 def failure_after(trial: Trial, record: Record) -> Failure | None:
-    """Return a failure if, when a trial ran, one of its ranks held more bytes than ``memory_limit``; else None.
+    """Return a Failure if a rank of a trial that has run held more bytes than the trial's ``memory_limit``; else None.
 
-    Only those parts of memory are counted that were also predicted before the run.
+    A part of memory, such as ``gradients``, is counted only if it was also predicted before the run.
     """
     for rank in record.ranks:
         predicted = rank.memory.formula or rank.memory.engine  # peers have no formula
@@ -508,7 +508,8 @@ def check_inputs(folder: Path, trials: Mapping[str, Trial], records: Sequence[Re
 def input_text(trial: Trial, name: str) -> str:
     """Name an input of a trial, such as its corpus or a user's model, for an error message: ``model 'mine:Net'``.
 
-    ``name`` is the input's name in the trial's record, a key of what ``digests`` returns.
+    ``name`` is a key of the field ``inputs`` of the trial's record, such as ``corpus``, ``model`` or
+    ``file words.txt of mine``.
     """
     kind, _, rest = name.partition(" ")
     source = trial.corpus if name == "corpus" else own_objects(trial).get(name, rest or name)
@@ -516,15 +517,16 @@ def input_text(trial: Trial, name: str) -> str:
 
 
 def _advice(path: Path) -> str:
-    """Return how to go on if a run cannot add to a results folder."""
+    """Return the end of an error message: what a user can do if new results may not be added to the folder ``path``."""
     return f"keep the results under another name (mv {path} {path}-before), or choose another folder with --results"
 
 
 def _layout_problem(trial: Trial, error: Exception) -> str:
-    """Return, as a text, why a trial's units cannot be planned.
+    """Return an error message that says why a trial's units cannot be planned.
 
-    ``error`` is what the planning raised.  If it is about too much padding, the text also names the setting that allows
-    this padding, and says so if other policies of the suite cause the padding.
+    ``error`` is the exception that the planning raised.  If the units need too much padding, the message also names the
+    setting that allows this padding.  If the trial's own policy would need less padding than the other policies of the
+    suite do, the message says this too.
     """
     if not isinstance(error, PaddingError):
         return str(error)
@@ -589,7 +591,10 @@ def _batch_bytes(trial: Trial) -> int:
 
 
 def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
-    """Yield a sentence for each reason why this machine cannot run so many ranks, even with the smallest model."""
+    """Yield a sentence for each reason why this machine cannot run so many ranks, whatever the size of the model.
+
+    The reasons are too few GPUs, or too little memory for so many processes.
+    """
     ranks, most, gpus = _local_ranks(trial), host.memory // PROCESS_BYTES, len(host.gpus)
     cuda, single = trial.cluster.device == "cuda", trial.strategy == "single"
     apart = trial.cluster.transport != "staged" and trial.measures_time
@@ -606,7 +611,11 @@ def _rank_problems(trial: Trial, host: Host) -> Iterator[str]:
 
 
 def _why_paced(trial: Trial, host: Host) -> str | None:
-    """Return why link ``auto`` becomes ``paced``, so that ranks delay their own messages; None if it does not."""
+    """Return why a trial with ``cluster.link = "auto"`` runs over link ``paced`` on ``host``; None if it does not.
+
+    With link ``auto``, nodes become network namespaces, between which the kernel limits the rate.  If ``host`` cannot
+    make namespaces, the link becomes ``paced``: ranks then delay their own messages.
+    """
     cluster = trial.cluster
     shaped = cluster.link == "auto" and cluster.launcher == "local" and cluster.nodes > 1
     return host.namespaces() if shaped and cluster.rate is not None else None

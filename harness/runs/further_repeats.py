@@ -94,7 +94,8 @@ def _wide_trials(
 ) -> list[Trial]:
     """Return the trials of one setting that must run once more, because some confidence interval is too wide.
 
-    The intervals are those of speed-ups: the baseline's seconds over the seconds of each other configuration.
+    Trials of one setting differ only in configuration (strategy and policy), seed and repeat.  The intervals are those
+    of speed-ups: the baseline's seconds over the seconds of each other configuration.
 
     - If the baseline failed, or all intervals are narrow enough, the returned list is empty.
     - If any interval is too wide, the list has all trials of the setting, so that each repeat contains the baseline.

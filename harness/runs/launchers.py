@@ -45,7 +45,10 @@ def clusters(trials: Sequence[Trial]) -> list[Cluster]:
 
 
 def place(trials: Sequence[Trial]) -> Place | None:
-    """Return this process's place among the processes that the launcher started; None if no trial needs a launcher.
+    """Return this process's place in a run: its node, the number of nodes, and where all nodes meet.
+
+    The place is read from the environment variables of the launcher: torchrun, Slurm, or ssh (``hosts``).  Returns None
+    if no trial needs a launcher.
 
     Raises:
         Refusal: If the launcher did not start this process, or started too few nodes.
@@ -75,9 +78,10 @@ def place(trials: Sequence[Trial]) -> Place | None:
 
 
 def slurm_cluster(trials: Sequence[Trial]) -> Cluster | None:
-    """Return the largest cluster of the trials if they use Slurm, and a job or job step must be started for them first.
+    """Return the cluster for which this process must first start a Slurm job or job step; None if it need not.
 
-    Returns None if the trials do not use Slurm, or if this process is in a job step already.
+    The result is the trials' cluster with the most nodes.  It is None if the trials do not use Slurm, or if this
+    process is in a job step already.
 
     Raises:
         Refusal: If this process is in a Slurm job that has fewer nodes than the trials need.
@@ -110,10 +114,11 @@ def lead_nodes(
 ) -> Iterator[Nodes | None]:
     """Connect to the supervisors of all nodes, yield the nodes, and disconnect when the ``with`` block ends.
 
+    A supervisor is the process that starts and watches the ranks of a node; the launcher started one on each node.
     Yields None if ``leader`` is None, since all ranks then run on this machine.
 
     Args:
-        leader: The place of this process, as :func:`place` returns it.
+        leader: This process's node, which is node 0, and where all nodes meet; None if no trial needs a launcher.
         trials: All trials of the suite.
         same_code: Whether all nodes must run the same code.
 
@@ -130,7 +135,9 @@ def lead_nodes(
 
 
 def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Return this process's place from torchrun's variables; None outside of torchrun.
+    """Return this process's place from torchrun's variables; None if torchrun did not start this process.
+
+    The place (:class:`Place`) has the process's node, the number of nodes, and the address where all nodes meet.
 
     Raises:
         Refusal: If a variable is missing.
@@ -151,7 +158,10 @@ def place_under_torchrun(environment: Mapping[str, str] = os.environ) -> Place |
 
 
 def place_in_slurm(environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Return this process's place from the variables of a Slurm job step; None outside of one."""
+    """Return this process's place from the variables of its Slurm job step; None if it is in no job step.
+
+    The place (:class:`Place`) has the process's node, the number of nodes, and the address where all nodes meet.
+    """
     if not in_step(environment):
         return None
     node, nodes = _number(environment, "SLURM_NODEID"), _number(environment, "SLURM_STEP_NUM_NODES")

@@ -146,7 +146,8 @@ def _gradient_checks(compared: Sequence[GradientError]) -> list[GradientCheck]:
     """Return one check for each step and unit, from the errors that all ranks found.
 
     The check has the number of elements that all ranks compared together, and the largest :attr:`GradientError.share`
-    of any rank.
+    of any rank.  A share is the difference of two elements over the difference that is allowed, so it should be at most
+    1.
     """
     by_unit: dict[tuple[int, str], list[GradientError]] = defaultdict(list)
     for error in compared:

@@ -123,12 +123,12 @@ def per_node_bytes(
     """
     loads, later = _loads(policy, trial)
     beginnings = _beginnings(policy, trial)
-    if judges:  # their weights never change, so that copies kept from earlier steps are still current
+    if judges:  # the judges' weights never change, so hpZ's copies of them from earlier steps are still valid
         timed: list[Event] = ["evaluate"] * trial.steps
         loads, later, beginnings = (timed, timed), 0, [(1, policy, ["evaluate"] * trial.warmup)]
     elif (
         policy.own_gather is not None and trial.workload == "train"
-    ):  # each of its steps may send something else
+    ):  # with a user's own gather, each step may send other bytes, so all steps are predicted
         norms = 0 if trial.clip is None else 1
         passes = traffic.passes(policy, micro_batches=trial.accumulation, norms=norms)
         loads, later = (passes * trial.steps,) * 2, 0
@@ -161,7 +161,7 @@ def per_node_bytes(
     for steps, phase, before in beginnings:
         found = list[
             tuple[list[Book], dict[Link, int]]
-        ]()  # of ranks that differ in what they send over each link
+        ]()  # results of the ranks so far, without ranks that send the same bytes as an earlier one
         for rank in range(topology.ranks_per_node):
             same = (sent for books, sent in found if books and all(book.fits(rank) for book in books))
             step = next(same, None)
@@ -224,7 +224,8 @@ def _beginnings(policy: Policy, trial: Trial) -> list[tuple[int, Policy, list[Ev
     are predicted first, since they leave the state in which such a step begins.
 
     - If the policy sends differences (how far weights have moved since they were last sent), there are two kinds: steps
-      that send whole weights, and steps that send differences.  The latter are predicted after a whole step.
+      that send whole weights, and steps that send differences.  Before a step of the second kind, the passes of one
+      step that sends whole weights are predicted.
     - With local steps, :func:`_local_beginnings` gives the kinds.
     - With a schedule, all steps that have the same policy are one kind.
     - In all other trials, all steps are one kind.

@@ -84,7 +84,7 @@ class Display:
         self._live.stop()
 
     def began(self, trial: Trial) -> None:
-        """Show that ``trial`` begins, and start its clock."""
+        """Show that ``trial`` begins, and note the time, from which its duration is counted."""
         self._name, self._began = self._name_of(trial), time.monotonic()
         self._live.reset(self._line)
         self.progress(Progress("set-up"))

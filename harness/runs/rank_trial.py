@@ -223,7 +223,7 @@ class TrialRun:
         if policy is not None:
             codecs = (*policy.codecs, *(policy.owned if trial.optimizer.orthogonalises else ()))
             coded = any(not isinstance(codec, Raw) for codec in codecs)
-            self.checked.encodes = coded or policy.own_reduce is not None  # whose computation is not known
+            self.checked.encodes = coded or policy.own_reduce is not None  # a user's own reduction may encode
             with counted(self.checked.costs, "kernels"):
                 self.checked.kernel = wrong_kernel(codecs, self.device)
         self.events = self.loop.events
@@ -423,7 +423,7 @@ class TrialRun:
         return collect(self.trial, self.data, model, judges, rank=rank, index=index, clock=clock)
 
     def _predicted(self) -> Books:
-        """Predict what all passes of this rank so far have sent, and have copied between host and device."""
+        """Return the predicted messages, and copies between host and device, of all passes that this rank has run."""
         sent, copied = self.strategy.predicted(self.events)
         if self.judges is not None:
             sent = (sent or {}) | (self.judges.predicted(self.judge_events)[0] or {})  # no unit is in both
@@ -442,7 +442,10 @@ class TrialRun:
         )
 
     def _generator(self) -> Generator:
-        """Return a generator whose prompts are the beginnings of the sequences in this rank's first batches."""
+        """Return the object that decodes text for workload ``generate``.
+
+        Its prompts are the beginnings of the sequences in this rank's batches of the first step.
+        """
         generate = self.trial.generate
         prompts = [tokens[:, : generate.prompt] for tokens, _ in batches_of(self.data)]
         shape = shape_of(self.trial.model)
@@ -502,9 +505,9 @@ class TrialRun:
 
     @contextlib.contextmanager
     def _untimed(self) -> Iterator[None]:
-        """Exclude the body of ``with`` from all measurements of time and messages, and lift the link's rate in it.
+        """Exclude the body of ``with`` from all measurements of time and messages.
 
-        All ranks must call this method.
+        Messages in the body are not limited to the link's rate.  All ranks must call this method.
         """
         with self.witness.lap("apart"):
             self.counted_untimed -= self._count()
@@ -550,11 +553,11 @@ class TrialRun:
         return self._count() - self.counted_untimed
 
     def _moved(self) -> NDArray[np.int64]:
-        """Return (2,): bytes that this rank's transports carried in training, and bytes that its ledger booked."""
+        """Return (2,): bytes that this rank's transports carried in training, and bytes that its ledger counted."""
         return self._moved_so_far() - self.moved_untimed
 
     def _moved_so_far(self) -> NDArray[np.int64]:
-        """Return (2,): bytes that this rank's transports carried since set-up, and bytes that its ledger booked.
+        """Return (2,): bytes that this rank's transports carried since set-up, and bytes that its ledger counted.
 
         Messages outside of training are included.  Both numbers are 0 if another engine trains (a peer).
         """
@@ -577,7 +580,10 @@ class TrialRun:
         return 0 if self.rank.topology.nodes == 1 else None
 
     def _booked(self) -> int | None:
-        """Return the bytes that this rank has booked to other nodes, without evaluations; None without a ledger."""
+        """Return the bytes that this rank has sent to other nodes by its ledger, without evaluations.
+
+        Returns None if another engine trains (a peer), since its messages are in no ledger.
+        """
         if (ledger := self.strategy.ledger()) is None:
             return None
         return sum(s.bytes for key, s in ledger.items() if key.link == "inter" and key.phase != "evaluate")

@@ -128,7 +128,7 @@ class ComparedLoss:
     # Of a single process: the loss that the step itself should have in training.  None before training, and for models
     # whose losses in training mode and in evaluation mode may differ, as with dropout.
     trained: float | None = None
-    step: int = 0  # the step before which they were compared; 0 is before training
+    step: int = 0  # the step whose batches the losses are of; 0 for the comparison before training
     # Loss of the sharded model in evaluation mode.  NaN until the model has run; None if the model is not run in
     # evaluation mode, since only the loss of the training step is compared, with ``trained``.
     sharded: float | None = math.nan
@@ -140,10 +140,11 @@ class Compared:
 
     losses: list[ComparedLoss] = field(default_factory=list)  # before training, then before later steps
     gradient_errors: list[GradientError] = field(default_factory=list)  # by step and unit
-    communicated: list[tuple[Place, list[float]]] = field(default_factory=list)  # sums of messages' errors
+    # Sums of the errors of messages, each with its place: the step, purpose, unit and hop of the messages.
+    communicated: list[tuple[Place, list[float]]] = field(default_factory=list)
     errors: list[QuantisationError] = field(default_factory=list)  # of the grid of codecs, over all ranks
     lossless: list[LosslessSize] = field(default_factory=list)  # over all ranks
-    # Sums of errors of one unit's messages before the drawn step; they are judged, but not recorded.
+    # Like ``communicated``, for one unit's messages before the drawn step.  These errors are checked, but not recorded.
     drawn: list[tuple[Place, list[float]]] = field(default_factory=list)
     wrong: str | None = (
         None  # the first fault that this rank found itself, in gathered weights or in messages
@@ -167,13 +168,13 @@ class Comparison:
         self.steps = sorted(communication_error.measured_steps(total)) if self.measures else []
         drawn = communication_error.drawn_step(trial.seed, trial.repeat, trial.warmup, total)
         # The check gathers masters through torch.distributed itself, not through the engine's wire.  With transport
-        # "staged" this is gloo, which cannot gather tensors of a GPU.  In workload rlhf, the model itself generates
-        # the batch.
+        # "staged" this is gloo, which cannot gather tensors of a GPU.  In workload rlhf, the sharded model generates
+        # its batch, which a single process cannot repeat.
         checks = trial.workload == "train" and trial.cluster.transport != "staged"
         # A strategy of the user's own may have other weights on each node.
         checks = checks and not trial.own_strategy
         self.drawn = drawn if checks and drawn not in self.steps else None
-        # A step of one matrix.
+        # The step in which Muon's update of one matrix is computed again (:meth:`after_step`).
         self.stepped_again = drawn if checks and trial.optimizer.orthogonalises else None
         policy = trial.resolved_policy()
         own = policy is not None and (policy.own_reduce is not None or policy.own_gather is not None)
@@ -191,7 +192,7 @@ class Comparison:
     def before_training(self, strategy: Strategy) -> None:
         """Compare the sharded model's loss and reduced gradients with a single process's; note both in ``compared``.
 
-        Nothing is compared if the drawn step takes this comparison's place (:func:`compares_first`).
+        Nothing is compared if a later step, the drawn step, is compared instead (:func:`compares_first`).
         """
         if self._first is not None:
             with counted(self.compared.costs, "before training"):
@@ -333,11 +334,11 @@ class Comparison:
         self.compared.gradient_errors = [error for error in errors if error.step != index]
 
     def watched_matrix(self, zero: Zero, optimizer: torch.optim.Optimizer) -> MatrixWitness | None:
-        """Return an observer of one matrix that Muon steps, so that :meth:`after_step` can compute one step again.
+        """Return an observer of one matrix that Muon updates, so that :meth:`after_step` can compute one step again.
 
-        The observer (:class:`MatrixWitness`) notes this rank's part of the matrix, its momentum and its gradient in the
-        drawn step.  Seed and repeat decide which matrix it is.  Returns None if no step is to be computed again, or if
-        this rank's optimizer is not Muon.
+        The observer (:class:`MatrixWitness`) notes this rank's part of the matrix, of its momentum and of its gradient
+        in one step.  Seed and repeat decide which matrix and which step.  Returns None if no step is to be computed
+        again, or if this rank's optimizer is not Muon.
         """
         if self.stepped_again is None or not isinstance(optimizer, Muon):
             return None
@@ -406,7 +407,8 @@ class Comparison:
             index: Number of the step.
             strategy: The strategy, inside a rehearsal.
             zero: The strategy's engine, which has the masters.
-            data: Where batches come from.  For the drawn step, it may give only a part of each batch.
+            data: Where batches come from.  For the drawn step (the one step that seed and repeat choose for a check),
+                it may give only a part of each batch.
             unit: The unit that is checked in the drawn step; None if step ``index`` is not the drawn step.
 
         Returns:
@@ -428,10 +430,10 @@ class Comparison:
         return expected
 
     def _same_masters(self, zero: Zero) -> tuple[nn.Module, _Gathered | None]:
-        """Return an unsharded model with the engine's masters and, with a user's own gather, the weights it returns.
+        """Return (model, gathered): an unsharded model with the engine's masters, and the weights that it is to use.
 
-        The second value is None without a gather of the user's own.  The engine gathers the same weights again in its
-        next passes, since the masters do not change before them.
+        ``gathered`` has the weights that a user's own gather returns for these masters; it is None without such a
+        gather.  The engine gathers the same weights again in its next passes, since the masters do not change before.
         """
         if ":" in self.trial.model.name:  # may have buffers
             with next(zero.model.parameters()).device:
@@ -449,8 +451,8 @@ class Comparison:
     def after_steps(self, strategy: Strategy) -> None:
         """Note in ``compared`` the errors of a grid of codecs on the trained weights and gradients.
 
-        The gradients are those of one further step, which is not taken.  Without our engine, or if the suite measures
-        no errors, nothing is done.
+        The gradients come from the passes of one further step, after which the optimizer does not change the weights.
+        Without our engine, or if the suite measures no errors, nothing is done.
         """
         if strategy.zero is None or not self.measures:
             return
@@ -476,9 +478,10 @@ class Comparison:
             step: The step whose batches are used.
             clock: Determines the stochastic rounding of weights; by default the clock of the first step.
             data: Where batches come from; by default the trial's batches.
-            unit: In the drawn step, the unit that is checked; else None.  This rank's own gradient of the unit is kept
-                as ``latest`` in the result.  The loss with fp32 weights is then not computed, and ``reference`` of the
-                result equals ``expected``.
+            unit: The unit that is checked, if ``step`` is the drawn step (the one step that seed and repeat choose for
+                a check); else None.  With a unit, this rank's own gradient of the unit is kept as ``latest`` in the
+                result.  The loss with fp32 weights is then not computed, and ``reference`` of the result equals
+                ``expected``.
             gathered: The weights that a user's own gather returned for forward and backward passes; else None.
 
         Returns:
@@ -612,14 +615,14 @@ class Comparison:
 def compares_first(trial: Trial, drawn: int | None) -> bool:
     """Return whether a trial is compared with a single process before training.
 
-    A trial need not be compared before training if its drawn step is compared anyway (see the module).  It is compared
-    before training nevertheless if
+    In most trials one later step, the *drawn* step, is compared with a single process.  Seed and repeat decide which
+    step this is.  The comparison before training is then left out.  It is made nevertheless if
 
-    - it is the first repeat;
-    - another engine trains it or hosts its policy, or no step is drawn;
+    - the trial is the first repeat;
+    - another engine trains the model or hosts the policy, or no step is drawn;
     - the loss or the gradients of the drawn step are not always compared: with differences, error feedback, a bit
       budget or a loss scale;
-    - it has no warm-up steps, so that the first passes of the process would be those of a timed step.
+    - the trial has no warm-up steps, so that the first passes of the process would be those of a timed step.
 
     Args:
         trial: The trial.
@@ -705,12 +708,14 @@ def _rehearsal(
 
 
 def _copied_between_nodes(zero: Zero, name: str, count: Callable[[], NDArray[np.int64]]) -> str | None:
-    """Gather a unit for backward; return a sentence if this sent bytes between nodes although hpZ makes that needless.
+    """Gather a unit's weights as backward passes do; return a sentence if this sent bytes between nodes despite hpZ.
 
     With hpZ inside nodes, each node keeps a copy of the weights, so that the gather should send bytes only inside
     nodes.  The bytes are read from the node's network interface, so that the check depends neither on the plan nor on
-    the ledger.  Returns None if the gather sent none, without hpZ inside nodes, and on ranks whose node has no
-    interface of its own.
+    the ledger.
+
+    The result is None in three cases: the gather sent no bytes between nodes, the policy has no hpZ inside nodes, or
+    this rank's node has no network interface of its own, so that the bytes are not known.
 
     Args:
         zero: The engine.

@@ -169,7 +169,7 @@ class _Sweep:
 
         Raises:
             Refusal: If other trials of the sweep ran on another machine, or with other versions of Python, torch or the
-                code.  The pairs of the sweep would then compare more than the configurations.
+                code.  Trials of two configurations would then differ in more than their configurations.
         """
         why, pool = "some intervals are not narrow enough", machine.pool_key(self._machine, self._code)
         if batch.sweep != self._number:
@@ -238,9 +238,9 @@ class _Sweep:
         return {"role": suite.role_of(trial), "answer": suite.answer, "margin": suite.margin}
 
     def _prepare(self, missing: Sequence[Trial], pool: str) -> None:
-        """Make the blanks of trials that have to run.
+        """Make the blanks of trials that have to run: their records, in which only the measurements are missing.
 
-        The first call also writes the run record.
+        The first call also writes the run record: the facts that all trials of this run have in common.
         """
         suite = self.suite
         if self._run is None:

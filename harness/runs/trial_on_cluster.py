@@ -115,7 +115,7 @@ class TrialRunner:
         if not trial.measures_time:
             ports = (Port("lo", "127.0.0.1"),) * cluster.nodes
             return Link(cluster, "threads", "cluster.ranks = 'threads': messages stay in one process", ports)
-        # With NCCL, all ranks measure it.
+        # With NCCL, all ranks of a node measure the link's rate.  The rate is then valid only for this number of ranks.
         ranks = {"ranks_per_node"} if cluster.transport == "nccl" else set()
         key = cluster.model_dump_json(include=_JOINING | ranks)
         if (link := self._links.get(key)) is None:

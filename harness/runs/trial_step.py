@@ -38,7 +38,7 @@ def step_of_trial(trial: Trial, units: Sequence[UnitGeometry], parameters: int) 
         return None
     owners = None
     if trial.optimizer.orthogonalises:
-        if not any(unit.slots for unit in units):  # of a record
+        if not any(unit.slots for unit in units):  # units from a record, which lack their parameters
             if ":" in trial.model.name:
                 return None
             units = plan_units(*parameters_of_trial(trial), trial.topology(), policy)

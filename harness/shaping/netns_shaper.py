@@ -126,7 +126,7 @@ def enter(process: int) -> None:
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent, the process with id ``parent``, ends.
 
-    Call this function after entering a namespace, since that would undo it.
+    Call this function only after this process has entered its namespaces, since entering a namespace undoes the call.
     """
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # the parent ended before the call

@@ -179,7 +179,7 @@ def _queue_before(route: Any, index: int, interface: str, segment: int) -> str:
 
 
 def _leave(*_: object) -> None:
-    """End the keeper, which undoes its changes on the way out."""
+    """End this process, the keeper; while it ends, it removes its queue and restores the largest packet size."""
     for number in _ENDED_BY:
         signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
     sys.exit(0)

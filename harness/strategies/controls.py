@@ -60,7 +60,9 @@ def _keep_old(secondary: SecondaryShard, *, forever: bool) -> None:
 
     With ``forever`` these are the weights of the first all-gather; otherwise they are the weights of the step before.
     """
-    keep, gathered = secondary.keep, dict[int, Tensor]()  # the last two, by torch's version of the master
+    keep = secondary.keep
+    # The weights gathered from the last two versions of the master, by torch's version counter of the master.
+    gathered = dict[int, Tensor]()
 
     def keep_old(received: Tensor, version: Version, *, step: int = 0) -> None:
         if version[1] not in gathered and not (forever and gathered):

@@ -27,10 +27,10 @@ _STEP_MUON: Final = bare_step(torch.optim.Muon)  # calls no hooks
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> int:
-    """Return how many bytes of state an optimizer holds for each fp32 element that it steps.
+    """Return how many bytes of state an optimizer holds for each fp32 element that it updates.
 
     The optimizer takes one step on a tensor of 64 elements, and the size of its state is divided by 64.  For Muon no
-    step is taken, and the result is 8: AdamW's two fp32 moments of an element that Muon does not step.
+    step is taken, and the result is 8: the two fp32 moments that AdamW keeps for an element that Muon does not update.
 
     Raises:
         Refusal: if the optimizer cannot be built, or cannot take the step.
@@ -48,9 +48,9 @@ def state_bytes_per_element(optimizer: Optimizer) -> int:
 
 
 def check_elementwise(optimizer: Optimizer) -> None:
-    """Raise a Refusal if our engine cannot step shards with an optimizer.
+    """Raise a Refusal if our engine, which holds shards of the weights, cannot update them with an optimizer.
 
-    The engine can use Muon, and every elementwise optimizer: an optimizer whose step of an element does not depend on
+    The engine can use Muon, and every elementwise optimizer: an optimizer whose update of an element does not depend on
     other elements.  The engine itself would refuse any other optimizer only after the ranks have started.
     """
     if optimizer.orthogonalises:
@@ -69,7 +69,7 @@ def check_elementwise(optimizer: Optimizer) -> None:
 def group_of(optimizer: Optimizer, model: nn.Module) -> GroupOf | None:
     """Return a function that takes a parameter's name and the parameter, and returns the number of its optimizer group.
 
-    ``impl.zero.shard()`` takes such a function.  With Muon, the matrices that Muon steps are one group, and all other
+    ``impl.zero.shard()`` takes such a function.  With Muon, the matrices that Muon updates are one group, and all other
     parameters are another.  Returns None for other optimizers, with which all parameters are in one group.
     """
     if not optimizer.orthogonalises:
@@ -79,7 +79,7 @@ def group_of(optimizer: Optimizer, model: nn.Module) -> GroupOf | None:
 
 
 def muon_arguments(optimizer: Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments for Muon, and the arguments for AdamW, which steps the parameters that Muon does not step.
+    """Return the arguments for Muon, and the arguments for AdamW, which updates the parameters that Muon does not.
 
     Raises:
         Refusal: if the argument ``adamw`` is no table.
@@ -116,7 +116,7 @@ class UnshardedMuon(WithAdamW):
         self._muon = torch.optim.Muon([{"params": groups[MATRICES]}], **muon)
 
     def step_matrices(self, groups: list[dict[str, Any]]) -> None:
-        """Step the matrices in ``groups`` with ``torch.optim.Muon``; see :meth:`WithAdamW.step_matrices`."""
+        """Update the matrices in ``groups``, which are parameter groups, with one step of ``torch.optim.Muon``."""
         self._muon.param_groups, self._muon.state = groups, self.state
         _STEP_MUON(self._muon)
 
@@ -157,13 +157,13 @@ def owned_shapes(trial: Trial, model: nn.Module) -> list[tuple[int, ...]]:
 def of_share(
     optimizer: Optimizer, shapes: Sequence[tuple[int, ...]], parameters: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Build an optimizer for the tensors that one rank steps, so that this step can be timed without a model.
+    """Build an optimizer for the tensors that one rank updates in a step, so that it can be timed without a model.
 
     Args:
         optimizer: Name and arguments of the trial's optimizer.
-        shapes: Shapes of the matrices that Muon steps (:func:`owned_shapes`).  This function makes these matrices and
+        shapes: Shapes of the matrices that Muon updates (:func:`owned_shapes`).  This function makes these matrices and
             their gradients, filled with zeros.  Other optimizers ignore the shapes.
-        parameters: The rank's other parameters, 1-D.  If the optimizer is Muon, AdamW steps them.
+        parameters: The rank's other parameters, 1-D.  If the optimizer is Muon, AdamW updates them.
 
     Raises:
         Refusal: if there is no such optimizer, or its arguments do not fit.

@@ -203,18 +203,21 @@ class Strategy:
         return None if self.wire is None else self.wire.ledger.rows()
 
     def books(self) -> Books:
-        """Return the messages and the copies of this rank so far.
+        """Return the messages that this rank has sent so far, and the bytes that it has copied between host and device.
 
         Returns:
-            The :meth:`ledger`, and the bytes that this rank has copied between host and device for offloading.  The
-            second dict is empty for engines other than ours.
+            Two dicts: bytes and messages sent through our wire (:meth:`ledger`), and bytes copied for offloading.  The
+            first is None if a library such as DDP sends the messages itself.  The second is empty for engines other
+            than ours.
         """
         return self.ledger(), {} if self.zero is None else self.zero.copied()
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict this rank's messages and copies after the passes and steps ``events``, in the form of :meth:`books`.
+        """Predict the messages that this rank sends, and the bytes that it copies, in the passes and steps ``events``.
 
-        Returns (None, {}) if a library such as DDP sends the messages itself, without our collectives.
+        Returns:
+            Two dicts: bytes and messages sent through our wire, and bytes copied between host and device.  They are
+            None and empty if a library such as DDP sends the messages itself, without our collectives.
         """
         return None, {}
 
@@ -251,9 +254,9 @@ class Strategy:
     def mark_exposed(self) -> Callable[[], float] | None:
         """Note the present moment, and return a function that returns the :meth:`exposed_seconds` up to this moment.
 
-        The function allows a caller to read the time later without waiting for a GPU now.  On a GPU, call it only after
-        the device has done all work that was queued before :meth:`mark_exposed` was called.  Returns None instead of a
-        function if a library such as DDP sends the messages itself.
+        With the function, a caller can read the time later, and need not wait for a GPU now.  On a GPU, call the
+        function only after the device has done all work that was queued before :meth:`mark_exposed` was called.
+        Returns None instead of a function if a library such as DDP sends the messages itself.
         """
         return None if self.wire is None else self.wire.mark_exposed()
 
@@ -307,9 +310,11 @@ class Hosted(Strategy):
         return float(self.joined.clip_grad_norm_(largest))
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict the messages of this rank after the passes and steps in ``events``, in the form of :meth:`books`.
+        """Predict the messages that this rank sends in the passes and steps ``events``.
 
-        The second dict is empty, since FSDP2 and DDP copy nothing between host and device here.
+        Returns:
+            Two dicts.  The first has the bytes and messages sent through our wire.  The second is empty, since FSDP2
+            and DDP copy nothing between host and device here.
         """
         return self.joined.predict(events), {}
 
@@ -467,9 +472,10 @@ class Sharded(Strategy):
             yield
 
     def predicted(self, events: Sequence[Event]) -> Books:
-        """Predict this rank's messages, and its copies between host and device, after the passes and steps ``events``.
+        """Predict the messages that this rank sends, and the bytes that it copies, in the passes and steps ``events``.
 
-        Returns the same two dicts as :meth:`books`.
+        Returns:
+            Two dicts: bytes and messages sent through our wire, and bytes copied between host and device.
         """
         book = self._book(events)
         return book.sent, book.copied
@@ -498,7 +504,7 @@ class Sharded(Strategy):
 
     @property
     def owners(self) -> Owners | None:
-        """For each matrix that Muon steps, its owner: the rank that orthogonalises it.  None for other optimizers."""
+        """For each matrix that Muon updates, its owner: the rank that orthogonalises it.  None for other optimizers."""
         return owners_of(self.zero.policy, self.zero.wire.mesh.topology, self.units)
 
     def _declared(self) -> Declared:
@@ -511,9 +517,10 @@ class Sharded(Strategy):
         return {name: own.messages(topology) for name, own in owns.items() if own is not None}
 
     def _declared_gathers(self) -> DeclaredGathers:
-        """Return functions that return the messages that a user's class declares for one gather.
+        """Return a function for each unit that a user's class gathers, by the unit's name.
 
-        There is one function for each unit, by the unit's name.  Units that our own collectives gather are left out.
+        The function returns the messages that the class declares for one gather of the unit.  Units that our own
+        collectives gather are left out.
         """
         topology = self.zero.wire.mesh.topology
         gathers = {unit.geometry.name: unit.weight_gather for unit in self.zero.units}

@@ -99,7 +99,7 @@ def _threads(trial: Trial) -> Iterator[str]:
         yield f"{link}; remove cluster.link, or set cluster.ranks = 'processes'"
     if trial.workload == "generate":
         yield (
-            f"workload = 'generate': {threads} measures no seconds, and its quantity is tokens per second; set "
+            f"workload = 'generate': {threads} measures no seconds, which tokens per second need; set "
             "workload = 'train', or cluster.ranks = 'processes'"
         )
     if trial.host is not None or (trial.strategy in PEERS and trial.strategy != "single"):
@@ -163,8 +163,8 @@ def _cluster(trial: Trial) -> Iterator[str]:
         )
     if cluster.transport == "nccl" and cluster.link == "paced" and cluster.nodes > 1 and rate is not None:
         yield f"cluster.link = 'paced': {PACED_NCCL}"
-    # A backend of the user's own may send bytes that the ledger does not count, which the comparison with a
-    # network interface's counters would report as a fault.
+    # A backend of the user's own may send bytes that the ledger does not count.  A comparison of the ledger with the
+    # counters of a network interface would report these bytes as a fault.
     if "." in cluster.transport and (cluster.link not in ("none", "paced") or cluster.device != "cpu"):
         needed = "cluster.link = 'none' or 'paced', and cluster.device = 'cpu'"
         yield f"{transport}: a backend of your own needs {needed}; set both, or remove cluster.transport"

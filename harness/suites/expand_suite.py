@@ -218,9 +218,10 @@ def _trial(point: Point) -> Trial:
 
 
 def field_paths(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return the dotted paths of all fields of ``model``, a trial or a part of it, that a suite may set.
+    """Return the dotted paths, such as ``cluster.nodes``, of all fields of ``model`` that a suite may set.
 
-    Every path begins with ``prefix``, the path of the part: ``cluster.`` for the model ``Cluster``.
+    ``model`` is :class:`Trial`, or the class of one of its parts.  Every path begins with ``prefix``, the path of this
+    part: ``cluster.`` for the class ``Cluster``.
     """
     paths: list[str] = []
     for name, field in model.model_fields.items():
@@ -315,8 +316,9 @@ def _readable(trial: Trial) -> bool:
 def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
     """Return copies of the trials with one common alignment, and with defaults in the fields that a trial does not use.
 
-    The alignment is ``align`` or, if ``align`` is None, the least common multiple of the block sizes of all policies.
-    Policies whose block sizes this command cannot read (:attr:`impl.policy.policy.Policy.readable`) are left out.
+    With an alignment of n elements, every parameter and every shard starts on a multiple of n elements.  The alignment
+    is ``align`` or, if ``align`` is None, the least common multiple of the block sizes of all policies.  Policies whose
+    block sizes this command cannot read (:attr:`impl.policy.policy.Policy.readable`) are left out.
 
     Fields that a trial does not use get their defaults, so that they do not change the trial's id:
 
@@ -350,10 +352,10 @@ def _aligned(trials: list[Trial], align: int | None) -> list[Trial]:
 
 
 def _runs(trials: Sequence[Trial]) -> list[Trial]:
-    """Return, for each trial, the trial that is run for it.
+    """Return, for each trial, the trial that runs in its place, which for most trials is the trial itself.
 
-    Most trials are run themselves.  If several trials would run exactly the same, only one of them is run for all: the
-    trial that changes the fewest fields of its preset.
+    If several trials would run exactly the same, only one of them runs: the trial that changes the fewest fields of its
+    preset.
     """
     kept: dict[str, Trial] = {}
     keys = [_run_key(trial) for trial in trials]
@@ -467,8 +469,8 @@ def _roles(
         lone = next(trial for trial in bases.values() if setting_of(trial, *also) in without)
         where = _difference(lone, [*others.values()])
         raise SuiteError(
-            f"{key}: some of its trials have {where}, and no trial of the contrast does: add such a trial, or let the "
-            "baseline match fewer trials"
+            f"{key}: some baseline trials have {where}, and no trial of the contrast does: add such a trial, or let "
+            "the baseline match fewer trials"
         )
     return dict.fromkeys(others, "contrast") | dict.fromkeys(bases, "baseline"), also
 

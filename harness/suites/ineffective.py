@@ -349,4 +349,4 @@ def _unanswered(answer: str, trials: Sequence[Trial]) -> Iterator[str]:
     if answer == "memory" and len(ours) < 2:
         yield "memory is compared between policies, and the suite has fewer than two: add one"
     if answer == "step" and all(trial.workload == "generate" for trial in trials):
-        yield "workload = 'generate' has no training steps, and its quantity is tokens: set another workload"
+        yield "workload = 'generate' has no training steps, and is reported in tokens per second: set another workload"

@@ -21,7 +21,8 @@ PADDED: Final = "¶"  # marks bytes and sizes of a model in which padding is mor
 # Marks bytes that the nodes' network interfaces counted, because peers have no ledger.
 INTERFACES: Final = "*"
 INTERFACES_IN_WORDS: Final = (
-    f"{INTERFACES}: counted by the interfaces of the nodes, headers included: peers have no ledger."
+    f"{INTERFACES}: counted by the interfaces of the nodes, packet headers included, because peers do not count what "
+    "they send."
 )
 _RATES: Final = ("cluster.rate", "cluster.inner_rate")
 # Fields whose values follow from the suite as a whole, so that no suite asks about them.
@@ -46,16 +47,19 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def differing(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the dotted paths in which canonical trials differ, in field order and without ``repeat``."""
+    """Return the dotted paths of the fields in which trials differ, in field order and without ``repeat``.
+
+    ``trials`` are canonical: each is the JSON-ready data of a trial (:meth:`harness.suites.trial.Trial.canonical`).
+    """
     flat = [dict(flatten(trial)) for trial in trials]
     paths = dict.fromkeys(path for trial in flat for path in trial if path != "repeat")
     return [path for path in paths if len({json.dumps(trial.get(path)) for trial in flat}) > 1]
 
 
 def look_up(trial: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a dotted path of a canonical trial.
+    """Return the value at a dotted path, such as ``cluster.nodes``, in the JSON-ready data of a trial.
 
-    Returns the field's default if the trial leaves the field out.  ``trial`` may also be flat, with dotted paths as
+    Returns the field's default if the data leave the field out.  ``trial`` may be nested, or flat with dotted paths as
     keys.
     """
     value: Any = trial
@@ -73,8 +77,9 @@ def _defaults() -> dict[str, Any]:
 
 
 def varying_paths(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the dotted paths in which canonical trials differ, in field order.
+    """Return the dotted paths of the fields in which trials differ, in field order.
 
+    ``trials`` are canonical: each is the JSON-ready data of a trial (:meth:`harness.suites.trial.Trial.canonical`).
     ``repeat`` is left out.  ``policy.align`` and ``policy.max_padding`` are left out too, since their values follow
     from the suite as a whole.
     """
@@ -101,14 +106,18 @@ def pad_note(shares: Iterable[float]) -> str:
 
 
 def at(trial: Mapping[str, Any], path: str) -> str:
-    """Format the value at a dotted path of a canonical trial as a user writes it in a suite file, without quotes."""
+    """Look up a field of a trial, and format its value as a user writes it in a suite file, without quotes.
+
+    ``trial`` is the trial's JSON-ready data, and ``path`` the dotted path of the field, such as ``cluster.rate``.
+    """
     return as_written(path, look_up(trial, path))
 
 
 def as_written(path: str, value: Any) -> str:
     """Format a value as a user writes it in a suite file, without quotes: ``200 Mbit/s``, ``unshaped``, ``48 MiB``.
 
-    ``path`` is the dotted path to which the value belongs, and ``value`` is the value in a canonical trial.
+    ``path`` is the dotted path of the field, such as ``cluster.rate``, and ``value`` is the field's value in the
+    JSON-ready data of a trial.
     """
     if path == "memory_limit" and value is not None:
         return f"{value / 2**30:.12g} GiB" if value >= 2**30 else f"{value / 2**20:.12g} MiB"
@@ -131,7 +140,10 @@ def schedule_in_words(schedule: Sequence[Mapping[str, Any]] | None) -> str:
 
 
 def in_words(value: Any) -> str:
-    """Format any value of a canonical trial on one line, without units; ``-`` stands for None and for empty values."""
+    """Format any value in a trial's JSON-ready data on one line, without units.
+
+    ``-`` stands for None and for empty values.
+    """
     if value is None or value == "":
         return NONE
     if isinstance(value, list):

@@ -26,7 +26,10 @@ AHEAD: Final = 2  # blocks that FSDP2 prefetches; with 1, fewer all-gathers over
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """The settings of one peer.  Everything that is not set here is as the peer's library ships it."""
+    """The settings of one peer: DDP, FSDP2, DeepSpeed or a single process.
+
+    Everything that is not set here is as the peer's library ships it.
+    """
 
     family: Family
     says: str  # what the peer does, in a few words, for tables and documentation

@@ -18,8 +18,8 @@ _CODECS: Final = ("weights", "gradients")
 def unfitting_changes(trial: Trial) -> dict[str, str]:
     """Return the policy fields that a trial sets although they do not fit its strategy.
 
-    A field does not fit if it would turn the strategy into another strategy, or if the strategy runs inside FSDP2 or
-    DDP, and this engine cannot carry the field out.
+    A field does not fit in two cases: it would turn the strategy into another strategy, or the strategy runs inside
+    FSDP2 or DDP, which cannot do what the field asks for.
 
     Returns:
         A dict from the dotted path of each such field, such as ``policy.weights``, to the reason.  A reason is a

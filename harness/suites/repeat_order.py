@@ -85,8 +85,9 @@ def comparable_groups(trials: Sequence[Trial], *also: str) -> list[list[Trial]]:
 
 
 def setting_of(trial: Trial, *also: str) -> str:
-    """Return a text of a trial's settings without its configuration and without the fields that ``also`` names.
+    """Return, as JSON text, all fields of a trial except its configuration and the fields that ``also`` names.
 
+    The configuration consists of strategy, policy and the other fields of :data:`CONFIGURATION`.
     Trials that differ in ``seed`` or ``repeat`` have different texts unless ``also`` names these fields.
     """
     data = {name: value for name, value in trial.canonical().items() if name not in (*CONFIGURATION, *also)}
@@ -94,9 +95,9 @@ def setting_of(trial: Trial, *also: str) -> str:
 
 
 def configuration_of(trial: Trial, also: Sequence[str] = ()) -> str:
-    """Return a text that is equal for two trials if they have the same configuration.
+    """Return, as JSON text, a trial's configuration: strategy, policy and the other fields of :data:`CONFIGURATION`.
 
-    The fields ``also`` count as part of the configuration.
+    The fields that ``also`` names count as part of the configuration.
     """
     data = trial.canonical()
     return json.dumps({name: data.get(name) for name in (*CONFIGURATION, *also)}, sort_keys=True)
@@ -157,8 +158,13 @@ def nearest_baselines(trial: Trial, baselines: Sequence[Trial]) -> list[Trial]:
 def interleave(settings: Sequence[Trial], repeat: int) -> Iterator[Trial]:
     """Yield a copy of every trial with ``repeat`` as its repeat, in the order in which the trials run.
 
-    Trials of one setting are adjacent.  Their order is rotated from repeat to repeat, and reversed in every second
-    repeat, so that slow drift of the machine affects all configurations alike.
+    Trials that differ only in their configuration (strategy and policy) and repeat follow one another.  Their order is
+    rotated from repeat to repeat, and reversed in every second repeat, so that slow drift of the machine affects all
+    configurations alike.
+
+    Args:
+        settings: The trials.
+        repeat: Number of the repeat, which decides the order.
     """
     for index, block in enumerate(_rotated(comparable_groups(settings, "repeat"), repeat)):
         turned = _rotated(block, repeat + index)

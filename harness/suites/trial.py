@@ -181,15 +181,16 @@ class LearningRates(_Frozen):
     floor: float = Field(0.0, ge=0, le=1)
 
 
-MUON: Final = "Muon"  # the optimizer that needs whole matrices: one rank, the owner, steps each
+# The optimizer that needs whole matrices.  The update of each matrix is computed on one rank, the matrix's owner.
+MUON: Final = "Muon"
 
 
 class Optimizer(_Frozen):
     """An optimizer: ``Muon``, the name of an elementwise class of ``torch.optim``, or a user's ``module:class``.
 
-    With Muon, AdamW steps the parameters that Muon does not step.  Muon's argument ``adamw`` is a table of AdamW's
-    arguments.  If ``matrices`` is a pattern, Muon steps the parameters whose names match it; otherwise it steps the
-    matrices in the model's blocks.
+    Muon updates some of the parameters, and AdamW all others.  If ``matrices`` is a pattern, Muon updates the
+    parameters whose names match it; otherwise it updates the matrices in the model's blocks.  Muon's argument ``adamw``
+    is a table of AdamW's arguments.
     """
 
     name: str = "AdamW"
@@ -222,7 +223,7 @@ class Optimizer(_Frozen):
         return self.name == MUON
 
     def group(self, name: str, shape: Sequence[int], *, hidden: bool) -> int:
-        """Return the number of a parameter's optimizer group: ``MATRICES`` if Muon steps the parameter, else 0.
+        """Return the number of a parameter's optimizer group: ``MATRICES`` if Muon updates the parameter, else 0.
 
         Args:
             name: The parameter's name.
@@ -276,7 +277,8 @@ def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
     None.
     """
     values = {name: KEYS[name].parsed(value) for name, value in given.items()}
-    if isinstance(texts := given.get("weights"), tuple):  # of hops inside an hpZ group, and of earlier hops
+    # A pair has the codec for messages inside hpZ's groups, then the codec for all other messages.
+    if isinstance(texts := given.get("weights"), tuple):
         inside, values["weights"] = values["weights"]
         values["inside"] = None if texts[0] == texts[1] else inside
     return values
@@ -285,7 +287,7 @@ def _as_fields(given: Mapping[str, Any]) -> dict[str, Any]:
 class SpanChanges(_Varying):
     """A span of ``policy.schedule``: the step at which it ends, and the policy fields that differ in its steps.
 
-    A field that is None keeps the policy's value.  Fields have the same forms as in :class:`PolicyChanges`.
+    A field that is None keeps the policy's value.  Codecs and other objects are given as text, such as ``int8:256``.
     """
 
     until: Annotated[int, Field(strict=True)] | str | None = None
@@ -456,9 +458,9 @@ def _is_json(text: str) -> bool:
 
 
 class PeerSettings(_Frozen):
-    """Settings of a peer."""
+    """Settings of a peer, that is, of DDP, FSDP2 or DeepSpeed with the library's own engine and messages."""
 
-    compute: Compute = "fp32"  # type of weights and activations; the optimizer steps fp32 masters
+    compute: Compute = "fp32"  # type of weights and activations; the optimizer updates fp32 masters
     reduce_dtype: ReduceDtype = "compute"  # FSDP2: type in which gradients are reduced
     group: Group = (
         "all"  # FSDP2: ranks that share one copy of the states; with "node", nodes are replicas (HSDP)
@@ -557,10 +559,10 @@ class Trial(_Frozen):
 
     @classmethod
     def from_canonical(cls, data: Mapping[str, Any]) -> Trial:
-        """Return the trial whose :meth:`canonical` form is ``data``.
+        """Return the trial that ``data`` describes, which is JSON-ready data as :meth:`canonical` returns it.
 
         Raises:
-            ValidationError: If ``data`` is no canonical form of a trial.
+            ValidationError: If ``data`` does not describe a trial.
         """
         return cls.model_validate(data, context=CANONICAL)
 

@@ -53,7 +53,7 @@ class Settings:
         Literal["1.5b", "10b", "18b"] | None,
         Option(help="Size of the model, as in DeepSpeed's tutorials. Default: a small GPT."),
     ] = None
-    num_layers: Annotated[int | None, Option(min=1, max=MOST_LAYERS, help="Transformer blocks.")] = None
+    num_layers: Annotated[int | None, Option(min=1, max=MOST_LAYERS, help="Number of blocks.")] = None
     hidden_size: Annotated[int | None, Option(min=1, max=MOST_WIDTH, help="Width of the model.")] = None
     num_attention_heads: Annotated[
         int | None, Option(min=1, help="Attention heads; the width must be divisible by them.")
@@ -89,15 +89,17 @@ class Settings:
     tensor_model_parallel_size: Annotated[int, Option(help="Only 1 is supported.")] = 1
     pipeline_model_parallel_size: Annotated[int, Option(help="Only 1 is supported.")] = 1
     nodes: Annotated[
-        int | None, Option(min=1, help="Number of emulated nodes. Default: 1; under torchrun, torchrun's.")
+        int | None, Option(min=1, help="Number of emulated nodes. Default: 1, or torchrun's number of nodes.")
     ] = None
     ranks_per_node: Annotated[
-        int | None, Option(min=1, max=64, help="Ranks on each node. Default: 2; under torchrun, torchrun's.")
+        int | None,
+        Option(min=1, max=64, help="Ranks on each node. Default: 2, or as many as torchrun starts."),
     ] = None
     device: Annotated[Literal["cpu", "cuda"], Option(help="Device that the ranks compute on.")] = "cpu"
     steps: Annotated[int, Option(min=1, max=MOST, help="Optimizer steps.")] = 10
     lr: Annotated[
-        float | None, Option(min=0, help="Learning rate. Default: that of the configuration, else 3e-4.")
+        float | None,
+        Option(min=0, help="Learning rate. Default: as in the configuration, or 3e-4 without one."),
     ] = None
     corpus: Annotated[
         str, Option(help="Text to train on: stdlib (the sources of Python's library), a file or a folder.")

@@ -90,7 +90,7 @@ def _columns(parts: dict[str, int]) -> dict[str, int]:
 def _activation_bytes(trial: Trial, policy: Policy) -> int:
     """Estimate the bytes of one rank's activations, logits and gradient of the logits in a micro-batch.
 
-    The estimate is rather too high than too low.
+    If the estimate is wrong, it is too high rather than too low.
     """
     shape, item = shape_of(trial.model), ITEM_BYTES[policy.compute]
     assert isinstance(shape, GPTShape)  # noqa: S101  # no flag selects another kind of model

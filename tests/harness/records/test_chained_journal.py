@@ -122,7 +122,7 @@ def test_older_records_have_no_journal(tmp_path: Path) -> None:
     for made in MADE:
         trial_record.write(tmp_path, made)
     (sentence,) = sentences(tmp_path)
-    assert sentence.startswith("Not in the journal: 3 records, because they are older")
+    assert sentence.startswith("Not in the journal: 3 records, written before zeropp kept journals")
 
 
 def killed(folder: Path, made: Record, written: str, moment: str) -> None:

@@ -75,7 +75,10 @@ def test_a_link_or_transport_that_cannot_be_is_refused(cluster: dict[str, Any], 
             {"cluster": _THREADS, "strategy": "ddp"},
             "strategy = 'ddp': cluster.ranks = 'threads' has no process groups",
         ),
-        (_GENERATE | {"cluster": _THREADS}, "workload = 'generate': .* its quantity is tokens per second"),
+        (
+            _GENERATE | {"cluster": _THREADS},
+            "workload = 'generate': .* no seconds, which tokens per second need",
+        ),
         (
             _MUON | {"strategy": "fsdp2"},
             "optimizer.name = 'Muon': strategy 'fsdp2' gives the optimizer shards",

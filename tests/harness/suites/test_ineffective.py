@@ -48,7 +48,7 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "steps of generation": (
         'answer = "step"',
         f'[defaults]\nworkload = "generate"\ngenerate.prompt = 4\n{TWO}',
-        ("its quantity is tokens",),
+        ("is reported in tokens per second",),
     ),
     "steps of threads": (
         'answer = "step"',

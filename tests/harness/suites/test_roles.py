@@ -62,7 +62,7 @@ def test_all_repeats_of_the_baseline_are_it(read: Read) -> None:
         ),
         (
             'baseline = { strategy = "zero3" }\ncontrast = { strategy = "zeropp", tokens_per_rank = 64 }',
-            "some of its trials have tokens_per_rank = 128, and no trial of the contrast does: add such a trial",
+            "some baseline trials have tokens_per_rank = 128, and no trial of the contrast does: add such a trial",
         ),
     ],
 )
