@@ -80,7 +80,8 @@ class Zero:
             a GPU, the group has two dicts, one for each device, as torch's fused and foreach kernels need.
 
         Raises:
-            ZeroError: if ``options`` is not such a mapping.
+            ZeroError: if ``options`` is not such a mapping, has the number of a group that the model does not have, or
+                has an option ``params``.
         """
         return self.masters.groups(options)
 
@@ -88,16 +89,20 @@ class Zero:
     def accumulating(self) -> Iterator[None]:
         """Context in which backward passes add gradients up locally, in fp32, and send nothing.
 
-        The next backward pass outside of the context reduces the sum.
+        The next backward pass outside of the context reduces the sum.  Contexts may be nested.
+
+        ``model.zero_grad()`` and :meth:`drop_gradients` drop the local sum.  ``zero_grad()`` of an optimizer does not,
+        since the optimizer holds only masters.
 
         Raises:
             ZeroError: if the policy reduces the gradients of every micro-batch.
         """
+        before = self._passes.accumulating
         self.accumulate(on=True)
         try:
             yield
         finally:
-            self.accumulate(on=False)
+            self.accumulate(on=before)
 
     def accumulate(self, *, on: bool) -> None:
         """Switch local accumulation ``on`` or off for the backward passes that follow; see :meth:`accumulating`.
@@ -374,7 +379,14 @@ class Zero:
             self.renewal.forget()
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the masters' gradients; without ``set_to_none``, set them to 0.  ``model.zero_grad()`` calls this."""
+        """Clear the masters' gradients; without ``set_to_none``, set them to 0.  ``model.zero_grad()`` calls this.
+
+        Local gradients of :meth:`accumulating` are dropped too.  After a backward pass that failed they stay, since
+        :meth:`finish_backward` sends them.
+        """
+        if not self._passes.in_backward:
+            for unit in self.units:
+                unit.reduction.drop_local()
         for master in self.masters:
             if set_to_none:
                 master.grad = None

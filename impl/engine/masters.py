@@ -48,7 +48,8 @@ class Masters:
         :meth:`impl.engine.engine.Zero.param_groups`.
 
         Raises:
-            ZeroError: if ``options`` is not such a mapping.
+            ZeroError: if ``options`` is not such a mapping, has the number of a group that the model does not have, or
+                has an option ``params``.
         """
         tables: Any = {} if options is None else options
         if not isinstance(tables, Mapping) or not all(isinstance(t, Mapping) for t in tables.values()):
@@ -57,6 +58,16 @@ class Masters:
                 '{0: {"lr": 1e-3}}'
             )
         numbers = sorted({slot.spec.group for unit in self._units for slot in unit.geometry.slots})
+        if unknown := [number for number in tables if number not in numbers]:
+            raise ZeroError(
+                f"param_groups(options=...) has options for group {unknown[0]!r}, but the model's groups are "
+                f"{', '.join(map(repr, numbers)) or 'none'}, as group_of= of shard() numbers them: remove these "
+                "options, or return this number in group_of="
+            )
+        if any("params" in table for table in tables.values()):
+            raise ZeroError(
+                "param_groups(options=...) has an option 'params', which would replace a group's masters: remove it"
+            )
         groups: dict[int, dict[torch.device, list[Tensor]]] = {number: {} for number in numbers}
         for unit in self._units:
             for number, master in unit.master_shard.masters:

@@ -293,6 +293,14 @@ class GradientReduction:
         self._arrived.clear()
         self._written.clear()
 
+    def drop_local(self) -> None:
+        """Forget the gradients that earlier passes have collected without reducing them; call it between passes.
+
+        Unlike :meth:`drop`, it keeps the errors that error feedback carries.
+        """
+        if self.local is not None:
+            self._forget()
+
     def end_pass(self) -> None:
         """End a backward pass; gradients that the pass collected without reducing them are kept in ``local``.
 

@@ -37,6 +37,12 @@ class Slotted:
     x: list[Tensor]
 
 
+@dataclass
+class Unset:
+    x: Tensor
+    later: Tensor = field(init=False)
+
+
 class Named(dict[str, Any]):
     pass
 
@@ -45,7 +51,7 @@ def _containers(x: Tensor) -> list[Any]:
     mapping = defaultdict(list, x=[x])
     return [
         (x, 1), [x], Point(x, "a"), {"x": x}, Named(x=x), OrderedDict(x=x), UserDict(x=x), mapping, Frozen(x),
-        Slotted([x]), {"deep": (Point(x, "b"), [Frozen(x)])}, pack_sequence([x]),
+        Slotted([x]), Unset(x), {"deep": (Point(x, "b"), [Frozen(x)])}, pack_sequence([x]),
     ]  # fmt: skip
 
 

@@ -167,6 +167,10 @@ MISUSE: list[tuple[str, Misuse]] = [
     (TABLE, lambda _, zero: zero.param_groups([{"lr": 0.1}])),
     (TABLE, lambda _, zero: zero.param_groups({0: [("lr", 0.1)]})),
     (TABLE, lambda _, zero: zero.param_groups("lr")),
+    ("has options for group '0', but the model's groups are 0, as",
+     lambda _, zero: zero.param_groups({"0": {"lr": 1.0}})),
+    ("has options for group 1, but the model's groups are 0, as", lambda _, zero: zero.param_groups({1: {"lr": 1.0}})),
+    ("has an option 'params', which would replace", lambda _, zero: zero.param_groups({0: {"params": []}})),
     (r"accumulate\(on='yes'\): expected True or False", lambda _, zero: zero.accumulate(on="yes")),
 ]  # fmt: skip
 

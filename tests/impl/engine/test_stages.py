@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -127,6 +128,38 @@ def test_gradients_that_were_not_reduced_are_refused_by_the_step(mesh: Mesh) -> 
         history.optimizer.step()
     with pytest.raises(ZeroError, match="reduce_every to 'step'"):
         shard(model(), mesh=mesh, policy=EXACT).accumulate(on=True)
+
+
+@each_rank(1, 2)
+def test_an_inner_context_of_accumulating_does_not_end_the_outer_one(mesh: Mesh) -> None:
+    """After an inner context, or an error in it, passes inside the outer context still reduce nothing."""
+    zero = shard(net := model(), mesh=mesh, policy=replace(EXACT, stage=1))
+    with zero.accumulating():
+        with contextlib.suppress(ValueError), zero.accumulating():
+            net(batch(0, mesh.rank)).backward()
+            raise ValueError("boom")
+        net(batch(1, mesh.rank)).backward()
+        assert all(master.grad is None for master in zero.masters)
+    net(batch(2, mesh.rank)).backward()
+    assert all(master.grad is not None for master in zero.masters)
+
+
+@pytest.mark.parametrize("how", ["to none", "to zero", "rehearsing"])
+@each_rank(1, 2)
+def test_zero_grad_of_the_model_drops_local_gradients(mesh: Mesh, how: str) -> None:
+    """The next reduction has nothing of passes before ``model.zero_grad()``, or of a rehearsal that accumulated."""
+
+    def gradients(*, dropped: bool) -> list[Tensor]:
+        zero = shard(net := model(), mesh=mesh, policy=replace(EXACT, stage=1))
+        if dropped:
+            with zero.rehearsing() if how == "rehearsing" else contextlib.nullcontext(), zero.accumulating():
+                net(batch(0, mesh.rank)).backward()
+            if how != "rehearsing":
+                net.zero_grad(set_to_none=how == "to none")
+        net(batch(1, mesh.rank)).backward()
+        return [master.grad.clone() for master in zero.masters if master.grad is not None]
+
+    assert all(map(torch.equal, gradients(dropped=False), gradients(dropped=True)))
 
 
 @pytest.mark.parametrize("max_live", [0, 2500, *nightly(5000, 10**9)])
