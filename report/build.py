@@ -78,7 +78,7 @@ def build(
     path = publish(results, shown, page_of)
     if usual:
         stamp.write(results, made_of, verdicts(derived).lines)
-    else:  # `zeropp run` would draw another page, with the usual options
+    else:  # `zeropp run` must not take a page with other options for its own
         stamp.remove(results)
     return path
 

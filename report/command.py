@@ -105,7 +105,7 @@ def report(
             many = f"{folder} holds {len(archives)} archives"
             needing = "--columns, --explain, --seconds and --machine"
             raise Refusal(
-                f"{many}: {needing} need the records of one suite; name one suite's results folder, or remove them"
+                f"{many}: {needing} need the records of one suite; name its results folder, or remove these options"
             )
         _build_archives(archives, width, forms)
         return
@@ -221,7 +221,7 @@ def build_report(
     if (of_bench or of_tests) and (columns or forms or width != _WIDTH or steps):
         raise Refusal(
             f"{folder} holds a benchmark's records: --columns, --width, --seconds, --machine, --pdf and --png are for "
-            "suites; remove them"
+            "suites; remove these options"
         )
     if of_bench:
         from report.bench_page import build as build_bench

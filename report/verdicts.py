@@ -120,7 +120,7 @@ class Verdicts:
 
 
 def of_folder(results: Path) -> Verdicts:
-    """Return the head of the page of a results folder.
+    """Return what the head of a results folder's page shows: sentences, a table and the name of a figure.
 
     Raises a ReportError if the folder's records cannot be reported together (:func:`report.data.frames.load`).
     """
@@ -129,7 +129,7 @@ def of_folder(results: Path) -> Verdicts:
 
 @lru_cache(maxsize=32)  # page, documents and terminal ask for it
 def verdicts(derived: Derived) -> Verdicts:
-    """Return the head of the page of these records."""
+    """Return what the head of these records' page shows: sentences, the table of verdicts, and the name of a figure."""
     frames = derived.frames
     asked = quantity([frames.trial_of[identity] for identity in sorted(frames.trial_of)], frames.answer)
     names = {*derived.compared.contrast, *effects.all_baselines(derived)}
@@ -158,9 +158,9 @@ def verdicts(derived: Derived) -> Verdicts:
 
 
 def _mostly_peers(derived: Derived) -> bool:
-    """Return whether more than half of the configurations are those of DDP, FSDP2 and DeepSpeed.
+    """Return whether DDP, FSDP2 and DeepSpeed train more than half of the configurations.
 
-    The question of such a suite is about these libraries.
+    If so, the suite's question is taken to be about these libraries.
     """
     first = derived.finished.drop_duplicates("configuration")["id"]
     libraries = [family_of(derived.frames.trial_of[name].strategy) in FAMILIES for name in first]

@@ -25,7 +25,7 @@ class Group:
     name: str
     ranks: tuple[int, ...]
     backend: str = ""
-    seen: bool = True  # whether a recorder sees its collectives
+    seen: bool = True  # whether torch's flight recorder sees the group's collectives
 
     @property
     def size(self) -> int:
@@ -44,7 +44,8 @@ class Key(NamedTuple):
     peer: int  # global rank at the other end of a send or recv; -1 if it is not known
     site: str  # innermost line outside of installed packages: file, number and function
     caller: str  # innermost function that is not torch.distributed's own interface
-    source: str  # "recorder" or "wrapper"
+    # What saw the calls: "recorder", which is torch's flight recorder, or "wrapper", a wrapped Python method.
+    source: str
 
 
 class Count(NamedTuple):

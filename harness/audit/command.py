@@ -52,7 +52,7 @@ def parse_steps(text: str) -> tuple[int, int | None]:
     last = (int(found["last"]) if found["last"] else None) if found["to"] else first
     if first < 1 or (last is not None and last < first):
         raise Refusal(
-            f"--steps {text}: expected steps from 1 on, and a last step that is not before the first"
+            f"--steps {text}: steps count from 1, and the last step must be the first or a later one"
         )
     return first, last
 
@@ -105,7 +105,7 @@ def audit(options: Options) -> tuple[int, Report | None]:
     if 0 < calls.whole < options.first:
         ended = counted(calls.whole, "step")
         say(
-            f"--steps {options.first}: the program made only {ended}, and the report is of all of them",
+            f"--steps {options.first}: the program made only {ended}; the report covers all of them instead",
             errors,
         )
     report = reported(calls, options)

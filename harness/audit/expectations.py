@@ -48,8 +48,8 @@ _TYPES: Final = (
     "int64", "bool",
 )  # fmt: skip
 _UNITS: Final = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9}
-_CLOSE: Final = 0.01  # difference that == allows
-BYTES_OF_M: Final = 2  # of a parameter, as in ZeRO++'s paper
+_CLOSE: Final = 0.01  # relative difference that == allows
+BYTES_OF_M: Final = 2  # bytes of each parameter that the unit M counts, as in ZeRO++'s paper
 _FORM: Final = re.compile(
     r"""
     (?P<operation>\w+) (?:\s+(?P<dtype>(?!in\b|over\b)\w+))? (?:\s+in\s+(?P<phase>\w+))?
@@ -198,11 +198,10 @@ def broken(
 
 
 def _values(expectation: Expectation, calls: Calls, steps: Sequence[int]) -> Iterator[tuple[str, int, float]]:
-    """Yield what an expectation is compared with, as (name, step, value), for each step and each rank or node.
+    """Yield (name, step, value): the measured bytes or calls that an expectation limits, for each step.
 
-    For an expectation ``between nodes`` there is a value for each node, with a name such as ``node 1``.  For any other
-    expectation there is a value for each rank, with a name such as ``rank 3``.  The value is the number of bytes or
-    calls that the expectation counts.
+    For an expectation ``between nodes`` there is a value for each node, and ``name`` is such as ``node 1``.  For any
+    other expectation there is a value for each rank, and ``name`` is such as ``rank 3``.
     """
     for step in steps:
         of_node: dict[int, float] = defaultdict(float)
@@ -233,10 +232,11 @@ def _in_unit(value: float, unit: str, bound: float, number: float) -> str:
 
 
 def _instead(expectation: Expectation, calls: Calls, step: int) -> str:
-    """Return the end of a line on a broken expectation, which lists the types that were sent in ``step``.
+    """Return text that says which types were sent in ``step`` instead of the type that an expectation names.
 
-    The text is, for example, ``; all_gather was called with bfloat16 (12 MB)``.  It counts the calls of the first rank
-    that have the expectation's operation and phase, by type.  It is empty if the expectation names no type.
+    :func:`broken` appends the text to the line on the broken expectation, for example
+    ``; all_gather was called with bfloat16 (12 MB)``.  The bytes are those of the first rank's calls that have the
+    expectation's operation and phase.  The text is empty if the expectation names no type.
     """
     if not expectation.dtype:
         return ""

@@ -111,8 +111,8 @@ def audit(model: torch.nn.Module | None = None, *, ranks_per_node: int | None = 
     TORCH_FR_BUFFER_SIZE had when the process started, 2000 by default.
 
     Args:
-        model: The model whose parameters are counted.  Reports and expectations give sizes as multiples of this number.
-            By default, the parameters of all optimizers that step are counted.
+        model: The model whose parameters are counted.  Reports and expectations give sizes as multiples of the number
+            of parameters.  By default, the parameters of all optimizers that step are counted.
         ranks_per_node: Number of ranks of each node; by default the environment variable LOCAL_WORLD_SIZE.  Without
             this variable, all ranks count as one node.
 

@@ -38,10 +38,8 @@ def prepare(folder: Path, options: Mapping[str, Any]) -> None:
             raise Refusal(f"--out {folder}: the folder holds files but no earlier audit; name another folder")
         for name in (RANKS, _SITE):
             shutil.rmtree(folder / name, ignore_errors=True)
-        for name in (
-            CSV,
-            PAGE,
-        ):  # if this audit has nothing to report, the former one's must not look like its own
+        # If this audit has nothing to report, it writes no report, and the former report must not pass for its own.
+        for name in (CSV, PAGE):
             (folder / name).unlink(missing_ok=True)
     for name in (RANKS, _SITE):
         (folder / name).mkdir(parents=True)
@@ -72,7 +70,7 @@ def run(command: Sequence[str], folder: Path) -> int:
         Refusal: If the program cannot be started.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
-    # Where the shell has a background command ignore Ctrl-C, the program ignores it too.
+    # A shell starts a background command with Ctrl-C ignored.  If this process was started so, so is the program.
     at_start = None if before[0] is signal.SIG_IGN else _default_interrupt
     try:
         process = subprocess.Popen(
@@ -101,8 +99,8 @@ def _default_interrupt() -> None:
 def count_parameters(name: str) -> int:
     """Return the number of elements of all parameters of the model that ``name``, a ``module:function``, makes.
 
-    The function is called on the device ``meta``, where tensors take no memory.  ``name`` may also be the name of a
-    torch.nn.Module.
+    The function is called on the device ``meta``, where tensors take no memory.  ``name`` may also name an object that
+    is a torch.nn.Module; it is then counted as it is.
 
     Raises:
         Refusal: If the function cannot be imported, raises an error, or returns something else than a torch.nn.Module.

@@ -230,11 +230,11 @@ def _readings(ranks: Sequence[Rank], step: int) -> dict[str, tuple[int, int]]:
 def _between_reads(ranks: Sequence[Rank], steps: Sequence[int]) -> tuple[int, int] | None:
     """Choose two steps (first, last), such that a node's bytes between their ends are known as exactly as possible.
 
-    The steps that can be chosen are the reported steps, and the step before them, if all ranks of the node read the
-    counters after the step.  ``first`` is one of the first ten of these steps, and ``last`` is one of the last ten.
-    The chosen pair has the least uncertainty for each step between the two: the spread of the ranks' readings after
-    both steps, divided by the number of steps between them.  Returns None if there are fewer than two steps to choose
-    from.
+    A step can be chosen if all ranks of the node read the counters after it, and if it is a reported step or the step
+    before the first reported step.  ``first`` is one of the first ten steps that can be chosen, and ``last`` is one of
+    the last ten.  The ranks read the counters at different moments, so their readings after a step differ.  Of all
+    pairs, the pair is chosen for which this difference, summed over both steps and divided by the number of steps
+    between them, is smallest.  Returns None if fewer than two steps can be chosen.
     """
     common = set.intersection(*(set(rank.counters) for rank in ranks))
     read = sorted(step for step in common if steps[0] - 1 <= step <= steps[-1])
@@ -269,7 +269,7 @@ def sentences(report: Report) -> list[str]:
     where = f"{len(calls.ranks)} of {calls.world} ranks on {nodes} node{'s' * (nodes != 1)}"
     made = [f"{where}; steps {spans(report.steps)} (by {report.by}); numbers are of one step"]
     reading = max(rank.reading for rank in calls.ranks)
-    if reading and calls.whole > FIRST_STEPS:  # in shorter programs it is the share of a moment
+    if reading and calls.whole > FIRST_STEPS:  # in fewer steps the share would say little
         made.append(
             f"Reading the recorder took {reading:.1%} of a rank's processor time from its first step on."
         )

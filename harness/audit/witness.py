@@ -202,11 +202,11 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Sequence:
-    """The calls of a step, in their order; a later step with the same calls is recognised by comparing it with them.
+    """The calls of one step, in their order, by which a later step with the same calls is recognised.
 
     Attributes:
-        identities: For each call, its operation, group, sizes and types.  Steps are compared by these, since stacks are
-            not needed for them.
+        identities: For each call, its operation, group, sizes and types.  Steps are compared by these properties, which
+            can be read without copying stacks.
         rows: For each call, its row, with the phase and call site that were learnt from its stack.  None if the same
             calls came with different stacks.
         times: Number of steps that had these calls.
@@ -253,19 +253,21 @@ class Witness:
         self.pid, self.file, self.progress = os.getpid(), -1, -1
         self.began = time.time_ns()
         self.steps = self.read_steps = self.begin = 0
-        self.marks: list[tuple[int, int, int]] = []  # (step, begin of its optimizer, end), not written; in ns
-        self.tail: list[Call] = []  # calls after the last step, not written
-        self.noted: list[Call] = []  # calls that the wrapper saw, not written
-        # since: calls that the wrapper counted since the last reading; in_step: in this step; most: in any one step.
+        # Steps that have ended but are not in the file yet: (step, when its optimizer began, when it ended), in ns.
+        self.marks: list[tuple[int, int, int]] = []
+        self.tail: list[Call] = []  # calls after the last step's end that are not in the file yet
+        self.noted: list[Call] = []  # calls that the wrapper saw and that are not in the file yet
+        # Numbers of calls that the wrapper counted: since the recorder was last read, in the current step, and in the
+        # step with the most calls.
         self.since = self.in_step = self.most = 0
-        self.seen: dict[str, int] = {}  # the last entry of each recorder that was read
+        self.seen: dict[str, int] = {}  # for each recorder, the number of the last entry that was read
         self.known: dict[str, list[_Sequence]] = {}  # by recorder
         self.spent, self.cost, self.first_step = 0.0, 0.0, 0.0
         self.closed = False  # whether the default group was destroyed; the recorder was read right before
         self.groups: dict[str, str] = {}  # backend by name
         self.ranks: dict[str, list[int]] = {}
         self.unseen: set[str] = set()  # names of groups whose backend has no recorder
-        self.recorded_groups: set[str] = set()  # names of all others
+        self.recorded_groups: set[str] = set()  # names of groups whose backend has a recorder
         self.inherited: Any = None  # the default group of the process that forked this one
         self.stepper: Any = None
         self.optimizers: dict[int, str] = {}
@@ -361,7 +363,7 @@ class Witness:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             self.file = os.open(name, flags, 0o644)
             self.progress = os.open(name + ".steps", flags & ~os.O_APPEND, 0o644)
-            if event["event"] != "process":  # of a forked process
+            if event["event"] != "process":  # a forked process has not written this event yet
                 self.write(event="process", **_process())
         os.write(self.file, (json.dumps(event, separators=(",", ":")) + "\n").encode())
 
@@ -406,11 +408,11 @@ class Witness:
         self.undo.append(lambda: setattr(holder, name, before))
 
     def noting(self, method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-        """Return a replacement for a method of ``ProcessGroup`` that notes each call before it makes the call.
+        """Return a replacement for ``method`` of ``ProcessGroup`` that counts or notes a call before it makes the call.
 
-        A call that torch's flight recorder is known to see is only counted, so that the witness knows how full the
-        recorder is.  Any other call is passed to :meth:`note`, as ``operation``, and so is a call by which the recorder
-        may be nearly full.
+        A call that torch's flight recorder is known to see is only counted, which tells the witness how full the
+        recorder is.  If the recorder may be nearly full, or is not known to see the call, the replacement passes the
+        call to :meth:`note`, as a call of ``operation``.
         """
         maybe_unseen = operation in _POINT_TO_POINT
 
@@ -420,9 +422,8 @@ class Witness:
                 counts = not maybe_unseen and group.group_name in self.recorded_groups
             except Exception:  # a group without a name
                 counts = False
-            if (
-                counts and self.since < self.limit
-            ):  # without the lock: a count that is missed delays a reading
+            # The counters change without the lock.  If a count is lost, the recorder is only read a little later.
+            if counts and self.since < self.limit:
                 self.since += 1
                 self.in_step += 1
             else:
@@ -472,8 +473,9 @@ class Witness:
     def before_step(self, optimizer: Any, *_: Any) -> None:
         """Note when a step of ``optimizer`` begins, if ``optimizer`` is the one whose steps end training steps.
 
-        That one is the first optimizer whose ``step()`` is called; of nested optimizers, the outermost.  After it has
-        been deleted, the next optimizer that steps takes its place.
+        Of a program's optimizers, the first whose ``step()`` is called ends training steps.  If an optimizer's
+        ``step()`` calls another optimizer's, the outer one was called first.  After this optimizer has been deleted,
+        the next optimizer that steps takes its place.
         """
         if self.stepper is None or self.stepper() is None:
             self.stepper = weakref.ref(optimizer)
@@ -511,7 +513,7 @@ class Witness:
         self.most, self.in_step = max(self.most, self.in_step), 0
         if self.progress >= 0:
             os.pwrite(self.progress, b"%d" % self.steps, 0)
-        now = time.process_time()  # and not the elapsed time, in which ranks may wait
+        now = time.process_time()  # processor time, since elapsed time includes waiting for other ranks
         self.first_step = self.first_step or now
         done = self.last_step is not None and self.steps >= self.last_step
         affordable = self.spent + self.cost <= BUDGET * (now - self.first_step)
@@ -607,7 +609,7 @@ class Witness:
 
     @_guarded
     def read(self, *, final: bool) -> None:
-        """Write the calls of all steps that have ended; if ``final``, also the calls after the last of these steps."""
+        """Write the calls of all steps that have ended; if ``final``, also the calls after the last step's end."""
         self._read(final=final)
 
     def _read(self, *, final: bool) -> None:
@@ -670,7 +672,8 @@ class Witness:
             place = after
         tail = by_step.pop(self.steps + 1)
         self.marks = []
-        run: tuple[int, int, Any] | None = None  # the steps that had the same rows so far
+        # The first and the last of consecutive steps with equal rows, and these rows.
+        run: tuple[int, int, Any] | None = None
         alike: list[Any] | None = None  # the calls of the step before
         rows: list[list[Any]] = []
         for step in sorted(by_step):
@@ -814,8 +817,8 @@ class Witness:
     def counters(self) -> dict[str, int]:
         """Return the bytes sent so far by each network interface, InfiniBand port, and this process's GPU, by name.
 
-        From an interface's bytes, 66 bytes of headers are subtracted for each packet, so that they can be compared with
-        the bytes of messages.  A GPU's bytes are what it has sent through NVLinks.
+        From an interface's bytes, 66 bytes are subtracted for each packet: the packet's headers.  The rest can be
+        compared with the bytes of messages.  A GPU's bytes are those that the GPU has sent through NVLinks.
         """
         sent = {}
         with open("/proc/self/net/dev", encoding="ascii") as file:  # noqa: PTH123  # also right in a namespace
@@ -832,7 +835,7 @@ class Witness:
                 continue
         try:
             sent.update(self._nvlink())
-        except Exception:  # of a driver or a module that is missing: then there are no such counters
+        except Exception:  # the driver or the module pynvml is missing, so that NVLinks cannot be counted
             return sent
         return sent
 
@@ -1057,7 +1060,7 @@ def _own_hops(engine: Any) -> list[dict[str, Any]]:
         changed = "weights" if policy.differences is None else "differences"
         again = "copy" if policy.secondary else changed
         gathers = {"forward": changed if geometry.trainable else again}
-        if policy.stage == 3:  # below, weights stay gathered until they change
+        if policy.stage == 3:  # in stages 1 and 2, weights stay gathered until they change
             gathers["again"] = again
             gathers.update({} if number in kept else {"backward": again})
         elif not geometry.trainable:

@@ -1,7 +1,7 @@
 """``zeropp bench codecs``: times every operation of every codec and backend, against a copy of the same elements.
 
-In each round, the elements are copied a number of times, and then the operation is called as many times, all into
-existing buffers.  A GPU is timed with CUDA events, and its cache is flushed before each call.  The reference backend is
+In each round, the elements are copied N times, and then the operation is called N times; both write into buffers that
+exist already.  A GPU is timed with CUDA events, and its cache is flushed before each call.  The reference backend is
 slow, so it is timed on an eighth of the elements, but on at least 2^21 elements.
 """
 
@@ -54,7 +54,8 @@ _QUEUE_CYCLES: Final = 1_000_000  # GPU cycles, about half a millisecond, in whi
 class Work(NamedTuple):
     """One operation of a codec or of another library's quantiser, to be timed."""
 
-    # Texts for ``operation``, ``codec`` and ``backend``.  ``other`` is another library's arithmetic, or None for ours.
+    # The names of the sample: ``operation``, ``codec``, ``backend``, and ``other``, which says in words what another
+    # library's quantiser computes, and is None for codecs of this project.
     names: dict[str, str | None]
     x: Tensor  # (S,) the elements; the operation is compared with a copy of them
     moved_bytes: int  # bytes that one call reads and writes

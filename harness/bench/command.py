@@ -211,8 +211,9 @@ class _Run:
     ) -> list[Result]:
         """Run ``target`` in fresh processes, one for each rank, and return its results in rank order.
 
-        The kernel enforces the rate ``mbit`` (Mbit/s; None for no limit) between network namespaces.  A paced link
-        would not do: it delays only messages of our wire, and gloo's collectives do not use our wire.
+        The kernel limits the rate between nodes, which are network namespaces, to ``mbit`` (Mbit/s; None for no limit).
+        A paced link, in which the sending process delays messages, would not do: it delays only messages of this
+        project's collectives, and not those of gloo's.
 
         Raises:
             LaunchError: if a process fails.

@@ -1,7 +1,8 @@
 """Wraps quantisers of other libraries, which ``zeropp bench codecs`` times for comparison with our codecs.
 
 The libraries are optional, and imported only when they are used.  None of their quantisers gives exactly the same codes
-as one of our codecs.  They cannot write into an existing buffer, so that their times include the allocation of results.
+as one of our codecs.  The quantisers cannot write into an existing buffer, so their times include the allocation of
+results.
 """
 
 from __future__ import annotations

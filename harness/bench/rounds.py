@@ -34,8 +34,8 @@ def interleaved(
         rank: This rank, through which progress is reported.
         candidates: Functions to run.
         stage: Words for the progress line.
-        rounds: (fewest rounds, most rounds).  Between these limits, there are as many rounds as fit into ``seconds``
-            if all of them take as long as the first round after the warm-up on rank 0.
+        rounds: (fewest rounds, most rounds).  Between these limits, there are as many rounds as fit into ``seconds``.
+            Rank 0 estimates this number from the duration of its first round after the warm-up.
         seconds: About how long all rounds together may take.
 
     Returns:

@@ -53,7 +53,8 @@ from impl.policy.topology import Axis
 _OPERATIONS: Final = ("encode", "decode", "decode_sum", "decode_sum_encode")
 _EXCHANGES: Final = ("all_gather", "all_to_all", "shift")
 PROFILED: Final = 5  # steps under torch.profiler; predictions take the median of these
-# Lane of the spans of forward, backward and optimizer, in which all other spans lie.
+# Name of the timeline's lane (row) for whole forward and backward passes and optimizer steps.  All other spans of time,
+# such as those of encoding, lie within these.
 _PART: Final = "part of the step"
 
 
@@ -153,7 +154,8 @@ def trace_step(rank: Rank, tracing: Tracing) -> RankTrace:
             seconds = timed(partial(run.step, done))()
         run.loop.clock.note, done = None, done + 1
         dist.barrier()
-    run.loop.checks = None  # they are not part of a step, but would be inside the profiler's
+    # Checks are not part of a step, but would lie within the steps of the profiler's trace.
+    run.loop.checks = None
     profiled = tracing.folder / f"rank-{rank.rank}.json.gz"
     with contextlib.nullcontext() if wire is None else _named(wire):
         whole = _profiled(run, done, profiled)
@@ -180,7 +182,10 @@ def _profiled(run: TrialRun, first: int, path: Path) -> float:
 
 
 class _NamedExchange:
-    """Wraps an exchange, the messages of one collective, so that its post and wait are named in a profiler's trace."""
+    """Wraps an exchange (the messages of one collective); calls of ``post`` and ``wait`` get named ranges in a trace.
+
+    The trace is torch.profiler's.  The ranges are called ``zeropp::post NAME`` and ``zeropp::wait NAME``.
+    """
 
     def __init__(self, exchange: Exchange, name: str) -> None:
         self._exchange, self._name = exchange, name
@@ -268,9 +273,9 @@ def computing(spans: Sequence[Span]) -> list[Span]:
 def summary(ranks: Sequence[RankTrace]) -> str:
     """Return one line on a trace: the duration of the traced step, and which share of its communication was hidden.
 
-    Of the time in which messages between nodes were in flight, the hidden share is that in which the rank did not wait
-    for other nodes.  If no timeline was recorded, the line has the duration of the last profiled step and the folder of
-    torch.profiler's files.
+    While messages between nodes are in flight, a rank either waits for other nodes or does other work.  The hidden
+    share is the share of this time in which it does not wait, as the mean over ranks.  If no timeline was recorded, the
+    line has the duration of the last profiled step and the folder of torch.profiler's files.
     """
     seconds, before = max(rank.seconds for rank in ranks), max(rank.before for rank in ranks)
     kind = "traced" if ranks[0].spans else "last profiled"

@@ -107,7 +107,7 @@ def cases(
 
 
 class Outcome(NamedTuple):
-    """The result of trying a claim on rows."""
+    """The result of trying a claim, which is a law or a duty of a codec, on rows."""
 
     cases: int  # number of rows that the claim was tried on
     violation: Violation | None  # on the smallest row found that breaks the claim; None if the claim holds
@@ -151,11 +151,11 @@ def fixed_cases(subject: Subject, claim: Claim, elements: int = ELEMENTS) -> lis
 
 
 def falsify(subject: Subject, claim: Claim, *, examples: int, seed: int, elements: int = ELEMENTS) -> Outcome:
-    """Try a claim on :func:`fixed_cases` and then on drawn rows, until a row breaks the claim.
+    """Try a claim on :func:`fixed_cases` and then on rows that are drawn at random, until a row breaks the claim.
 
     Args:
         subject: The implementation to check.
-        claim: The property to check.
+        claim: The law or duty to check.
         examples: Number of drawn rows.  ``UNBIASED`` encodes each row thousands of times.  It is therefore tried on a
             tenth as many drawn rows, and on no fixed cases.
         seed: Decides which rows are drawn.

@@ -77,10 +77,11 @@ def training(steps: int) -> Calls:
 
 
 def _repeated(times: int) -> Calls:
-    """Return (0, :class:`GatherInfo`) for each of ``times`` forward gathers, all of the weights of step 0.
+    """Return the calls of ``times`` forward gathers, which all gather the same weights: those of step 0.
 
-    Although the weights are the same, each GatherInfo says that they have changed: by loading before the first gather
-    (``loaded``), and by an optimizer step before each of the others (``stepped``).
+    A call is (0, :class:`GatherInfo`).  Although the weights are the same, each GatherInfo says that the weights have
+    changed since the previous gather: by loading before the first gather (``loaded``), and by an optimizer step before
+    every later gather (``stepped``).
     """
     return [(0, GatherInfo("forward", "stepped" if number else "loaded", number)) for number in range(times)]
 

@@ -87,7 +87,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """The row on which a claim is checked, and the other inputs of the check."""
+    """The row on which a claim (a law or a duty of a codec) is checked, and the other inputs of the check."""
 
     x: Tensor  # (S,) fp32, bf16 or fp16, on the CPU: the row
     out: Dtype = "fp32"  # type to decode to
@@ -96,7 +96,7 @@ class Case:
 
 
 class Violation(AssertionError):  # noqa: N818  # it is a finding, not an error of this program
-    """Raised when a claim does not hold on row ``x``.
+    """Raised when a claim (a law or a duty of a codec) does not hold on row ``x``.
 
     ``frame`` (F,) uint8 is the encoded row; None if the row was not encoded.
     """
@@ -107,12 +107,12 @@ class Violation(AssertionError):  # noqa: N818  # it is a finding, not an error 
 
 
 def attempt(subject: Subject, claim: Claim, case: Case) -> None:
-    """Check one claim on one row; raise a :class:`Violation` if the claim does not hold."""
+    """Check one claim (a law or a duty) on one row; raise a :class:`Violation` if the claim does not hold."""
     _TRIALS[claim](subject, case)
 
 
 def title(claim: Claim) -> str:
-    """Return a claim's name in lower case, as in tables and in the attribute ``laws`` of users' codecs."""
+    """Return the name of a law or duty in lower case, as in tables and in the attribute ``laws`` of users' codecs."""
     return claim.name.lower()
 
 

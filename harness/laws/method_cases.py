@@ -30,7 +30,7 @@ Shared = Literal["all", "node", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The ranks, the unit and the unit's gradients or weights on which a claim is tried."""
+    """The ranks, the unit and the unit's gradients or weights on which a duty or law of a method is tried."""
 
     topology: Topology
     shapes: tuple[tuple[int, ...], ...]  # shape of each of the unit's parameters
@@ -105,7 +105,7 @@ def cases(computes: Sequence[Dtype] = ("fp32",)) -> st.SearchStrategy[Case]:
     )
 
 
-class Violation(Exception):  # noqa: N818  # what it is; raised where a claim does not hold
+class Violation(Exception):  # noqa: N818  # a finding about a method, not an error of this program
     """Raised when a claim does not hold; the message says where and by how much."""
 
 
@@ -148,6 +148,7 @@ def check_same(
 
 
 Row = tuple[Mapping[LedgerKey, Sent], Mapping[LedgerKey, Sent]]
+"""What one rank sent, by kind of message: as its ledger counted it, and as the method's ``bytes()`` declares it."""
 
 
 def check_booked(ranks: Sequence[Row], purpose: str, what: str) -> None:

@@ -58,7 +58,7 @@ Claim = MethodDuty | MethodLaw | GatherDuty | GatherLaw
 
 
 class Outcome(NamedTuple):
-    """The result of trying a claim."""
+    """The result of trying a claim, which is a duty or a promised law of a user's method."""
 
     cases: int  # number of cases on which the claim was tried
     case: Case | None  # the smallest case found that breaks the claim; None if the claim holds
@@ -87,7 +87,7 @@ def falsify(own: OwnMethod, claim: Claim, *, examples: int, seed: int) -> Outcom
 
     Args:
         own: The method.
-        claim: The property to try.
+        claim: The duty or law to try.
         examples: Number of drawn cases.  ``UNBIASED`` is tried on a tenth as many cases.
         seed: Decides which cases are drawn.
     """

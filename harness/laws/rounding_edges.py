@@ -50,9 +50,10 @@ def levels(codec: Blocked) -> Tensor:
 def edge_rows(codec: Blocked, kind: Dtype, noise: Noise) -> Iterator[Tensor]:
     """Yield rows (S,) of type ``kind`` whose elements lie at the codec's rounding edges; S is below 2400.
 
-    There is one row for each of :func:`spans`, the extremes that determine a block's scale.  A row has three edges for
-    each two adjacent levels: the tie between them, the next float towards zero, and the next float away from zero.
-    Before each edge, the row repeats the extremes, so that every block has this scale.
+    There is one row for each span of :func:`spans`.  A span is a block's smallest and largest element, which determine
+    the block's scale.  The row has three edges for each two adjacent levels: the tie between them, the next float
+    towards zero, and the next float away from zero.  Before each edge, the row repeats the two extremes, so that every
+    block of the row has the span's scale.
 
     For a stochastic codec, the value at which the random bits ``noise`` change the rounding takes the place of the tie.
     For a codec with a rotation, rows are rotated beforehand, so that the codec's rotation restores the edges.

@@ -39,9 +39,10 @@ REPEATED: Final = 8  # number of reductions of the same gradients, where each re
 
 
 class Place(NamedTuple):
-    """Says which error was measured: of which step, purpose (such as ``weights``), unit and hop.
+    """Identifies a measured error by its step, its purpose (such as ``weights``), its unit and its hop.
 
-    The fields have the same meaning as the fields of :class:`~harness.records.trial_record.CommunicationError`.
+    The hop is None for the error of a whole reduction or gather.  The fields have the same meaning as the fields of
+    :class:`~harness.records.trial_record.CommunicationError`.
     """
 
     step: int
@@ -160,13 +161,15 @@ def squared_sums(decoded: Tensor, exact: Tensor) -> Sums:
 def gradient_errors(
     step: int, observer: ReductionObserver, *, repeated: int = 1, group: slice = slice(None)
 ) -> SumsByPlace:
-    """Return this rank's sums of squared errors for each hop, and for each whole reduction; all ranks must call this.
+    """Return this rank's sums of squared errors of reduced gradients, for each unit's reduction and each of its hops.
+
+    All ranks must call this.
 
     Args:
         step: Index of the step.
         observer: The observer of this rank's reductions.
-        repeated: Number of times that the same gradients were reduced.  If it is more than 1, the returned error is the
-            error of the mean over these reductions, and hops are left out.
+        repeated: Number of times that the same gradients were reduced.  If this is more than 1, the mean over these
+            reductions is compared with the exact gradients, and no errors of hops are returned.
         group: The ranks over which gradients are averaged.  With local steps this is the state group of this rank.  By
             default these are all ranks.
 
@@ -227,8 +230,8 @@ def weight_errors(step: int, zero: Zero, only: str | None = None) -> SumsByPlace
 def gathered_weights(zero: Zero) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Gather all weights twice, as for a forward pass and as for a backward pass; all ranks must call this.
 
-    Call this function in a rehearsal (:mod:`harness.runs.reference_checks`), which restores the engine's state
-    afterwards: a user's own gather may have a state.
+    A user's own gather may have a state, which a gather changes.  Call this function only in a rehearsal
+    (:mod:`harness.runs.reference_checks`), which restores the engine's state afterwards.
 
     Returns:
         Two dicts from the parameter's name to its fp32 weights: the weights of forward passes, and the weights of
@@ -318,8 +321,8 @@ def too_exact(step: int, zero: Zero, only: str, error: Sums) -> str | None:
 def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the next rank's shard as this rank gathered it, and the exact values of the same elements.
 
-    Both are flat fp32 tensors without padding.  With local steps, the next rank is the next rank of this rank's state
-    group.
+    Both are flat fp32 tensors without padding.  With local steps, only the ranks of a state group have equal weights,
+    so the next rank is the next rank of this rank's group.
 
     Args:
         unit: The unit, whose weights are gathered now.
@@ -340,7 +343,7 @@ def _next_rank_weights(unit: Unit, masters: Sequence[Tensor]) -> tuple[Tensor, T
 
 
 def combine(ranks: Sequence[Mapping[Place, Sequence[float] | Sums]]) -> list[CommunicationError]:
-    """Add up the sums of all ranks, and return one error for each place.
+    """Add up the sums of all ranks, and return one error for each :class:`Place` (step, purpose, unit and hop).
 
     For each step, purpose and hop there is also an error over all units together; its unit is ``""``.  Places whose
     exact values are all 0 are left out, since their relative error is not defined.

@@ -12,7 +12,9 @@ import psutil
 from harness.measure.machine import cores
 from harness.records.trial_record import ProcessorUse
 
-_COLUMNS: Final = {  # our names, and the counts of psutil that they add up; user and nice include guests
+# For each kind of CPU seconds in a record, the counts of psutil that are added up.  The counts ``user`` and ``nice``
+# already include the time of guests (virtual machines).
+_COLUMNS: Final = {
     "user": ("user", "nice"), "system": ("system",), "interrupts": ("irq", "softirq"), "steal": ("steal",),
 }  # fmt: skip
 

@@ -149,7 +149,7 @@ def sampling(node: int, gpus: Sequence[str]) -> Iterator[list[NodeUse]]:
 
 
 def _open(uuids: Sequence[str]) -> list[_Gpu]:
-    """Return a sampler for each GPU in ``uuids``; none if NVML does not work or does not know one of them."""
+    """Return a sampler for each GPU in ``uuids``; an empty list if NVML does not work, or any UUID is unknown to it."""
     import pynvml
 
     try:

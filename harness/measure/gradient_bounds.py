@@ -160,8 +160,9 @@ def _layout(geometry: UnitGeometry | GroupGeometry, policy: Policy | None, topol
 def composed(codecs: Sequence[Codec]) -> float:
     """Return the error bound of a mean whose terms are encoded and decoded by each of ``codecs``, one after the other.
 
-    An element of the mean is wrong by at most the returned value times ``m``.  For ``m``, take each rank's largest
-    absolute gradient in a window of elements, and the mean of these over all ranks.
+    An element of the mean is wrong by at most the returned value times ``m``.  ``m`` is computed in the element's
+    window, a run of consecutive elements: it is the mean, over all ranks, of the largest magnitude of the rank's
+    gradient in the window.
     """
     return math.prod(1 + relative_bound(codec) for codec in codecs) - 1
 
@@ -212,9 +213,10 @@ class FirstGradient:
             means.add_(torch.cat([drawn, drawn.abs().amax(dim=1, keepdim=True)], dim=1))
 
     def average(self) -> None:
-        """Average the added gradients over the ranks of this rank's state group, or over all ranks if ``ranks`` is 0.
+        """Average the added gradients over all ranks or, if ``ranks`` is not 0, over the ranks of this rank's group.
 
-        All ranks must call this.
+        The group is a state group: with local steps, its ranks train together, and apart from other groups.  All ranks
+        must call this.
         """
         for _, means in self._drawn.values():
             if self.ranks:

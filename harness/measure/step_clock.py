@@ -87,7 +87,9 @@ class StepClock:
         """Begin a step."""
         self._parts = []
         self._begun = self.witness.turn("step")
-        self._computed = time.process_time()  # read after the wall clock here, and before it in end()
+        # CPU time is read after the wall clock here, and before it in end(), so that no CPU time outside of the step
+        # is counted.
+        self._computed = time.process_time()
 
     @contextlib.contextmanager
     def part(self, name: Part) -> Iterator[None]:

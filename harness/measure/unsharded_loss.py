@@ -76,7 +76,13 @@ def quantise(
 ) -> None:
     """Replace an unsharded fp32 model's weights by the weights that ranks would all-gather, and do not restore them.
 
-    These are the weights after encoding and decoding.  The arguments are as for :func:`as_gathered`.
+    These are the weights after encoding and decoding.
+
+    Args:
+        model: The unsharded model, whose weights are the engine's fp32 master weights.
+        policy: The policy, whose codecs for weights are applied, and for hpZ's copy if forward passes gather it.
+        units: Units or parameter groups of the model.  Each of their shards is encoded by itself.
+        clock: Decides the random bits of stochastic codecs.
     """
     parameters = dict(model.named_parameters())
     for unit in units:
@@ -220,7 +226,7 @@ def _encode_and_decode(
     If ``rows`` is not 0, the blocks of the codec run along columns.  For this, each band of ``rows`` rows of a matrix
     is transposed before encoding, and transposed back after decoding.
     """
-    if isinstance(codec, Raw):  # a cast, wherever an element lies
+    if isinstance(codec, Raw):  # the result of a cast does not depend on where an element lies in its shard
         for name in _names(geometry):
             parameter = parameters[name]
             parameter.copy_(parameter.to(DTYPES[codec.dtype]))

@@ -174,7 +174,7 @@ def whatif(
 
 
 def _rate(option: str, text: str) -> float:
-    """Return the bytes a second that ``text`` states, the value of ``option``, such as ``100 Gbit/s``.
+    """Return the rate that ``text``, the value of ``option``, states, such as ``100 Gbit/s``, in bytes a second.
 
     Raises:
         Refusal: If the text is no rate; the message begins with ``option``.

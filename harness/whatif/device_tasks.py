@@ -267,7 +267,8 @@ class _Streams:
     ) -> tuple[dict[int, int], list[tuple[int, int]]]:
         """Add the tasks of the host to the :class:`RankStep`.
 
-        A task of the host ends when the host launches the first kernel of a segment, or waits for a kernel.
+        A task of the host ends when the host launches the first kernel of a stream's task, or waits for a kernel.  A
+        stream's task is called a segment here.
 
         Args:
             begin: When the host began the step.

@@ -277,7 +277,7 @@ class _Events:
         return facts | ({"codec": message.codec} if message.codec else {})
 
     def _stream(self, track: str) -> int:
-        """Return the number of the stream as which a track is written.
+        """Return the number of the stream under which a track is written.
 
         A track is a row of activities, such as the rank's computation or a link.  The track of computation becomes
         stream 7.  A track that is a traced stream, such as ``stream 20``, keeps its number.  Other tracks get numbers

@@ -69,7 +69,9 @@ class Traced:
     rate_given: bool  # whether the user gave the rate
     steps: Sequence[JointStep]
     offsets: Mapping[int, float]  # by rank, seconds that were subtracted from the rank's clock
-    rules: Counter[tasks.Rule]  # by rule, the number of collectives whose waiting task was found by this rule
+    # How it was found which task waits for a collective: for each rule of :mod:`harness.whatif.tasks`, the number of
+    # collectives to which the rule applied.
+    rules: Counter[tasks.Rule]
     alone: bool  # whether only one rank's trace was given; all ranks are then taken to do the same
     backend: str  # backend of torch.distributed, such as ``nccl``
 
@@ -294,9 +296,9 @@ def _aligned(
 def _joined(ranks: Mapping[int, RankStep], topology: Topology, offsets: Mapping[int, float]) -> JointStep:
     """Join one step of all ranks.
 
-    In the result, the ``link`` of each collective is 0, and its ``overhead`` has the times at which the collective
-    ended on each rank; :func:`_timed` then computes both.  ``offsets`` are the seconds to subtract from all times of
-    each rank.
+    Two fields of each collective in the result are provisional, until :func:`_timed` computes them: ``link`` is 0, and
+    ``overhead`` has the times at which the collective ended on each rank.  ``offsets`` are the seconds to subtract from
+    all times of each rank.
     """
     begins = {rank: step.begin - offsets.get(rank, 0.0) for rank, step in ranks.items()}
     ends = {rank: step.end - offsets.get(rank, 0.0) for rank, step in ranks.items()}

@@ -268,8 +268,8 @@ def _buckets(step: JointStep, elements: Sequence[int], issued: Sequence[float]) 
 def _issued(step: JointStep, rank: int, issued: Sequence[float]) -> list[float]:
     """Return the moments, in seconds, at which ``rank`` issued the all-reduces of DDP's buckets.
 
-    ``issued`` are the moments at which the first rank issued them.  The first rank's collectives with these moments are
-    the buckets, and ``rank`` has the same buckets at the same indices among its own collectives.
+    ``issued`` are the moments at which the first rank issued the same all-reduces.  They show which of the first rank's
+    collectives are buckets.  The collectives of ``rank`` with the same indices are the same buckets.
     """
     first = step.ranks[min(step.ranks)].collectives
     places = [place for place, seen in enumerate(first) if seen.issued[0] in set(issued)]
@@ -373,4 +373,4 @@ def codec_note(target: Target, policy: Mapping[str, Policy] = PRESETS) -> str:
     if machine.nature == "data sheet":
         return f"codec seconds are predicted for {machine.name}, and were not measured"
     known = target.policy not in policy or all(map(machine.times, policy[target.policy].codecs))
-    return f"codec seconds of {machine.name}" + ("" if known else ", in part of similar codecs")
+    return f"codec seconds of {machine.name}" + ("" if known else ", partly those of similar codecs")

@@ -30,7 +30,7 @@ _SHORTEST: Final = 1e-9  # shortest computation, in seconds, that is listed
 
 
 class Message(NamedTuple):
-    """A collective as one rank takes part in it."""
+    """One rank's part in a collective: what the rank passes in and receives, and with which other ranks."""
 
     kind: Kind
     given: int  # elements that the rank passes in
@@ -228,10 +228,11 @@ def _simulated(step: Simulated, topology: Topology) -> Callable[[int], RankSched
 
 
 def _posted(posted: PostedMessage, rank: int) -> Message | None:
-    """Return one hop of our engine, in which ``rank`` takes part, as a collective that a trace can have.
+    """Convert one message of our engine's simulated step into a collective of a trace, as ``rank`` takes part in it.
 
-    In a hop of kind ``shift`` each rank sends only to the next rank.  No collective in a trace does this, so the hop
-    becomes an all-to-all with the same number of bytes.  Returns None if ``posted`` belongs to no hop.
+    A message belongs to a hop: one exchange between the ranks of a group.  In a hop of kind ``shift`` each rank sends
+    only to the next rank.  No collective in a trace does this, so the hop becomes an all-to-all with the same number of
+    bytes.  Returns None if ``posted`` belongs to no hop.
     """
     hop, nbytes = posted.hop.hop, posted.hop.nbytes
     if hop is None:

@@ -56,7 +56,7 @@ class RankStep:
     marks: Marks
     tasks: list[Task] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
-    # By rule, the number of collectives whose waiting task was found by this rule.
+    # How it was found which task waits for a collective: for each rule, the number of collectives that it applied to.
     rules: Counter[Rule] = field(default_factory=Counter)
     # Stretches of computation before the optimizer's step: (moment, seconds).  The moment is when the host began to
     # compute the stretch or, on a GPU, launched it; it shows to which unit of the model the stretch belongs.
@@ -118,7 +118,7 @@ def _note_host(result: RankStep, begin: float, end: float) -> None:
 
     The time is divided where another FSDP module or another phase (forward, backward, optimizer) begins.
     """
-    if end <= begin:  # a wait that began during the wait before it
+    if end <= begin:  # two waits follow each other, and the host computes nothing between them
         return
     marks = result.marks
     changes = [moment for moment, _ in marks.windows if begin < moment < end]

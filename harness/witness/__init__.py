@@ -1,1 +1,1 @@
-"""Watches a trial while it trains: other code computes batches, optimizer steps and seconds again."""
+"""Watches a trial while it trains: independent code computes its batches, optimizer steps and seconds a second time."""

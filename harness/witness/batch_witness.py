@@ -1,9 +1,9 @@
-"""Computes a second time which batches and validation samples a trial must read, to compare them with those ranks read.
+"""Computes a second time which batches and validation samples a trial must read, to check what the ranks have read.
 
-The code is independent of the data set's own: it calls none of :meth:`harness.workloads.dataset.Dataset.batch`,
-``validation_batches`` and ``draw``.  It hashes the sample numbers anew, and cuts windows of a text from the tokens.
-Only masks, images and users' examples are still made by the data set's own
-:meth:`~harness.workloads.dataset.Dataset.at`, since a second implementation of these would prove nothing.
+The code does not use the data set's own choice of samples: it calls none of
+:meth:`harness.workloads.dataset.Dataset.batch`, ``validation_batches`` and ``draw``.  It hashes the sample numbers
+anew, and cuts windows of a text from the tokens.  Only masks, images and users' examples are made by the data set's own
+:meth:`~harness.workloads.dataset.Dataset.at`, since a second implementation of that method would prove nothing.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class BatchWitness:
 def shared_split(dataset: Dataset) -> str | None:
     """Return a sentence if the validation part of a data set is also part of its training data; else None.
 
-    The two parts must not be the same object, and must not share memory.  In a text, a few windows of the validation
-    part are also searched for in the training part, unless the training part has more than 64 MiB.  It is a fault only
-    if all of them are found.
+    The two parts must not be the same object, and must not share memory.  If the data set is a text whose training part
+    has at most 64 MiB, a few windows (runs of tokens) of the validation part are also searched for in the training
+    part.  If all of these windows are found, the validation part counts as shared.
 
-    Equal windows prove nothing if the training part repeats itself.  To find out whether it does, a few of its own
-    windows are searched for in it.  If one of them occurs twice, the result of the search is ignored.
+    Finding them proves nothing if the training part repeats itself.  Therefore a few windows of the training part are
+    searched for in the training part.  If any of these windows occurs twice, the first search is ignored.
     """
     shared = "validation samples are part of the training data"
     if isinstance(dataset, OwnPairs):

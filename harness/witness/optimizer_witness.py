@@ -38,7 +38,8 @@ _RATE_ERROR: Final = 2e-5  # allowed error relative to the learning rate, from m
 # Allowed error of a moment, relative to the magnitudes of the two terms of which it is the sum.  At most four roundings
 # of 2^-24 happen: one of each term, and those of the difference and the product in ``lerp``.
 _MOMENT_ERROR: Final = 4 * 2.0**-24
-_SAME: Final = 0.999  # smallest cosine of a step's and its rehearsal's gradients; only GPUs round differently
+# Smallest cosine of two gradients that count as the same.  On GPUs, equal gradients may be rounded differently.
+_SAME: Final = 0.999
 
 
 @dataclass(slots=True)
@@ -238,9 +239,9 @@ class OptimizerWitness:
     ) -> str | None:
         """Return a sentence if ``gradient`` points in another direction than ``expected``; else None.
 
-        The directions count as the same if the cosine of the two gradients is at least :data:`_SAME`.  The gradients
-        may thus differ by a common factor, as clipping makes it.  If a gradient is missing, or if the expected gradient
-        is zero, None is returned.
+        The directions count as the same if the cosine of the two gradients is at least :data:`_SAME`.  Their lengths
+        may differ, for example because of clipping.  If a gradient is missing, or if the expected gradient is zero,
+        None is returned.
         """
         if expected is None or gradient is None or not bool(expected.any()):
             return None

@@ -27,7 +27,8 @@ _TRIED: Final = 1 << 12  # elements, at least, on which a codec's error is measu
 # Allowed error of a mean, as a multiple of the error that the codecs make on normally distributed values.  It is larger
 # than 1, since the values of a unit may be spread more widely.
 _TIMES: Final = 4.0
-_FEEDBACK: Final = 2.0  # carried errors come on top of an encoding's own
+# Factor of the allowed error with error feedback, which adds the errors of earlier encodings.
+_FEEDBACK: Final = 2.0
 
 
 class OuterWitness:

@@ -10,8 +10,8 @@ four kinds of laps:
 - ``between``: everything else.
 
 A lap has its wall-clock seconds.  It also has the seconds in which its thread ran, in which the thread slept to wait
-for something, and in which the thread was ready to run but had no CPU.  Laps are judged by the first two of these
-three: a thread cannot help it that it had no CPU.
+for something, and in which the thread was ready to run but had no CPU.  Checks judge a lap by the seconds in which the
+thread ran or slept, since a thread is not to blame if it had no CPU.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class WitnessClock:
 
     @contextlib.contextmanager
     def lap(self, kind: Kind) -> Iterator[None]:
-        """Make the body of ``with`` a lap of kind ``kind``, then begin another lap of the kind before."""
+        """Make the body of ``with`` a lap of kind ``kind``; then begin a lap of the kind that it interrupted."""
         before = self.kind
         self.turn(kind)
         yield

@@ -246,8 +246,8 @@ def _check_tokens(origin: str, tokens: Any) -> NDArray[Any]:
     """Return tokens as an array (n,) of integers.
 
     Raises:
-        CorpusError: if they are no such array, or if it is empty or has a negative number.  The message begins with
-            ``origin``.
+        CorpusError: if ``tokens`` cannot be converted into such an array, or if the array is empty or has a negative
+            number.  The message begins with ``origin``.
     """
     with raising(CorpusError, f"{origin}: no array of tokens:"):
         row = np.asarray(tokens)

@@ -32,7 +32,7 @@ def shape_of(model: Model) -> Shape:
     Raises:
         Refusal: if there is no such preset, if it has no such size, or if a size is impossible.
     """
-    if model.name not in PRESETS:  # of an old record: suites are checked when read
+    if model.name not in PRESETS:  # only in an old record, since suites are checked earlier
         raise Refusal(f"model {model.name!r}: expected one of {', '.join(PRESETS)} or 'module:function'")
     preset = PRESETS[model.name]
     known = {field.name: field.type for field in fields(preset)}

@@ -31,9 +31,9 @@ _Seconds = NDArray[np.float64]
 def schedule_seconds(frames: Frames, steps: pd.Series[int]) -> pd.Series[float]:
     """Return, by id of the trial, the seconds that a step takes in the simulated schedule.
 
-    A step is simulated for each rank and each sample of computation (:func:`computations`).  Of each sample the slowest
-    rank counts, and the trial's value is the median over samples.  It is NaN for trials whose schedule cannot be
-    simulated, such as trials of DDP.  Trials whose seconds of computation are not known are left out.
+    A step is simulated for each rank and each sample of computation (:func:`computations`).  For each sample the
+    slowest rank counts, and the trial's value is the median over samples.  The value is NaN for trials whose schedule
+    cannot be simulated, such as trials of DDP.  Trials whose seconds of computation are not known are left out.
     ``steps`` is the number of timed steps of each trial, by id.
     """
     achieved = frames.finished.set_index("id")["achieved_mbit"]

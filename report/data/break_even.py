@@ -25,7 +25,8 @@ from report.data.speedups import speedup, undisturbed
 from report.data.text import listed, number, with_interval
 
 BEYOND: Final = "beyond what was measured"
-_BESIDE: Final = 1e-9  # a place so close to a measured rate, as a part of the way to the next measured rate
+# Distance of a place just beside a measured rate, as a share of the way to the next measured rate.
+_BESIDE: Final = 1e-9
 _three_digits: Final = number(3)
 _Value = TypeVar("_Value", int, float)
 Outcome = Literal["crosses", "pays", "costs", "not determined"]
@@ -35,7 +36,9 @@ Outcome = Literal["crosses", "pays", "costs", "not determined"]
 class BreakEven:
     """The rates at which a configuration's speed-up crosses 1, all in Mbit/s."""
 
-    outcome: Outcome  # ``pays``: faster at every measured rate; ``costs``: slower at every measured rate
+    # ``crosses``: the speed-up crosses 1 at the rates ``crossings``; ``pays``: the configuration is faster at every
+    # measured rate; ``costs``: slower at every measured rate; ``not determined``: none of these could be shown.
+    outcome: Outcome
     # Rates at which the speed-up crosses 1, with their intervals, in ascending order.  An end of an interval is
     # infinite if it lies beyond the measured rates.
     crossings: tuple[Interval, ...] = ()
@@ -78,9 +81,10 @@ def break_even(pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_points(points: Sequence[tuple[float, pd.DataFrame]]) -> BreakEven:
-    """Return the break-even of one configuration.
+    """Find the rates at which one configuration is as fast as its baseline, by the method of this module's docstring.
 
-    ``points`` are the measured rates in Mbit/s, in ascending order, each with the pairs of trials at this rate.
+    ``points`` are the measured rates in Mbit/s, in ascending order, each with the pairs of trials at this rate.  A pair
+    is a trial of the configuration and the baseline's trial under the same conditions.
     """
     kept = [undisturbed(pairs) for _, pairs in points]
     ratios, logs = [speedup(pairs) for _, pairs in points], [_logs(pairs) for pairs in kept]

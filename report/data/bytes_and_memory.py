@@ -13,8 +13,8 @@ from report.data.frames import Frames, groups
 from report.data.metrics import KEPT, OF_TRIAL, TRAINING, Derived, timed_steps
 
 VOLUME_PARTS: Final = ("gather in forward", "gather in backward", "gradients", "control", "padding")
-OWNERS: Final = "owners of matrices"  # a further part, of trials with Muon
-_FEWEST: Final = 3  # numbers of nodes that make a line
+OWNERS: Final = "owners of matrices"  # a further part, which only trials with Muon have
+_FEWEST: Final = 3  # trials must have run on so many different numbers of nodes, so that scaling is shown
 _CONSTANT: Final = ["ranks_per_node", "model", "rate_mbit", "sequence", "accumulation"]
 
 
@@ -22,9 +22,9 @@ def volume(frames: Frames, table: pd.DataFrame) -> pd.DataFrame:
     """Return the bytes that all ranks send between nodes in a step, by the ledger: one row per trial and part.
 
     The ledger counts what each rank sends.  Only trials of ``table`` (:func:`report.data.metrics.trials`) have rows.
-    ``part`` says for what bytes were sent; it is one of :data:`VOLUME_PARTS` or :data:`OWNERS`.  ``bytes`` is a mean
-    per timed step.  ``m`` is ``bytes`` in units of M times the number of micro-batches (``m_bytes``); M are the
-    bytes that one all-gather of the whole model in 16 bits sends between nodes.
+    ``part`` says what the bytes were sent for; it is one of :data:`VOLUME_PARTS` or :data:`OWNERS`.  ``bytes`` is the
+    mean per timed step.  ``m`` is ``bytes`` divided by ``m_bytes``, which is the number of micro-batches times M; M are
+    the bytes that one all-gather of the whole model in 16 bits sends between nodes.
     """
     ledger = frames.bytes[frames.bytes["source"] == "ledger"]
     between = ledger[ledger["link"].eq("inter") & ledger["phase"].isin(TRAINING)]

@@ -149,8 +149,8 @@ def changes_of(trial: Trial, base: Policy | None = None) -> dict[str, str]:
 def differences_of(trial: Trial, base: Trial) -> str:
     """Return text that lists the fields in which two trials' policies differ: ``weights int8:2048, hpZ 2``.
 
-    The values are those of ``trial``.  If ``trial`` has a control, the control's name follows.  Libraries such as DDP
-    have no policy, so no field is listed if a library trains either trial.
+    The values are those of ``trial``.  If ``trial`` has a control, a fault made on purpose, the control's name follows.
+    Libraries such as DDP have no policy, so no field is listed if a library trains either trial.
     """
     usual = fields_of(base.resolved_policy(), base.topology())
     values = fields_of(trial.resolved_policy(), trial.topology())
@@ -171,11 +171,11 @@ def _changed_text(field: str, value: str) -> str:
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
-    """Return the changes that all policies have: fields of execution that all set to one value, not their preset's.
+    """Return the changes that all policies share, which names of configurations therefore need not mention.
 
-    Fields of execution are, for example, types and prefetch; changes of other fields are not returned.  Keys are labels
-    of fields, and values are texts: ``{"prefetch": "0"}``.  Trials of libraries such as DDP, which have no policy, are
-    ignored.
+    A change is shared if all policies have the same value of a field, and this value is not that of their presets.
+    Only fields of execution count, such as types and prefetch.  Keys are labels of fields, and values are texts:
+    ``{"prefetch": "0"}``.  Trials of libraries such as DDP, which have no policy, are ignored.
     """
     of_policies = [changes_of(trial) for trial in trials if trial.resolved_policy() is not None]
     return {
@@ -214,7 +214,7 @@ def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = 
     * the changes of the policy from its preset, except those in ``shared``;
     * the settings of a library such as DDP;
     * the fields ``also`` of the trial with their values, by the path of the field;
-    * the name of the control, if the trial has one.
+    * the name of the control, if the trial has one: a fault made on purpose.
     """
     name, changes = name_of(trial.strategy), changes_of(trial)
     if (

@@ -62,8 +62,9 @@ def speedup(group: pd.DataFrame) -> Interval:
     """Return the ratio of a configuration's tokens per second to its baseline's, with the interval.
 
     ``group`` are rows of :func:`generations` of one configuration in one setting.  A trial's tokens per second are the
-    geometric mean over its generations.  The ratio is the geometric mean over undisturbed pairs of trials or, if all
-    pairs are disturbed, over all pairs.  It is NaN if no row has a baseline.
+    geometric mean over its generations.  The ratio is the geometric mean over pairs of trials.  Pairs with a disturbed
+    trial, during which other programs took much processor time, are left out unless all pairs have one.  The ratio is
+    NaN if no row has a baseline.
     """
     paired = group.dropna(subset=["baseline"])
     if paired.empty:
@@ -84,8 +85,8 @@ def speed(group: pd.DataFrame) -> Interval:
     """Return the tokens per second of a rank, with the interval.
 
     ``group`` are rows of :func:`generations` of one configuration in one setting.  A trial's tokens per second are the
-    geometric mean over its generations.  The value is the geometric mean over undisturbed trials or, if all trials are
-    disturbed, over all trials.
+    geometric mean over its generations.  The value is the geometric mean over trials.  Disturbed trials, during which
+    other programs took much processor time, are left out unless all trials are disturbed.
     """
     kept = undisturbed(group)
     by_trial = kept.groupby("id", sort=False)

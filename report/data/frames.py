@@ -267,7 +267,7 @@ def load(results: Path, *, across_pools: bool = False) -> Frames:
 def _listed(table: pd.DataFrame) -> pd.DataFrame:
     """Return the trials in the order in which tables list them: by size, rate and setting, then by configuration.
 
-    The new column ``first`` is the smallest ``order`` among the trials of the row's configuration.
+    The new column ``first`` is the smallest ``order``, a trial's number in the suite, of the row's configuration.
     """
     table = table.astype(dict.fromkeys(_FLOATS, float))
     table["first"] = table.groupby("configuration")["order"].transform("min")
@@ -506,10 +506,10 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
 
 
 def _as_predicted(record: Record) -> bool | None:
-    """Return whether the bytes that were sent, by the ledger, equal the predicted bytes; None if this is not known.
+    """Return whether the bytes that the ledger counted equal the predicted bytes; None if this is not known.
 
-    It is not known if nothing was predicted.  It is not known either if some messages have no prediction, and the bytes
-    of all others equal their predictions.
+    If any message with a prediction differs from it, the result is False, even if other messages have no prediction.
+    If no message differs, the result is True if all messages have a prediction, and None if some or all lack one.
     """
     if record.predicted is None:
         return None
@@ -644,7 +644,8 @@ def _span_rows(traces: Iterable[Trace]) -> Iterator[tuple[Any, ...]]:
 def _links_frame(records: Iterable[Record]) -> pd.DataFrame:
     """Return the measured rates of links in Mbit/s, one row per measurement.
 
-    The link is calibrated once before a sweep, and all records of the sweep hold these rates; they are kept once.
+    The rates of the calibration before a sweep are in every record of the sweep.  The table has each of them once, in a
+    row of the first such record.
     """
     rows = [
         (record.id, link.kind, link.requested_mbit, when, achieved)
@@ -704,10 +705,10 @@ def _check_measured(record: Record, trial: Trial) -> None:
 
 
 def _check_pools(records: list[Record]) -> None:
-    """Raise a ReportError if finished trials of these records must not be compared; the message says what differs.
+    """Raise a ReportError if the finished trials of these records must not be compared; the message says what differs.
 
-    Trials that are compared must have the same code and, on equal devices, the same kernels.  Trials of one sweep must
-    also have the same machine.
+    All trials must have run with the same code and, if they ran on the same kind of device, with the same kernels.
+    Trials of one sweep must also have run on the same machine.
     """
     measured = [record for record in records if record.measured]
     origins = {(record.code.get("source"), record.sweep, record.pool) for record in measured}

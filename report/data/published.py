@@ -78,8 +78,12 @@ def rows_below(
 ) -> Iterator[tuple[dict[str, Any], dict[Any, Any], str]]:
     """Yield the published throughputs that a table prints below its ``measured`` rows; nothing without measured rows.
 
-    For each row of :func:`rlhf` with these ``phases``, two tuples are yielded, for ZeRO-3 and for ZeRO++: (cells that
-    the table's row has in any case, the row of :func:`rlhf`, the strategy, which is the row's column).
+    Each row of :func:`rlhf` with these ``phases`` gives two rows of the table, one for ZeRO-3 and one for ZeRO++.  For
+    each of them, a tuple (cells, row, strategy) is yielded:
+
+    * ``cells``: the cells that are the same in all tables, such as configuration and speed-up;
+    * ``row``: the row of :func:`rlhf`;
+    * ``strategy``: the column of ``row`` that has the throughput, ``zero3`` or ``zeropp``.
     """
     for row in rlhf(*phases).to_dict("records") if measured else []:
         for strategy in (BASELINE, PROPOSED):

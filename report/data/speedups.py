@@ -74,8 +74,9 @@ def undisturbed(rows: pd.DataFrame) -> pd.DataFrame:
 def speedup(group: pd.DataFrame, above: str = "baseline_seconds", below: str = "step_seconds") -> Interval:
     """Return the geometric mean of the ratio of two columns, ``above`` over ``below``, with its interval.
 
-    For rows of :func:`pairs` of one configuration in one setting, this is the speed-up.  The mean is over undisturbed
-    pairs or, if all are disturbed, over all pairs.  The interval includes the spread between occasions.
+    For rows of :func:`pairs` of one configuration in one setting, this is the speed-up.  The mean is over the pairs
+    that :func:`undisturbed` keeps.  The interval includes the spread between occasions: starts of the machine, or runs
+    more than an hour apart.
     Pairs of trials whose ranks are threads are left out, since their steps are not timed.  The mean is NaN if no pair
     is left.
     """
@@ -145,9 +146,9 @@ def geometric(values: pd.Series[float]) -> float:
 
 
 def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval:
-    """Return the geometric mean of ``column`` over the undisturbed trials, with its interval.
+    """Return the geometric mean of ``column`` over trials, with its interval.
 
-    If all trials are disturbed, all count.  The mean is NaN if no trial has a value.
+    The mean is over the trials that :func:`undisturbed` keeps.  It is NaN if no trial has a value.
     """
     kept = undisturbed(group).dropna(subset=[column])
     if kept.empty:
@@ -157,10 +158,10 @@ def step_interval(group: pd.DataFrame, column: str = "step_seconds") -> Interval
 
 
 def rates_differ(table: pd.DataFrame) -> dict[str, float]:
-    """Return, by setting, by how much the rates differ that the links of the setting's configurations achieved.
+    """Return the settings in which the links of different configurations achieved different rates, with the spread.
 
-    A value of 0.2 means that the highest of the configurations' median rates is 20 % above the lowest.  Settings with a
-    value of at most :data:`RATES_AGREE_WITHIN` are left out.  Emulated links without a rate are ignored.
+    A spread of 0.2 means that the highest of the configurations' median rates is 20 % above the lowest.  Settings with
+    a spread of at most :data:`RATES_AGREE_WITHIN` are left out.  Emulated links without a rate are ignored.
     """
     limited = table["rate_mbit"].notna() | table["link_kind"].eq("real")
     by_configuration = table[limited].dropna(subset=["achieved_mbit"]).groupby(["setting", "configuration"])
@@ -183,8 +184,8 @@ def several_rates(table: pd.DataFrame) -> pd.DataFrame:
 def parity(table: pd.DataFrame) -> pd.DataFrame:
     """Return each compared trial at a quarter of a rate, together with the baseline's trial at the full rate.
 
-    Compared are the trials of the configurations that the suite compares with its baseline.  If the suite names no
-    baseline, they are the trials of ZeRO++ without changes.  Both trials of a pair have the same sweep, seed and
+    The compared trials are those of the configurations that the suite compares with its baseline.  If the suite names
+    no baseline, they are the trials of ZeRO++ without changes.  Both trials of a pair have the same sweep, seed and
     repeat, and their settings differ in the rate alone.
 
     A row has the columns of ``table``, and these: ``baseline`` is the id of the baseline's trial, ``full_rate`` its

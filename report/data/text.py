@@ -37,7 +37,7 @@ def occasions_in_words(count: int) -> str:
 
 
 def left_out_in_words(intervals: Iterable[Interval]) -> str:
-    """Return sentences that count the disturbed trials or pairs that these intervals leave out.
+    """Return sentences that say what a disturbed trial is, and how many trials or pairs the intervals leave out for it.
 
     The text is empty if no interval leaves out any.
     """
@@ -54,7 +54,7 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
 
 
 def none_in_words(intervals: Iterable[Interval]) -> str:
-    """Return sentences that give the reasons why some of these estimates have no interval; empty without a reason.
+    """Return sentences on why some of the estimates in ``intervals`` have no interval; empty if no reason is known.
 
     For example, ``n = 3: no interval; six are needed.``  Each reason is given once.
     """

@@ -137,7 +137,7 @@ class Drawn:
     def records(self, marked: AbstractSet[str]) -> list[tuple[str, str]]:
         """Return (id, mark) for each record whose values the figure shows.
 
-        The mark is ‡ (disturbed) if the id is in ``marked``, and else empty.
+        The mark is ‡ if the id is in ``marked``, the ids of disturbed trials, and else empty.
         """
         return [(name, caveats.TAKEN if name in marked else "") for name in records_behind(self.data)]
 

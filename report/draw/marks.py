@@ -79,10 +79,10 @@ def _definitions(measures: Sequence[Measure]) -> str:
 
 
 def _dots(measures: Sequence[Measure]) -> str:
-    """Return words that say what one dot stands for: ``one trial``.
+    """Return words that say what one dot of a figure stands for: ``one trial``.
 
-    If the dots of some measures stand for something else than those of others, each thing is followed by its measures:
-    ``one trial (step time), or one pair of trials (speed-up)``.
+    If a dot stands for a trial in some measures and for something else in other measures, each meaning is followed by
+    its measures in parentheses: ``one trial (step time), or one pair of trials (speed-up)``.
     """
     labels: dict[str, list[str]] = {}
     for measure in measures:
@@ -314,7 +314,7 @@ class Stacked:
         """Return the caption's sentences on the bars and the marks of totals."""
         also = [self.also[kind] for kind in self.also if kind in set(data["kind"])]
         marks = "".join(f"; {_MARKERS[marker]}: {meaning}" for marker, _, meaning in also)
-        # Only the parts of a step are means; their own sentence says to which length they are scaled.
+        # Only the figure with the parts of a step shows means; its ``says_parts`` says how they are scaled.
         begin = "Bars and marks are medians over trials; the" if self.middle == "median" else "The"
         return f"{self.says_parts}{marks}. {begin} printed numbers are the lengths of the bars."
 

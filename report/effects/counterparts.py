@@ -35,7 +35,7 @@ FEWEST_FIELDS: Final = 2
 
 
 class Counterparts(NamedTuple):
-    """Records that compare configurations with their counterparts instead of with the suite's baseline."""
+    """Records in which configurations are compared with other configurations instead of with the suite's baseline."""
 
     # For :func:`one_field`, the field in which each configuration differs from its counterpart.  For :func:`of_preset`,
     # the strategy that is the counterpart of all.
@@ -119,7 +119,8 @@ def of_preset(derived: Derived) -> Counterparts | None:
 def with_policies(derived: Derived) -> dict[Key, Trial]:
     """Return one trial of each configuration in each setting, by (setting, configuration).
 
-    Configurations with a control, and configurations of libraries such as DDP, which have no policy, are left out.
+    Configurations with a control (a fault made on purpose) are left out.  So are the configurations of libraries such
+    as DDP, which have no policy.
     """
     first = derived.finished.drop_duplicates(["setting", "configuration"])
     trials = {
@@ -140,10 +141,11 @@ def own_fields(trial: Trial) -> dict[str, str]:
 
 
 def compared_with(derived: Derived, counterparts: Mapping[Key, str]) -> Derived:
-    """Return records in which each of some configurations is compared with its counterpart alone.
+    """Return a copy of the records in which some configurations are compared with counterparts instead of baselines.
 
-    ``counterparts`` maps (setting, configuration) to the name of the counterpart.  In the result, these configurations
-    have the role ``contrast``, and their counterparts the role ``baseline``.
+    ``counterparts`` maps the (setting, configuration) of each of them to its counterpart, the name of another
+    configuration.  In the copy, these configurations have the role ``contrast``, their counterparts the role
+    ``baseline``, and all others no role.
     """
     bases = {(setting, name) for (setting, _), name in counterparts.items()}
     frames, table = copy.copy(derived.frames), derived.finished

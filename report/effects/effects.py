@@ -203,7 +203,7 @@ def net_speeds(derived: Derived) -> dict[Key, Effect]:
       seconds of its steps need not be known.
     * Otherwise, it has a net speed-up, with the usual verdicts on a ratio.
 
-    A configuration without losses is left out.  A configuration of the first or third kind is also left out if
+    A configuration without losses is left out.  In the first and the third case, a configuration is also left out if
     :func:`report.effects.net_speed.foremost` has no net speed-up of it, for example because no source has the seconds
     of its steps.  If ``foremost`` has no net speed-up of any configuration, the dict is empty.
     """

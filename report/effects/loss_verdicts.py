@@ -44,7 +44,7 @@ _NONE = Interval(math.nan, math.nan, math.nan, 0)
 def losses(derived: Derived) -> tuple[Row, ...]:
     """Return one row for each configuration in each setting, from the trials with a final validation loss.
 
-    The keys of a row, besides names, are:
+    Besides the names of setting and configuration, a row has these keys:
 
     * ``loss``: mean final loss over ``seeds`` seeds, after ``steps`` training steps;
     * ``id`` and ``baseline``: ids of the records of the configuration and its baseline, joined by spaces;
@@ -111,7 +111,10 @@ def _row(derived: Derived, group: pd.DataFrame, base: pd.DataFrame) -> Row:
 
 
 def allowed(derived: Derived) -> str:
-    """Return the margin as text: ``1%`` (of the baseline's loss) or, if the suite names steps, ``14 steps``."""
+    """Return the margin, by which a loss may be higher than its baseline's, as text: ``1%`` or ``14 steps``.
+
+    A percentage is of the baseline's loss.  Steps are returned if the suite names its margin in steps.
+    """
     steps = derived.frames.margin
     return f"{MARGIN:.0%}" if not steps else f"{steps} steps"
 
@@ -120,7 +123,8 @@ def _margin(derived: Derived, base: pd.DataFrame) -> float:
     """Return the margin in nats; ``base`` are the baseline's trials.
 
     By default it is :data:`MARGIN` times the baseline's loss.  If the suite names a margin in steps, it is the number
-    of nats by which the baseline's mean loss falls in so many steps, at the rate of the last quarter of training.
+    of nats by which the baseline's mean loss falls in this number of steps, at the rate of the last quarter of
+    training.
     Returns NaN if the loss does not fall in this quarter, or if the quarter has fewer than two validations.
     """
     if not (steps := derived.frames.margin):
@@ -134,7 +138,7 @@ def _margin(derived: Derived, base: pd.DataFrame) -> float:
 
 @lru_cache(maxsize=32)  # the answer and a figure ask for it
 def front(derived: Derived) -> pd.DataFrame:
-    """Return a table that says which configurations lie on the front of bytes between nodes and loss.
+    """Return a table that says which configurations lie on the Pareto front of bytes between nodes and loss.
 
     There is one row per setting and configuration; in each setting, rows are in ascending order of the bytes, ``sent``.
     Configurations with losses of fewer than 6 seeds are left out.  Settings in which fewer than
@@ -269,10 +273,11 @@ def _seconds_to(derived: Derived, trials: pd.DataFrame, target: float) -> pd.Dat
 
 
 def _gain(seconds: pd.DataFrame, base_seconds: pd.DataFrame) -> Interval:
-    """Return the ratio of the baseline's seconds to a configuration's seconds, over undisturbed pairs of trials.
+    """Return the ratio of the baseline's seconds to a configuration's seconds, each to a target (:func:`_seconds_to`).
 
-    Both are seconds to the target (:func:`_seconds_to`), and the trials of a pair have the same seed and occasion.
-    Two intervals are computed, over occasions and over seeds; the wider is returned.
+    The ratio is a mean over pairs of trials that have the same seed and occasion, as far as
+    :func:`~report.data.speedups.undisturbed` keeps them.  Two intervals are computed, over occasions and over seeds;
+    the wider is returned.
     The ratio is NaN if any trial never reaches the target: leaving out such a slow trial would make the others look
     faster.  It is also NaN if the seconds of any trial are not known, or if there are no pairs.
     """

@@ -38,14 +38,17 @@ class NetSpeed:
 
     @property
     def at_both(self) -> Interval:
-        """Net speed-up to the higher of the two final losses, which both reach; NaN if steps or seconds are unknown."""
+        """How many times as fast the configuration reaches the higher of its and the baseline's final losses.
+
+        Both reach this loss.  The value is NaN if the steps to it, or the seconds of a step, are unknown.
+        """
         if self.step is None or self.equal.why:
             return NONE
         return product_interval(self.step.speedup, self.equal.ratio)
 
     @property
     def net(self) -> Interval:
-        """Net speed-up to the baseline's final loss; NaN if the configuration does not reach this loss."""
+        """How many times as fast the configuration reaches the baseline's final loss; NaN if it does not reach it."""
         return self.at_both if self.equal.reached else NONE
 
 
@@ -79,10 +82,10 @@ def against(derived: Derived, row: Row, base: Sequence[str]) -> list[NetSpeed]:
 
 
 def foremost(derived: Derived) -> dict[tuple[str, str], NetSpeed]:
-    """Return one net speed-up of each configuration, by (setting, configuration): that of the first source of seconds.
+    """Return the one net speed-up of each configuration that the table of verdicts shows, by (setting, configuration).
 
-    The first source is the first one that has the seconds of the configuration's steps; without any, the configuration
-    is left out.  It is also left out if this source has the seconds in several settings, since these may give different
+    It is computed with the first of the sources that has the seconds of the configuration's steps.  A configuration is
+    left out if no source has them, or if the first such source has them in several settings, which may give different
     net speed-ups.
     """
     by_key = dict[tuple[str, str], list[NetSpeed]]()

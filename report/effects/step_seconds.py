@@ -176,7 +176,7 @@ def _known(derived: Derived) -> pd.DataFrame:
 
 
 def _fields(trial: Trial) -> dict[str, Any]:
-    """Return the fields of a trial that determine what a step computes; policy and link are not among them."""
+    """Return the fields of a trial that say what a step computes, such as model and batch, but not policy and link."""
     return {
         path: value
         for path, value in flatten(trial.canonical())

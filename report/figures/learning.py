@@ -149,7 +149,7 @@ FINAL_LOSS: Final = Figure(
 
 
 def _front(derived: Derived) -> pd.DataFrame:
-    """Return one row per trial of the settings for which a front of bytes and losses is computed.
+    """Return one row per trial of the settings that have a Pareto front of bytes and losses.
 
     ``m`` are the bytes of a step in M, and ``excess`` is the loss minus the baseline's loss in nats.
     """

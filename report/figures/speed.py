@@ -35,10 +35,11 @@ _SPEEDUP: Final = Measure(
 
 
 def _share(group: pd.DataFrame) -> Interval:
-    """Return the median of the ratio "best possible step / step" over the undisturbed trials.
+    """Return the median of the ratio "best possible step / step" over the trials of one configuration.
 
-    ``group`` are pairs of a trial and the baseline's trial.  Disturbances of the baseline's trial do not count here, so
-    that the median equals the one that tables print.
+    ``group`` are pairs of a trial and the baseline's trial.  Disturbed trials, during which other programs took much
+    processor time, are left out unless all are disturbed.  The baseline's trial may be disturbed, since it does not
+    enter this ratio.  Tables print the same median.
     """
     shares = speedups.undisturbed(group.assign(disturbed=group["own_disturbed"]))["share"]
     return Interval(float(shares.median()), math.nan, math.nan, len(shares))

@@ -1,4 +1,7 @@
-"""Holds what the head of a page is about, for the modules that write the sentences after the first."""
+"""Holds what the sentences at the head of a page are about: a quantity, a configuration, and their comparisons.
+
+The modules of :mod:`report.further` write the sentences after the first from these facts.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class Head:
 
     @property
     def shown(self) -> str:
-        """The quantity as sentences name it: ``tokens`` if the suite asks for decoding speed, and else ``kind``."""
+        """The quantity that sentences name: ``tokens`` if the suite asks for decoding speed, and else ``kind``."""
         return "tokens" if self.asked == "tokens" else self.kind
 
     @cached_property
@@ -58,7 +61,7 @@ class Head:
     def compared(self, kind: str) -> dict[Key, Effect]:
         """Return the effects on the quantity ``kind`` of configurations that are compared with a baseline.
 
-        Effects that were not measured are left out, and so are configurations with a control.
+        Effects that were not measured are left out, and so are configurations with a control (a fault made on purpose).
         """
         names = {*self.derived.compared.contrast} - self.controls
         found = self.found.get(kind, {})

@@ -39,9 +39,11 @@ def on_fewest_bytes(head: Head) -> list[str]:
     * Loss: the losses that are not significantly higher than the baseline's.  If there are none, the losses that are
       higher within the margin.
 
-    If the suite asks for losses, a sentence on the configuration's net speed-up follows.  Some of these suites change
-    several fields, each alone: each of at least two fields is the only change of at least :data:`_FEWEST`
-    configurations.  Then there is a sentence for each of these fields instead.
+    If the suite asks for losses, a sentence on the configuration's net speed-up follows.
+
+    There is one exception.  A suite that asks for losses may vary several fields of the policy one at a time, so that
+    at least two fields are each the only change of at least :data:`_FEWEST` configurations.  The result then has a
+    sentence for each of these fields, on the configurations that change this field alone.
 
     The list is empty in each of these cases:
 
@@ -82,9 +84,9 @@ def _with_verdict(head: Head, keys: Sequence[Key], verdicts: Sequence[Verdict]) 
 
 
 def _by_changed_field(head: Head, keys: Sequence[Key]) -> dict[str, list[Key]]:
-    """Return, by field of the policy, those of ``keys`` whose policies differ from the baseline's in this field alone.
+    """Return, for each field of the policy, the configurations that differ from their baseline in this field alone.
 
-    Fields with fewer than :data:`_FEWEST` such configurations are left out.
+    Only configurations in ``keys`` are returned.  Fields with fewer than :data:`_FEWEST` configurations are left out.
     """
     trials = with_policies(head.derived)
     found = defaultdict[str, list[Key]](list)
@@ -103,7 +105,7 @@ def _share(head: Head, key: Key) -> str:
 
 
 def _senders_of_fewest(head: Head, keys: Sequence[Key]) -> list[Key]:
-    """Return the keys of the configurations that send the fewest bytes; several, if their bytes are printed alike."""
+    """Return the keys of the configurations that send the fewest bytes: several, if their numbers are printed alike."""
     fewest = min((float(_share(head, key)) for key in keys), default=0.0)
     return [key for key in keys if float(_share(head, key)) == fewest]
 
@@ -134,9 +136,9 @@ def _fewest(head: Head, keys: Sequence[Key], which: str) -> list[str]:
 def _fewest_of_field(head: Head, field: str, keys: Sequence[Key]) -> list[str]:
     """Return the sentence that says which of the configurations ``keys`` sends the fewest bytes, as a list of one.
 
-    All ``keys`` change only ``field``.  Considered are those whose loss is not significantly higher than the
-    baseline's.  If there are none, those whose loss is higher within the margin are considered.  The list is empty if
-    there are none either, or if several send the fewest bytes.
+    All ``keys`` change only ``field``.  The sentence chooses among the configurations whose loss is not significantly
+    higher than the baseline's or, if there are none, among those whose loss is higher within the margin.  The list is
+    empty if there are none of either kind, or if several of them send the fewest bytes.
     """
     alike, how = _with_verdict(head, keys, _EQUAL), "that is not significantly higher"
     if not alike:
@@ -222,10 +224,10 @@ def on_net_speed(head: Head) -> list[str]:
 
 
 def on_libraries(head: Head) -> list[str]:
-    """Return the sentence on the loss of the one configuration that DDP, FSDP2 or DeepSpeed trained, in a list.
+    """Return, as a list of one, the sentence on the loss of the configuration that DDP, FSDP2 or DeepSpeed trained.
 
-    The list is empty if the suite does not ask for losses, if these libraries have no configuration or several, or if
-    the page's first sentence is about this configuration.
+    The list is empty if the suite does not ask for losses, if these libraries together trained no configuration or
+    several, or if the page's first sentence is about the configuration.
     """
     trials = head.derived.finished
     strategies = dict(zip(trials["configuration"], trials["strategy"], strict=True))
@@ -246,8 +248,8 @@ def on_errors(head: Head) -> list[str]:
     * The suite does not ask for losses.
     * The error has no interval in the setting of the first sentence.
     * There are more than :data:`_MOST_PLACES` settings with such errors.
-    * Each of several fields is the only change of at least :data:`_FEWEST` configurations.  Such a suite compares the
-      configurations of each field, and the error of a single configuration would say nothing about the others.
+    * The suite varies several fields one at a time (:func:`_by_changed_field`).  The error of one configuration would
+      then say nothing about the fields that this configuration does not change.
     """
     if len(_by_changed_field(head, [*head.compared("loss")])) > 1:
         return []

@@ -74,9 +74,10 @@ def between_settings(head: Head) -> list[str]:
 
 
 def _losses_apart(head: Head, key: Key, other: Key) -> Interval | None:
-    """Return a configuration's loss minus its baseline's in the setting of ``key``, less the same in that of ``other``.
+    """Return by how much a configuration's loss difference from its baseline is larger in one setting than in another.
 
-    ``key`` and ``other`` are pairs (setting, configuration) with the same configuration.  The result is in nats, as a
+    ``key`` and ``other`` are pairs (setting, configuration) with the same configuration.  The loss difference in the
+    setting of ``other`` is subtracted from the loss difference in the setting of ``key``.  The result is in nats, as a
     mean with its interval over the seeds that both settings have; None if they share no seed.
     """
     trials = head.derived.trials

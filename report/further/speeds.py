@@ -58,12 +58,12 @@ def on_parts(head: Head) -> list[str]:
 
 
 def _parts(head: Head) -> dict[Key, int]:
-    """Return the configurations that have some, but not all changes of the main configuration, with their number.
+    """Return how many of the main configuration's changes each other configuration has, if it has some but not all.
 
     The main configuration is the one that the page's first sentence is about (``head.key``).  A change is a field of
-    the policy whose value differs from the baseline's.  Keys are (setting, configuration), and values the numbers of
-    changes.  Configurations with a change that the main configuration lacks, and configurations whose speed-up has no
-    interval, are left out.
+    the policy whose value differs from the baseline's.  The keys of the result are (setting, configuration).
+    Configurations with a change that the main configuration lacks, and configurations whose speed-up has no interval,
+    are left out.
     """
     trials = with_policies(head.derived)
     base = trials.get((head.key[0], head.base_of(head.key)))

@@ -71,9 +71,10 @@ def volume(derived: Derived) -> Table:
 
 
 def checks(derived: Derived) -> Table:
-    """Return the table of checks of what trials sent and computed.
+    """Return the table that shows how well each configuration's bytes, first loss and gradients passed their checks.
 
-    Bytes are compared with their prediction, and first losses and gradients with those of a single process.
+    The bytes that ranks sent are compared with the predicted bytes.  The first loss and the reduced gradients are
+    compared with the loss and the gradients that a single process computes.
     """
     rows: list[dict[str, Any]] = []
     for row, trials in rows_of(derived.trials, "where"):

@@ -78,7 +78,7 @@ def chosen_codecs(derived: Derived) -> Table:
     """Return the table of the codecs that were chosen for each unit within a budget, and after how many steps.
 
     With ``policy.budget``, each unit's codec is chosen anew every few steps of training, so that all units together
-    send at most so many bits an element.
+    send at most the number of bits an element that the budget states.
     """
     order = derived.trials.sort_values(["seed", "repeat"], kind="stable")
     first = order.drop_duplicates(["setting", "configuration"]).sort_index()[metrics.OF_TRIAL]
@@ -158,9 +158,10 @@ def _of_codecs(derived: Derived, name: str, title: str, value: str, says: str) -
 
 
 def lossless(derived: Derived) -> Table:
-    """Return the table of codecs without loss: the bytes that they need for a value, and their error.
+    """Return the table of lossless codecs: the bytes that they need for a value, and their error.
 
-    For comparison, it also has the integer codecs with blocks of 256 elements that were tried on the same tensors.
+    The error is not 0 for codecs that first cast to bf16.  For comparison, the table also has the integer codecs with
+    blocks of 256 elements that were tried on the same tensors.
     """
     whole = derived.frames.lossless.merge(derived.trials[metrics.OF_TRIAL], on="id")
     first = whole.sort_values(["place", "first"], kind="stable").head(1)

@@ -74,7 +74,10 @@ class Column:
         return self.form is not text
 
     def cell(self, value: Any) -> str:
-        """Return the text that is printed for a value: a dash for NaN, and the mark ‡ after disturbed values."""
+        """Return the text that is printed for a value: a dash for NaN, and the mark ‡ after values of disturbed trials.
+
+        A trial is disturbed if other programs took much processor time during it.
+        """
         if isinstance(value, Interval):
             taken = f" {caveats.TAKEN}" if value.disturbed else ""
             ends = value if self.ends else replace(value, low=math.nan, high=math.nan)
@@ -310,7 +313,7 @@ def interval_notes(
 ) -> list[str]:
     """Return three footnotes on the intervals in these columns, each of which may be empty.
 
-    * The first says at how many occasions the values were measured.
+    * The first says at how many occasions (starts of the machine, or runs over an hour apart) values were measured.
     * The second says why some values have no interval.
     * The third says how many disturbed trials or pairs were left out, for the column that leaves out the most.
       ``behind`` are intervals from which a shown column was computed, but which the table itself does not show; they
@@ -351,7 +354,8 @@ def rows_of(table: pd.DataFrame, *keys: str) -> Iterator[tuple[dict[str, Any], p
 def trial_count(trials: pd.DataFrame) -> dict[str, Any]:
     """Return the cells that count trials: ``trials`` is their number, and ``_taken`` a text on the disturbed trials.
 
-    With 2 disturbed trials, ``_taken`` is `` (2 ‡)``; without any, it is empty.
+    A trial is disturbed if other programs took much processor time during it.  With 2 disturbed trials, ``_taken`` is
+    `` (2 ‡)``; without any, it is empty.
     """
     taken = int(trials["disturbed"].astype(bool).sum())
     return {"trials": len(trials), "_taken": f" ({taken} {caveats.TAKEN})" if taken else ""}

@@ -131,7 +131,7 @@ def test_steps_that_a_program_did_not_make(tmp_path: Path, zeropp: Zeropp) -> No
     """
     (script := tmp_path / "script.py").write_text(textwrap.dedent(text))
     done = zeropp("audit", "--steps", "5:", "--out", tmp_path / "a", sys.executable, script, status=0)
-    assert "--steps 5: the program made only 3 steps, and the report is of all of them" in done.stderr
+    assert "--steps 5: the program made only 3 steps; the report covers all of them instead" in done.stderr
 
 
 def fsdp2_of_the_guide() -> str:
