@@ -305,6 +305,8 @@ def _steps_from(seconds: Sequence[str], machine: Path | None, rate: str, results
 def folder_of(suite: str, results: Path) -> Path | None:
     """Return the results folder of a suite; ``suite`` is the suite's name, its file, or the results folder itself.
 
+    A folder without records or archives, such as ``models`` beside a suite of this name, is taken only if there is no
+    other.
     Returns None if ``suite`` is a name, and no folder has this name.
     Raises a Refusal if ``suite`` is a suite file, and the suite has no results folder.
     """
@@ -313,8 +315,9 @@ def folder_of(suite: str, results: Path) -> Path | None:
         if not folder.is_dir():
             raise Refusal(f"{folder}: there is no such results folder; `zeropp run` makes it")
         return folder
-    folders = (Path(suite), results / suite) if suite else ()
-    return next(filter(Path.is_dir, folders), None)
+    folders = [path for path in (Path(suite), results / suite) if path.is_dir()] if suite else []
+    kept = (path for path in folders if any(path.glob("*.json")) or any(path.glob(f"*{archive.SUFFIX}")))
+    return next(kept, next(iter(folders), None))
 
 
 def _existing_folder(suite: str, results: Path) -> Path:

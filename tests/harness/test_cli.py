@@ -468,6 +468,16 @@ def test_report(folder: Path, zeropp: Zeropp, machinery: list[tuple[Any, ...]]) 
         assert zeropp("report", name).stdout == "results/q/report.html\n"
 
 
+def test_a_folder_of_the_suites_name_does_not_hide_its_results(folder: Path, zeropp: Zeropp) -> None:
+    """A suite ``q`` beside a folder ``q`` of something else is found by its name."""
+    written = record()
+    (folder / "q").mkdir()
+    (folder / "q" / "notes.txt").write_text("mine")
+    assert written.id in zeropp("show", "q").stdout
+    zeropp("archive", "q", "kept")
+    assert (folder / "kept" / "q.tar.xz").is_file()
+
+
 def test_doctor(zeropp: Zeropp) -> None:
     """The doctor names everything a trial may use, and leaves with status 0."""
     text = zeropp("doctor").stdout
