@@ -272,7 +272,7 @@ def run(
     check_feasible(file, forecast(suite.trials if only is None else trials, this_host()))
     user_codecs = check.check_laws(trials)
 
-    from harness.runs.further_repeats import Batch, batches, seconds_in
+    from harness.runs.further_repeats import batches, seconds_in, single
     from harness.runs.sweep import run_sweep
 
     interrupts.take_over()
@@ -287,7 +287,7 @@ def run(
     if others := len({record.id for record in records} - known.keys()):
         foreign = f"{counted(others, 'record')} of trials that this suite does not have"
         say(f"The folder also holds {foreign}; the report shows them too.")
-    sweep = batches(suite, sweeps, seconds_in(folder)) if only is None else [Batch(0, tuple(trials))]
+    sweep = batches(suite, sweeps, seconds_in(folder)) if only is None else [single(suite, trials[0])]
     with launchers.lead_nodes(place, suite.trials) as nodes:
         outcome = run_sweep(
             suite, sweep, folder, progress,
