@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -254,6 +255,7 @@ def run(
     if (cluster := launchers.slurm_cluster(suite.trials)) is not None:
         check_feasible(file, forecast(trials, feasibility.any_host()))
         options = ["--sweeps", str(sweeps), *(["--only", only] if only is not None else [])]
+        options += ["--machine", str(machine.absolute())] if machine is not None else []
         options += [*["--retry-failed"] * retry_failed, *["--no-report"] * (not report)]
         _to_slurm(suite, file, results, cluster, options)
         raise typer.Exit(OK)
@@ -295,6 +297,12 @@ def run(
         )  # fmt: skip
         status = INTERRUPTED if outcome.interrupted else SOME_FAILED if outcome.failed else OK
         if report and status != INTERRUPTED:
+            if suite.seconds and suite.seconds != report_command.named_seconds(folder):
+                command = ["report", str(folder), "--seconds", suite.seconds, "--results", str(results)]
+                say(
+                    f'seconds = "{suite.seconds}" was set after the latest trial ran, so this report does not use '
+                    f"it; for a page that does, run `zeropp {shlex.join(command)}`"
+                )
             report_command.report_after_run(folder)
         if nodes is not None:
             nodes.status = status
@@ -646,7 +654,8 @@ def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, options
     folder = results / suite.name
     number = slurm.submit(arguments, cluster, suite.name, folder)
     print(f"Slurm job {number}: {counted(len(suite.trials), 'trial')} into {folder}", file=sys.stderr)
-    print(f"zeropp show {file} --results {results} --follow", file=sys.stderr)
+    follow = ["show", str(file), "--results", str(results), "--follow"]
+    print(f"zeropp {shlex.join(follow)}", file=sys.stderr)
 
 
 def _record(trial_id: str, results: Path) -> Path:

@@ -17,13 +17,13 @@ from harness.cluster.interrupts import REFUSED
 from harness.errors import Refusal, one_line, visible
 from harness.measure import machine
 from harness.records import archive, bench_record, benchmark_file
-from harness.records.trial_record import RecordError, write_whole
+from harness.records.trial_record import RecordError, read_valid, write_whole
 from harness.suites.parse_quantity import parse_rate
 from harness.suites.suite_file import name_of
 from harness.terminal_table import console
 from harness.whole_file import is_hidden
 from impl import named_object
-from report import stamp
+from report import seconds_key, stamp
 from report.stamp import PAGE
 
 if TYPE_CHECKING:
@@ -254,6 +254,15 @@ def report_after_run(folder: Path) -> None:
             sentences = stamp.sentences_of(folder) or of_folder(folder).lines
     print(folder / PAGE)
     print(visible("\n".join(sentences)), file=sys.stderr)
+
+
+def named_seconds(folder: Path) -> str:
+    """Return the key ``seconds`` of the suite with which the latest trial of a results folder ran; empty without it.
+
+    A report reads the key there, and not in the suite file as it is now.
+    """
+    runs = [record.run for record in read_valid(folder)[0] if record.run is not None]
+    return seconds_key.named(folder, runs[-1]) if runs else ""
 
 
 def _columns(options: Sequence[str]) -> dict[str, list[str]]:
