@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -255,6 +256,7 @@ def run(
     if (cluster := launchers.slurm_cluster(suite.trials)) is not None:
         check_feasible(file, forecast(trials, feasibility.any_host()))
         options = ["--sweeps", str(sweeps), *(["--only", only] if only is not None else [])]
+        options += ["--machine", str(machine.absolute())] if machine is not None else []
         options += [*["--retry-failed"] * retry_failed, *["--no-report"] * (not report)]
         _to_slurm(suite, file, results, cluster, options)
         raise typer.Exit(OK)
@@ -273,7 +275,7 @@ def run(
     check_feasible(file, forecast(suite.trials if only is None else trials, this_host()))
     user_codecs = check.check_laws(trials)
 
-    from harness.runs.further_repeats import Batch, batches, seconds_in
+    from harness.runs.further_repeats import batches, seconds_in, single
     from harness.runs.sweep import run_sweep
 
     interrupts.take_over()
@@ -288,7 +290,7 @@ def run(
     if others := len({record.id for record in records} - known.keys()):
         foreign = f"{counted(others, 'record')} of trials that this suite does not have"
         say(f"The folder also holds {foreign}; the report shows them too.")
-    sweep = batches(suite, sweeps, seconds_in(folder)) if only is None else [Batch(0, tuple(trials))]
+    sweep = batches(suite, sweeps, seconds_in(folder)) if only is None else [single(suite, trials[0])]
     with launchers.lead_nodes(place, suite.trials) as nodes:
         outcome = run_sweep(
             suite, sweep, folder, progress,
@@ -296,6 +298,12 @@ def run(
         )  # fmt: skip
         status = INTERRUPTED if outcome.interrupted else SOME_FAILED if outcome.failed else OK
         if report and status != INTERRUPTED:
+            if suite.seconds and suite.seconds != report_command.named_seconds(folder):
+                command = ["report", str(folder), "--seconds", suite.seconds, "--results", str(results)]
+                say(
+                    f'seconds = "{suite.seconds}" was set after the latest trial ran, so this report does not use '
+                    f"it; for a page that does, run `zeropp {shlex.join(command)}`"
+                )
             report_command.report_after_run(folder)
         if nodes is not None:
             nodes.status = status
@@ -654,7 +662,8 @@ def _to_slurm(suite: Suite, file: Path, results: Path, cluster: Cluster, options
     folder = results / suite.name
     number = slurm.submit(arguments, cluster, suite.name, folder)
     print(f"Slurm job {number}: {counted(len(suite.trials), 'trial')} into {folder}", file=sys.stderr)
-    print(f"zeropp show {file} --results {results} --follow", file=sys.stderr)
+    follow = ["show", str(file), "--results", str(results), "--follow"]
+    print(f"zeropp {shlex.join(follow)}", file=sys.stderr)
 
 
 def _record(trial_id: str, results: Path) -> Path:

@@ -83,18 +83,22 @@ def compare(nodes: Sequence[Node]) -> list[dict[str, Any]]:
 
     Keys are ``what`` (the name of the fact), ``values`` (a text for each node, in the order of ``nodes``) and
     ``differs`` (whether the values differ).  ``differs`` is always false for the host and the address, which normally
-    differ.  The row ``host`` has a letter for each distinct host instead of the host's name.
+    differ.  The row ``host`` has letters for each distinct host instead of the host's name.
     """
     hosts = list(dict.fromkeys(node.identity for node in nodes))
-    columns = [
-        {"host": string.ascii_uppercase[hosts.index(node.identity) % 26]} | _facts_of(node) for node in nodes
-    ]
+    columns = [{"host": _letters(hosts.index(node.identity))} | _facts_of(node) for node in nodes]
     rows = []
     for name in dict.fromkeys(name for facts in columns for name in facts):
         values = [str(facts.get(name) or "-") for facts in columns]
         differs = len({*values}) > 1 and name not in _DIFFERENT
         rows.append({"what": name, "values": values, "differs": differs})
     return rows
+
+
+def _letters(number: int) -> str:
+    """Return a name for a host by its number, from 0: ``A`` to ``Z``, then ``AA``, ``AB`` and so on."""
+    more, last = divmod(number, len(string.ascii_uppercase))
+    return (_letters(more - 1) if more else "") + string.ascii_uppercase[last]
 
 
 def _facts_of(node: Node) -> dict[str, Any]:

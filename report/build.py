@@ -28,7 +28,7 @@ from report.figures import all_figures
 from report.stamp import PAGE
 from report.tables import all_tables as tables
 from report.tables import latex
-from report.tables.table import Table, find_table
+from report.tables.table import Column, Table, find_table
 from report.verdicts import verdicts
 
 _FOLDERS: Final = ("figures", "tables")
@@ -122,7 +122,7 @@ def explanation(folder: Path, table: str, row: str, column: str, steps: StepsFro
     cell = cells[shown.columns.index(printed)]
     lines = [f"{shown.title}, {' | '.join(cells[: shown.places + 1])}, {printed.title}: {cell}"]
     raw_values = pd.read_csv(io.StringIO(shown.csv())).iloc[number]  # with the ends of intervals
-    lines += [f"  {key} = {value}" for key, value in raw_values.items() if str(key).startswith(printed.name)]
+    lines += [f"  {key} = {value}" for key, value in raw_values.items() if _is_of(str(key), printed, shown)]
     files, others = (" ".join(f"{identity}.json" for identity in group) for group in (ids, baselines))
     lines.append(
         f"records ({len(ids)}): {files or 'none, because the row is not about a single configuration'}"
@@ -132,6 +132,15 @@ def explanation(folder: Path, table: str, row: str, column: str, steps: StepsFro
     how = printed.says or shown.caption or "a value of the trials' records, unchanged"
     lines += [f"definition: {how}", *([f"notes: {shown.footnotes}"] if shown.footnotes else [])]
     return "\n".join([*lines, "quantities: docs/reference/metrics.md"])
+
+
+def _is_of(key: str, printed: Column, table: Table) -> bool:
+    """Return whether column ``key`` of a table's CSV belongs to the printed column, as ``speedup_low`` to ``speedup``.
+
+    A column such as ``speedup_generate`` does not belong to ``speedup`` if the table also prints it.
+    """
+    begin = [name for name in (column.name for column in table.columns) if f"{key}_".startswith(f"{name}_")]
+    return max(begin, key=len, default="") == printed.name
 
 
 def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str]) -> Path:

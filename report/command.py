@@ -17,13 +17,13 @@ from harness.cluster.interrupts import REFUSED
 from harness.errors import Refusal, one_line, visible
 from harness.measure import machine
 from harness.records import archive, bench_record, benchmark_file
-from harness.records.trial_record import RecordError, write_whole
+from harness.records.trial_record import RecordError, read_valid, write_whole
 from harness.suites.parse_quantity import parse_rate
 from harness.suites.suite_file import name_of
 from harness.terminal_table import console
 from harness.whole_file import is_hidden
 from impl import named_object
-from report import stamp
+from report import seconds_key, stamp
 from report.stamp import PAGE
 
 if TYPE_CHECKING:
@@ -256,6 +256,15 @@ def report_after_run(folder: Path) -> None:
     print(visible("\n".join(sentences)), file=sys.stderr)
 
 
+def named_seconds(folder: Path) -> str:
+    """Return the key ``seconds`` of the suite with which the latest trial of a results folder ran; empty without it.
+
+    A report reads the key there, and not in the suite file as it is now.
+    """
+    runs = [record.run for record in read_valid(folder)[0] if record.run is not None]
+    return seconds_key.named(folder, runs[-1]) if runs else ""
+
+
 def _columns(options: Sequence[str]) -> dict[str, list[str]]:
     """Return the columns of each table that ``--columns`` names; ``options`` are texts ``TABLE=COLUMN;COLUMN``.
 
@@ -305,6 +314,8 @@ def _steps_from(seconds: Sequence[str], machine: Path | None, rate: str, results
 def folder_of(suite: str, results: Path) -> Path | None:
     """Return the results folder of a suite; ``suite`` is the suite's name, its file, or the results folder itself.
 
+    A folder without records or archives, such as ``models`` beside a suite of this name, is taken only if there is no
+    other.
     Returns None if ``suite`` is a name, and no folder has this name.
     Raises a Refusal if ``suite`` is a suite file, and the suite has no results folder.
     """
@@ -313,8 +324,9 @@ def folder_of(suite: str, results: Path) -> Path | None:
         if not folder.is_dir():
             raise Refusal(f"{folder}: there is no such results folder; `zeropp run` makes it")
         return folder
-    folders = (Path(suite), results / suite) if suite else ()
-    return next(filter(Path.is_dir, folders), None)
+    folders = [path for path in (Path(suite), results / suite) if path.is_dir()] if suite else []
+    kept = (path for path in folders if any(path.glob("*.json")) or any(path.glob(f"*{archive.SUFFIX}")))
+    return next(kept, next(iter(folders), None))
 
 
 def _existing_folder(suite: str, results: Path) -> Path:

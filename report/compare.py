@@ -82,12 +82,14 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
     """
     loaded = [load(folder, across_pools=True) for folder in (first, second)]
     before, after = map(trials, loaded)
-    columns = ["id", "step_seconds", "sent_bytes", "validation_loss", "disturbed"]
+    columns = ["id", "step_seconds", "sent_bytes", "validation_loss", "disturbed", "occasion"]
     both = before.merge(after[columns], on="id", suffixes=("", "_after"))
     if both.empty:
         raise ReportError(
             f"{first} and {second}: no trial finished in both folders; name results folders of two runs of one suite"
         )
+    # Pairs are of one occasion only if their trials are, in both folders.
+    both["occasion"] = both.groupby(["occasion", "occasion_after"]).ngroup()
     settings = groups(both, ["where", "configuration"])
     rows = pd.DataFrame(
         [{"where": key[0], "configuration": key[1]} | _row(setting, margin) for key, setting in settings]
@@ -97,9 +99,11 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
     notes = [
         f"Of {len(rows)} comparisons: {outcomes} (same: the whole interval is within {margin:.3g} of 1)."
     ]
-    if any(not step.known for step in rows["step"]):
-        notes.append("Rows with too few pairs are inconclusive: run more repeats in both folders.")
     steps = [step for step in rows["step"] if isinstance(step, Interval)]
+    if any(step.n > 0 and not step.known for step in steps):
+        notes.append("Rows with too few pairs are inconclusive: run more repeats in both folders.")
+    if any(step.n == 0 for step in steps):
+        notes.append("Rows with 0 pairs are inconclusive: their ranks were threads, whose steps are not timed.")
     occasions = max((step.occasions for step in steps if step.known), default=0)
     notes += filter(None, [occasions_in_words(occasions), left_out_in_words(steps)])
     notes.append(

@@ -168,7 +168,10 @@ def on_peers(found: Sequence[Interval]) -> str:
     comparisons = counted(len(found), "comparison")
     if {*verdicts} == {"inconclusive"}:
         most = _in_words(max(each.n for each in found), "undisturbed pair")
-        return f"Inconclusive (at most {most}; a verdict needs {_WORDS[FEWEST]}): {claim} ({comparisons})."
+        needed = _WORDS[FEWEST]
+        if any(each.n + each.left_out >= FEWEST for each in found):
+            needed = f"{_WORDS[FEWEST_UNDISTURBED]} of at least {needed} measured"
+        return f"Inconclusive (at most {most}; a verdict needs {needed}): {claim} ({comparisons})."
     return f"{claim[0].upper()}{claim[1:]}; of {comparisons}, {_verdicts_in_words(verdicts)}."
 
 

@@ -93,12 +93,15 @@ def calibrate(name: str, results: Path, console: Console) -> Machine:
         console: Where progress is printed.
 
     Raises:
-        Refusal: If a trial fails, or if Ctrl-C ends the calibration.
+        KeyboardInterrupt: After Ctrl-C, once the record of the interrupted trial is written.
+        Refusal: If a trial fails.
     """
     batch, folder = Batch(0, tuple(trials())), results / f"{SUITE}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     suite = Suite(name=SUITE, question="What does this machine achieve?")
     outcome = run_sweep(suite, [batch], folder, console)
-    if outcome.failed or outcome.interrupted:
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+    if outcome.failed:
         raise Refusal(
             f"{folder}: the calibration did not end ({outcome.failed} of {len(batch.trials)} trials failed); run "
             f"`zeropp show {folder}` for the reasons"

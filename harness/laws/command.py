@@ -8,6 +8,7 @@ only when a check runs.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -198,7 +199,8 @@ def _check_methods(trials: Sequence[Trial]) -> list[str]:
         for claim in claims_of(own):
             outcome = falsify(own, claim, examples=_METHODS_BEFORE_A_RUN, seed=0)
             if outcome.case is not None:
-                options = "".join(f" --argument {key}={json.dumps(value)}" for key, value in own.arguments)
+                given = [f"{key}={json.dumps(value)}" for key, value in own.arguments]
+                options = "".join(f" --argument {shlex.quote(each)}" for each in given)
                 raise Refusal(
                     f"{text} breaks the claim {claim.name.lower()!r} ({claim.value}): {outcome.violation}; run `zeropp "
                     f"check method {own.name}{options}` to see the case"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Final
 
@@ -28,9 +28,10 @@ from impl import regular_file
 
 JOURNAL: Final = "journal.jsonl"
 _MOST_NAMED: Final = 3  # largest number of ids in a sentence
-# Fields that are not part of the hashed content.  Role and answer follow from the suite's question, which may change
-# later, and the digest changes with them.
-_LEFT_OUT: Final = {"role", "answer", "digest"}
+# Fields that are not part of the hashed content.  Role, answer and margin follow from the suite's question, which may
+# change later, and the digest changes with them.
+_LEFT_OUT: Final = frozenset(("role", "answer", "margin", "digest"))
+_LEFT_OUT_BEFORE: Final = _LEFT_OUT - {"margin"}  # of lines that earlier versions of the program wrote
 
 
 class Entry(BaseModel, extra="forbid", frozen=True):
@@ -43,13 +44,13 @@ class Entry(BaseModel, extra="forbid", frozen=True):
     before: str  # SHA-256 of the line before; empty in the first line
 
 
-def content_of(record: Record) -> str:
+def content_of(record: Record, left_out: Set[str] = _LEFT_OUT) -> str:
     """Return the SHA-256 of a record's content.
 
-    Role, answer and digest are left out.  So are fields that hold their default value, because a later version of the
-    schema may have added them.
+    Role, answer, margin and digest are left out (``left_out``).  So are fields that hold their default value, because a
+    later version of the schema may have added them.
     """
-    return digest_of(json.loads(record.model_dump_json(exclude=_LEFT_OUT, exclude_defaults=True)))
+    return digest_of(json.loads(record.model_dump_json(exclude=set(left_out), exclude_defaults=True)))
 
 
 def _lines(path: Path) -> list[str]:
@@ -154,7 +155,7 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
         "records were edited after they were written": [
             trial
             for trial, runs in of_trial.items()
-            if trial in by_id and content_of(by_id[trial]) != runs[-1].content
+            if trial in by_id and not _is_of(runs[-1], by_id[trial])
         ],
         "records name a line that is missing from the journal": [
             record.id for record in records if record.entry is not None and record.id not in of_trial
@@ -174,6 +175,11 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
             "since; whether trials were deleted or run again is not known."
         )
     return sentences
+
+
+def _is_of(entry: Entry, record: Record) -> bool:
+    """Return whether a line of the journal has the hash of this record's content."""
+    return any(entry.content == content_of(record, left_out) for left_out in (_LEFT_OUT, _LEFT_OUT_BEFORE))
 
 
 def _first_few(trials: Sequence[str]) -> str:

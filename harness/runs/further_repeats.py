@@ -33,6 +33,8 @@ class Batch:
 
     sweep: int  # number of the sweep, from 0
     trials: tuple[Trial, ...]  # in the order in which they run
+    first: int = 0  # place of the first trial in the order of all trials, unless an earlier batch precedes
+    beside: tuple[Trial, ...] = ()  # further trials of the sweep that no batch of this run has
 
 
 def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None]) -> Iterator[Batch]:
@@ -62,6 +64,18 @@ def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None])
             yield Batch(
                 sweep, tuple(interleave([trial for setting in settings for trial in setting], repeat))
             )
+
+
+def single(suite: Suite, trial: Trial) -> Batch:
+    """Return the batch that has only one trial of a suite, with the trial's sweep and its place in the order of trials.
+
+    A repeat that a sweep may add (``repeats = "until ..."``) comes after all trials that its sweep runs in any case.
+    """
+    number, most = trial.repeat // suite.repeats.most, suite.repeats.most
+    order = [each.id for sweep in range(number + 1) for each in suite.sweep(sweep)]
+    first = order.index(trial.id) if trial.id in order else len(order)
+    others = (each for each in suite.all_repeats(number + 1).values() if each.id != trial.id)
+    return Batch(number, (trial,), first, tuple(each for each in others if each.repeat // most == number))
 
 
 def seconds_of(record: Record | None) -> float | None:

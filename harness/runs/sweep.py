@@ -25,7 +25,7 @@ from harness.errors import Refusal
 from harness.measure import machine, run_environment
 from harness.records import chained_journal, run_record
 from harness.records.run_record import SuiteText
-from harness.records.trial_record import Failed, Foreseen, Record, RecordError, path_of, read, write
+from harness.records.trial_record import Failed, Foreseen, Record, RecordError, path_of, read, read_valid, write
 from harness.runs.feasibility import any_host, failure_after, forecast, input_text
 from harness.runs.further_repeats import Batch
 from harness.runs.progress import Display
@@ -86,6 +86,7 @@ def run_sweep(
         display = stack.enter_context(Display(console, results, total))
         runner = stack.enter_context(TrialRunner(results, nodes))
         sweep = _Sweep(suite, results, runner, display, retry_failed, on)
+        sweep.renew()
         try:
             for batch in batches:
                 for trial in sweep.missing(batch):
@@ -164,6 +165,19 @@ class _Sweep:
     _machine: dict[str, Any] = field(default_factory=machine.facts)
     _code: dict[str, Any] = field(default_factory=machine.code)
 
+    def renew(self) -> None:
+        """Bring role, answer and margin of all records up to date, if the suite's question has changed since.
+
+        Records of sweeps that this run does not ask for are renewed too, since a report compares all of them.
+        """
+        records = read_valid(self.results)[0]
+        known = self.suite.all_repeats(1 + max((record.sweep for record in records), default=0))
+        for record in records:
+            if (trial := known.get(record.id)) is not None:
+                fields = self._question_fields(trial)
+                if fields != record.model_dump(include=set(fields)):
+                    write(self.results, record.model_copy(update=fields))
+
     def missing(self, batch: Batch) -> list[Trial]:
         """Return the trials of a batch that have to run, and prepare a blank (a record to fill in) for each.
 
@@ -178,18 +192,18 @@ class _Sweep:
             self.runner.close_links()  # each sweep calibrates its links anew
         done = dict[str, Record]()
         for trial in batch.trials:
-            self._orders.setdefault(trial.id, len(self._orders))
+            self._orders.setdefault(trial.id, batch.first + len(self._orders))
             if (record := finished(self.results, trial, pool)) is not None:
-                done[trial.id], fields = record, self._question_fields(trial)
-                if fields != record.model_dump(include=set(fields)):  # the suite's question has changed since
-                    write(self.results, record.model_copy(update=fields))
+                done[trial.id] = record
         failures = [record for record in done.values() if not record.answers]
         if self.retry_failed:
             done = {name: record for name, record in done.items() if record.answers}
             failures = []
         missing = [trial for trial in batch.trials if trial.id not in done]
         pools = self._pools[batch.sweep]
-        pools |= {record.pool for record in done.values() if record.measured}
+        beside = (path_of(self.results, trial.id) for trial in batch.beside)
+        recorded = [*done.values(), *(read(path) for path in beside if path.exists())]
+        pools |= {record.pool for record in recorded if record.measured}
         if missing and (others := pools - {pool}):
             raise Refusal(
                 f"{self.results}: sweep {batch.sweep + 1} was begun on another machine or with other versions of "

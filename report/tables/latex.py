@@ -19,6 +19,7 @@ SPECIAL: Final = {
     ">": r"\textgreater{}", "|": r"\textbar{}", '"': r"\textquotedbl{}", "`": r"\textasciigrave{}",
     "†": r"\dag{}", "‡": r"\ddag{}", "§": r"\S{}", "¶": r"\P{}",
     "±": r"\ensuremath{\pm}", "▲": r"\ensuremath{\bigtriangleup}", "▼": r"\ensuremath{\bigtriangledown}",
+    "▽": r"\ensuremath{(\bigtriangledown)}",
     "○": r"\ensuremath{\circ}", "–": "--", "…": r"\ldots{}", "-": "{-}", "[": "{[}", "]": "{]}",  # noqa: RUF001 - as above
 }  # fmt: skip
 _COMMANDS: Final = r"""% \zp{TABLE/ROW/COLUMN} is that number, as the page prints it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,11 +19,13 @@ import pytest
 from rich.console import Console
 
 from harness import cli, terminal
-from harness.measure import machine
+from harness.measure import machine, machine_file
 from harness.records.trial_record import SCHEMA_VERSION, Failure, InterfaceCounters, Record, write
 from harness.suites.expand_suite import MOST_TRIALS
 from harness.suites.suite import Suite
+from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Model, PolicyChanges, Trial
+from impl.plan.step_time import Machine
 from tests.harness.cluster.test_rank_processes import until
 from tests.harness.conftest import Zeropp
 from tests.report.records import CRASHED, changed_steps, record_of
@@ -452,6 +455,69 @@ def test_run_with_sweeps(
     assert "3000 trials, but at most 2000" in refused(folder, capsys, "run", "q.toml", "--sweeps", "3000")
 
 
+def test_seconds_that_no_trial_ran_with_are_named(
+    folder: Path, zeropp: Zeropp, machinery: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report reads the key in the file with which trials ran; a key that was added since is not ignored silently."""
+    top = HEAD.replace("[defaults]", 'seconds = "other"\n[defaults]')
+    file = suite(folder, "steps = 120\nvalidate_every = 40\n", top)
+    written = record().model_copy(update={"run": "0" * 16})
+    write(RESULTS, written)
+    named = ""
+    monkeypatch.setattr("report.seconds_key.named", lambda *_: named)
+    monkeypatch.setattr(machine, "code", dict)
+    told = " ".join(zeropp("run", file).stderr.split())
+    assert "run `zeropp report results/q --seconds other --results results`" in told
+    named = "other"
+    assert "--seconds" not in zeropp("run", file).stderr
+
+
+def test_run_of_one_trial(folder: Path, zeropp: Zeropp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of the second sweep runs as a trial of the second sweep."""
+    batches: list[Any] = []
+
+    def run_sweep(_: Suite, given: Any, *__: object, **___: object) -> object:
+        batches.extend(given)
+        return types.SimpleNamespace(ok=1, failed=0, skipped=0, interrupted=False)
+
+    monkeypatch.setattr("harness.runs.sweep.run_sweep", run_sweep)
+    (second,) = load(folder / suite(folder)).sweep(1)
+    zeropp("run", "q.toml", "--sweeps", 2, "--only", second.id, "--no-report")
+    assert [(batch.sweep, batch.trials) for batch in batches] == [(1, (second,))]
+
+
+def test_a_slurm_job_gets_all_options(folder: Path, zeropp: Zeropp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job's command has the options of this one, and the printed command can be typed as it stands."""
+    jobs: list[Any] = []
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr("harness.runs.slurm.submit", lambda arguments, *_: jobs.append(arguments) or "7")
+    monkeypatch.setattr(machine_file, "check_host", lambda *_: None)
+    here = Machine(
+        name="here", source="made up", fixed=1.0, per_token=0.0, efficiency=1.0, fewest=1, most=1e6
+    )  # fmt: skip
+    machine_file.write(folder / "here.toml", here)
+    body = 'cluster = { nodes = 2, launcher = "slurm", transport = "gloo" }\n'
+    (folder / "my suite.toml").write_text(HEAD + body, encoding="utf-8")
+    process = zeropp("run", "my suite.toml", "--machine", "here.toml", "--retry-failed")
+    (arguments,) = jobs
+    assert arguments[3:] == [
+        str(folder / "results"), "--sweeps", "1", "--machine", str(folder / "here.toml"), "--retry-failed",
+    ]  # fmt: skip
+    follow = ["zeropp", "show", "my suite.toml", "--results", "results", "--follow"]
+    assert shlex.split(process.stderr.splitlines()[-1]) == follow
+
+
+def test_an_interrupted_calibration_ends_as_interrupted(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C is status 130, not a refusal that blames failed trials."""
+    interrupted = types.SimpleNamespace(ok=0, failed=0, skipped=0, interrupted=True)
+    monkeypatch.setattr("harness.bench.calibration.run_sweep", lambda *_: interrupted)
+    assert cli.main(["calibrate", "here.toml"]) == cli.INTERRUPTED
+    assert capsys.readouterr().err == "zeropp: interrupted\n"
+    assert not (folder / "here.toml").exists()
+
+
 def test_a_sweep_is_shown_beside_its_repeat(folder: Path, zeropp: Zeropp) -> None:
     """Once there is a second one; a single sweep has no column."""
     first = record()
@@ -466,6 +532,16 @@ def test_report(folder: Path, zeropp: Zeropp, machinery: list[tuple[Any, ...]]) 
     suite(folder)
     for name in ("q", "q.toml", "results/q"):
         assert zeropp("report", name).stdout == "results/q/report.html\n"
+
+
+def test_a_folder_of_the_suites_name_does_not_hide_its_results(folder: Path, zeropp: Zeropp) -> None:
+    """A suite ``q`` beside a folder ``q`` of something else is found by its name."""
+    written = record()
+    (folder / "q").mkdir()
+    (folder / "q" / "notes.txt").write_text("mine")
+    assert written.id in zeropp("show", "q").stdout
+    zeropp("archive", "q", "kept")
+    assert (folder / "kept" / "q.tar.xz").is_file()
 
 
 def test_doctor(zeropp: Zeropp) -> None:

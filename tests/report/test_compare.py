@@ -71,6 +71,29 @@ def test_too_few_pairs_are_not_judged(tmp_path: Path) -> None:
     assert any("too few pairs are inconclusive" in note for note in comparison.notes)
 
 
+def test_steps_without_seconds_are_not_said_to_lack_repeats(tmp_path: Path) -> None:
+    """Ranks that are threads are not timed, however often they run."""
+    untimed = Cluster(ranks="threads")
+    for name, repeat in product("ab", range(8)):
+        write(tmp_path / name, record_of(Trial(strategy="zero3", cluster=untimed, repeat=repeat)))
+    comparison = compare(tmp_path / "a", tmp_path / "b", 0.02)
+    assert set(comparison.table.data["verdict"]) == {"inconclusive"}
+    assert any("their ranks were threads" in note for note in comparison.notes)
+    assert not any("run more repeats" in note for note in comparison.notes)
+
+
+@pytest.mark.parametrize("apart", ["a", "b"])
+def test_the_occasions_of_both_folders_count(tmp_path: Path, apart: str) -> None:
+    """Two sweeps a day apart in either folder are two values, not one for each pair."""
+    for name, repeat in product("ab", range(8)):
+        sweep = repeat // 4
+        record = record_of(Trial(strategy="zero3", cluster=SHAPED, repeat=repeat))
+        times = dict.fromkeys(("started", "finished"), f"2026-01-0{1 + sweep * (name == apart)}T00:00:00+00:00")
+        write(tmp_path / name, with_digest(record.model_copy(update={"sweep": sweep, **times})))
+    (step,) = compare(tmp_path / "a", tmp_path / "b", 0.02).table.data["step"]
+    assert (step.n, step.occasions) == (8, 2)
+
+
 def test_what_is_in_one_folder_only_is_said(tmp_path: Path) -> None:
     """Trials without a partner are counted, and folders without a common trial are refused."""
     before = folder(tmp_path / "a", 1.0)

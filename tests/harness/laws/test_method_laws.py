@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,7 @@ from examples.powersgd import PowerSGD
 from examples.sign_vote import SignVote
 from examples.top_k import TopK
 from harness import cli
+from harness.errors import Refusal
 from harness.laws import command, method_cases
 from harness.laws.method_laws import MethodDuty, claims_of, falsify
 from impl.policy.own_method import LAWS, OwnMethod, method
@@ -119,3 +123,20 @@ def test_what_cannot_be_tried_is_refused(
     """A class that cannot be imported, or an argument without a value, is refused with status 2."""
     assert cli.main(["check", "method", *arguments]) == cli.REFUSED
     assert message in capsys.readouterr().err
+
+
+def test_a_refused_suite_names_a_command_that_a_shell_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments with spaces or quotes stay one word each."""
+    (claim, *_) = MethodDuty
+    own = SimpleNamespace(name="mine:Mine", arguments=(("betas", [0.9, 0.99]), ("kind", "a b"), ("rank", 2)))
+    broken = SimpleNamespace(case="a case", violation="wrong")
+    monkeypatch.setattr("harness.laws.method_laws.claims_of", lambda _: [claim])
+    monkeypatch.setattr("harness.laws.method_laws.falsify", lambda *_, **__: broken)
+    trials: list[Any] = [SimpleNamespace(own_method=own, own_gather=None, resolved_policy=lambda: None)]
+    with pytest.raises(Refusal) as refused:
+        command.check_laws(trials)
+    typed = str(refused.value).partition("`")[2].partition("`")[0]
+    assert shlex.split(typed) == [
+        "zeropp", "check", "method", "mine:Mine", "--argument", "betas=[0.9, 0.99]", "--argument", 'kind="a b"',
+        "--argument", "rank=2",
+    ]  # fmt: skip

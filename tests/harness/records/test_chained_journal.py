@@ -40,12 +40,23 @@ def test_what_a_sweep_wrote_is_not_named(tmp_path: Path) -> None:
     failed = record_of(Trial(steps=2, warmup=0, seed=9), failure=Failure(kind="lost", message="", log=None))
     chained_journal.append(folder, failed)
     chained_journal.append(folder, record_of(Trial(steps=2, warmup=0, seed=9)))
-    first, *_ = write_all(folder)
+    first, second, _ = write_all(folder)
     trial_record.write(folder, first.model_copy(update={"role": "baseline"}))
+    trial_record.write(folder, second.model_copy(update={"answer": "loss", "margin": 14}))
     assert sentences(folder) == []
     unpacked = archive.unpack(archive.pack(folder, tmp_path / "b"))
     assert sentences(unpacked) == []
     assert (unpacked / JOURNAL).read_bytes() == (folder / JOURNAL).read_bytes()
+
+
+def test_lines_of_earlier_versions_are_valid(tmp_path: Path) -> None:
+    """They hash the margin too; an edit is found nevertheless."""
+    before = chained_journal._LEFT_OUT_BEFORE
+    with mock.patch.object(chained_journal.content_of, "__defaults__", (before,)):
+        chained_journal.append(tmp_path, MADE[1].model_copy(update={"margin": 14}))
+    assert sentences(tmp_path) == []
+    scale_times(tmp_path)
+    assert "records were edited after they were written: 1 trial" in sentences(tmp_path)[0]
 
 
 def delete(folder: Path) -> None:

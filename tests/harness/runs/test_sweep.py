@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,14 @@ from harness.measure import machine, run_environment
 from harness.records import chained_journal
 from harness.records.trial_record import RecordError, read, read_all
 from harness.runs import feasibility as plan
-from harness.runs.further_repeats import Batch
+from harness.runs.further_repeats import Batch, single
 from harness.runs.sweep import SweepOutcome, finished, locked, run_sweep
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 from harness.workloads.models import GPT, GPTShape
 from tests.harness.cluster.test_rank_processes import until
 from tests.harness.runs.test_rank_trial import trial as small
+from tests.report.records import record_of
 
 ROOT = Path(__file__).resolve().parents[3]
 SHAPED: dict[str, Any] = {"link": "shaped", "rate": "50 Mbit/s"}
@@ -169,6 +171,47 @@ def test_a_sweep_is_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ):
         sweep([first, trial("single", seed=9)], tmp_path)
     assert len(read_all(tmp_path)) == 2
+
+
+def test_a_trial_that_runs_alone_belongs_to_its_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its record has the number of its sweep and its place among all trials; a sweep of another machine is refused."""
+    pair = {"combinations": (trial("single"), trial("single", seed=1)), "repeats": 2}
+    suite = Suite.model_validate({"name": "test", "question": "?", **pair})
+    before, last = suite.sweep(1)[0], suite.sweep(1)[-1]
+    assert sweep((single(suite, last),), tmp_path)[0] == SweepOutcome(ok=1)
+    (record,) = read_all(tmp_path)
+    assert (record.id, record.sweep, record.order) == (last.id, 1, 7)
+    monkeypatch.setattr(machine, "pool_key", lambda *_: "another")
+    with pytest.raises(Refusal, match="sweep 2 was begun on another machine"):
+        sweep((single(suite, before),), tmp_path)
+    assert single(suite, suite.sweep(0)[1]).first == 1
+
+
+def test_a_changed_question_reaches_all_records(tmp_path: Path) -> None:
+    """Also those of sweeps that a run does not ask for, which the report compares with the others."""
+    base, other = (Trial(strategy=name, steps=2, warmup=0) for name in ("zero3", "zeropp"))
+    roles = {base.id: "baseline", other.id: "contrast"}
+    suite = Suite.model_validate(
+        {"name": "test", "question": "?", "margin": 14, "combinations": (base, other), "roles": roles}
+    )
+    for number, each in product(range(2), (base, other)):
+        repeated = each.model_copy(update={"repeat": number})
+        chained_journal.append(tmp_path, record_of(repeated, sweep=number, order=number))
+    assert sweep((Batch(0, suite.sweep(0)),), tmp_path, suite)[0] == SweepOutcome(skipped=2)
+    records = read_all(tmp_path)
+    assert {(record.sweep, record.role, record.margin) for record in records} == {
+        (number, role, 14) for number, role in product(range(2), ("baseline", "contrast"))
+    }
+    assert chained_journal.verify(tmp_path, records) == []
+
+
+def test_a_further_repeat_that_runs_alone_follows_all_others() -> None:
+    """With ``until``, its place in the order of trials depends on results, and it is put behind all certain ones."""
+    suite = Suite.model_validate(
+        {"name": "test", "question": "?", "repeats": "until 2 %", "combinations": (trial("single"),)}
+    )
+    batch = single(suite, trial("single", repeat=29))
+    assert (batch.sweep, batch.first, len(batch.beside)) == (1, 12, 19)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 
+import pytest
+
+from harness.records.confidence_intervals import Interval
 from harness.suites.trial import Cluster
+from report.sentence import on_peers
 from tests.report.heads import head_of, timed
 
 SECONDS = {"ddp": 1.0, "ddp-tuned": 0.9, "fsdp2": 1.2, "fsdp2-kept": 1.1}
@@ -38,3 +43,16 @@ def test_speed_ups_over_libraries_are_given_for_each_of_several_settings() -> No
         r"200 Mbit/s, these speed-ups are 0\.4\d to 0\.5\d \(2 comparisons\)\.",
         text,
     ), text
+
+
+@pytest.mark.parametrize(
+    ("kept", "left_out", "why"),
+    [
+        (3, 0, "at most three undisturbed pairs; a verdict needs six"),
+        (2, 4, "at most two undisturbed pairs; a verdict needs three of at least six measured"),
+    ],
+)
+def test_a_verdict_that_is_missing_says_how_many_pairs_it_needs(kept: int, left_out: int, why: str) -> None:
+    """Six measured pairs, of which three are undisturbed: after six, more undisturbed ones are missing, not six."""
+    one = Interval(1.2, math.nan, math.nan, kept, occasions=1, left_out=left_out)
+    assert on_peers([one]).startswith(f"Inconclusive ({why}): in the same types, ")

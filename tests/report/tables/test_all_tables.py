@@ -29,6 +29,7 @@ from report.data.speedups import geometric
 from report.data.text import number
 from report.tables import all_tables, break_even, errors, latex
 from report.tables.table import Column, Table
+from report.verdicts import MARKS
 from tests.report.records import changed, committed, on_link, record_of, records_of, taken_by_others
 
 WORDS = st.text(st.characters(codec="utf-8"), max_size=30)
@@ -67,6 +68,14 @@ def test_latex_has_no_special_left_bare(cell: str) -> None:
         left = left.replace(escape, "")
     assert not LATEX_SPECIALS & set(left)
     assert "\n" not in left
+
+
+def test_latex_prints_every_mark_with_plain_characters() -> None:
+    """pdflatex stops at a mark such as ▽ that is not in its fonts; marks that differ stay different."""
+    marks = [*MARKS.values(), *caveats.FOOTNOTES, PADDED]
+    printed = [latex.escaped(mark) for mark in marks]
+    assert all(text.isascii() for text in printed)
+    assert len({*printed}) == len({*marks})
 
 
 def test_numbers_have_their_significant_digits() -> None:

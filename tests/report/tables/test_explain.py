@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from harness.errors import Refusal
 from harness.records.trial_record import write
+from report import build
 from report.build import explanation
 from report.data.frames import frames_of
 from report.data.metrics import derive
 from report.tables.summary import summary
+from report.tables.table import Column, Table
 from tests.report.records import records_of
 
 
@@ -45,6 +48,22 @@ def test_a_verdict_is_its_records_and_its_word(folder: Path) -> None:
     assert "speedup_verdict = inconclusive" in text
     assert "records (2): " in text
     assert "compared with (2): " in text
+
+
+def test_values_of_other_columns_are_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count ``n`` is not explained by ``net_speedup``, nor the speed-up of a step by that of generating."""
+    cells = {"where": "2x2 ranks", "configuration": "ZeRO++", "n": 6, "net_speedup": 1.5}
+    cells |= {"speedup": 2.0, "speedup_verdict": "better", "speedup_generate": 3.0}
+    printed = ("configuration", "n", "net_speedup", "speedup", "speedup_generate")
+    table = Table("made", "Made", "", pd.DataFrame([cells]), tuple(Column(key, key, str) for key in printed))
+    monkeypatch.setattr(build, "every_table", lambda _: [table])
+
+    def values(column: str) -> list[str]:
+        return re.findall(r"^  (.+)$", explanation(folder, "made", "ZeRO++", column), re.MULTILINE)
+
+    assert values("n") == ["n = 6"]
+    assert values("speedup") == ["speedup = 2.0", "speedup_verdict = better"]
+    assert values("speedup_generate") == ["speedup_generate = 3.0"]
 
 
 def test_a_row_is_found_by_a_place_that_all_rows_share(folder: Path) -> None:
