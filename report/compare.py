@@ -103,7 +103,9 @@ def compare(first: Path, second: Path, margin: float) -> Comparison:
     if any(step.n > 0 and not step.known for step in steps):
         notes.append("Rows with too few pairs are inconclusive: run more repeats in both folders.")
     if any(step.n == 0 for step in steps):
-        notes.append("Rows with 0 pairs are inconclusive: their ranks were threads, whose steps are not timed.")
+        notes.append(
+            "Rows with 0 pairs are inconclusive: their ranks were threads, whose steps are not timed."
+        )
     occasions = max((step.occasions for step in steps if step.known), default=0)
     notes += filter(None, [occasions_in_words(occasions), left_out_in_words(steps)])
     notes.append(

@@ -16,7 +16,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Final
 
@@ -44,7 +45,7 @@ class Entry(BaseModel, extra="forbid", frozen=True):
     before: str  # SHA-256 of the line before; empty in the first line
 
 
-def content_of(record: Record, left_out: Set[str] = _LEFT_OUT) -> str:
+def content_of(record: Record, left_out: AbstractSet[str] = _LEFT_OUT) -> str:
     """Return the SHA-256 of a record's content.
 
     Role, answer, margin and digest are left out (``left_out``).  So are fields that hold their default value, because a
@@ -153,9 +154,7 @@ def verify(results: Path, records: Sequence[Record]) -> list[str]:
             trial for trial, runs in of_trial.items() if not all(entry.failure for entry in runs[:-1])
         ],
         "records were edited after they were written": [
-            trial
-            for trial, runs in of_trial.items()
-            if trial in by_id and not _is_of(runs[-1], by_id[trial])
+            trial for trial, runs in of_trial.items() if trial in by_id and not _is_of(runs[-1], by_id[trial])
         ],
         "records name a line that is missing from the journal": [
             record.id for record in records if record.entry is not None and record.id not in of_trial

@@ -25,7 +25,16 @@ from harness.errors import Refusal
 from harness.measure import machine, run_environment
 from harness.records import chained_journal, run_record
 from harness.records.run_record import SuiteText
-from harness.records.trial_record import Failed, Foreseen, Record, RecordError, path_of, read, read_valid, write
+from harness.records.trial_record import (
+    Failed,
+    Foreseen,
+    Record,
+    RecordError,
+    path_of,
+    read,
+    read_valid,
+    write,
+)
 from harness.runs.feasibility import any_host, failure_after, forecast, input_text
 from harness.runs.further_repeats import Batch
 from harness.runs.progress import Display

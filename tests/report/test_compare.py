@@ -88,7 +88,9 @@ def test_the_occasions_of_both_folders_count(tmp_path: Path, apart: str) -> None
     for name, repeat in product("ab", range(8)):
         sweep = repeat // 4
         record = record_of(Trial(strategy="zero3", cluster=SHAPED, repeat=repeat))
-        times = dict.fromkeys(("started", "finished"), f"2026-01-0{1 + sweep * (name == apart)}T00:00:00+00:00")
+        times = dict.fromkeys(
+            ("started", "finished"), f"2026-01-0{1 + sweep * (name == apart)}T00:00:00+00:00"
+        )
         write(tmp_path / name, with_digest(record.model_copy(update={"sweep": sweep, **times})))
     (step,) = compare(tmp_path / "a", tmp_path / "b", 0.02).table.data["step"]
     assert (step.n, step.occasions) == (8, 2)

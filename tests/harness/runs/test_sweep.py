@@ -173,7 +173,9 @@ def test_a_sweep_is_of_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(read_all(tmp_path)) == 2
 
 
-def test_a_trial_that_runs_alone_belongs_to_its_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_runs_alone_belongs_to_its_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its record has the number of its sweep and its place among all trials; a sweep of another machine is refused."""
     pair = {"combinations": (trial("single"), trial("single", seed=1)), "repeats": 2}
     suite = Suite.model_validate({"name": "test", "question": "?", **pair})

@@ -71,7 +71,7 @@ def test_latex_has_no_special_left_bare(cell: str) -> None:
 
 
 def test_latex_prints_every_mark_with_plain_characters() -> None:
-    """pdflatex stops at a mark such as ▽ that is not in its fonts; marks that differ stay different."""
+    """LaTeX stops at a mark such as ▽ that is not in its fonts; marks that differ stay different."""
     marks = [*MARKS.values(), *caveats.FOOTNOTES, PADDED]
     printed = [latex.escaped(mark) for mark in marks]
     assert all(text.isascii() for text in printed)
