@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +20,7 @@ from impl.plan.memory import memory as formula_of
 from impl.plan.reduction_queue import Reducing
 from impl.policy.policy import Feedback, MemoryLimits, Offload, Policy, Stage
 from impl.policy.presets import preset
+from impl.policy.spans import Span
 from impl.policy.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.support.history import history_of
@@ -117,6 +120,63 @@ def test_memory_is_the_formulas_at_every_stage(
         assert [formula[part] for part in ("masters", "gradients", "optimizer", "frames")] == [0] * 4
         assert formula["staging"] == 2 * 4 * max(unit.shard for unit in units if unit.trainable)
         assert formula["host_optimizer"] == ADAM_BYTES * sum(master.numel() for master in zero.masters)
+
+
+AHEAD = {
+    "exact": EXACT,
+    "flat": replace(EXACT, gather="flat"),
+    "mics": replace(EXACT, group="node"),
+    "hpz": replace(EXACT, secondary="node"),
+    "zero3": preset("zero3", memory=ROOMY),
+    "zero3 in bf16": preset("zero3", compute="bf16", memory=ROOMY),
+    "zeropp": preset("zeropp", memory=ROOMY, weights=parse("int8:32"), gradients=INT4),
+    "stage 2": replace(EXACT, stage=2),
+    "offload": replace(EXACT, offload=ALL),
+    "spans": replace(EXACT, schedule=(Span(until=1, gather="flat"), Span())),
+}
+LIMITS: list[dict[str, Any]] = [
+    *({"prefetch": prefetch, "max_reuse": 0} for prefetch in (0, 1, 1500)),
+    *({"max_reuse": reuse} for reuse in (0, 1, 3000, 10**9)),
+    {"max_live": 5000},
+    {"persist_below": 30},
+]
+
+
+def _gathered_ahead(mesh: Mesh) -> dict[str, tuple[int, int, int]]:
+    """Return for each case the measured bytes of gathered weights, the predicted ones, and those of a largest block."""
+    found = {}
+    for transport, frozen in (("backend", False), ("shm", False), ("backend", True)):
+        wire, net = Wire(mesh, transport=transport), model(depth=7)  # type: ignore[arg-type]
+        for block in net.blocks if frozen else ():
+            block.up.bias.requires_grad_(requires_grad=False)
+        for (name, policy), limits in itertools.product(AHEAD.items(), LIMITS):
+            limited = replace(policy, memory=replace(ROOMY, **limits))
+            zero = train(mesh, net, limited, 2, wire=wire)[2]
+            units = [unit.geometry for unit in zero.units]
+            formula = formula_of(limited, mesh.topology, units, in_place=wire.lets_go)
+            item, sizes = zero.units[0].flat.dtype.itemsize, Counter[str]()
+            for unit in units:
+                sizes["" if unit.outer else unit.block] += unit.padded
+            alone = item * (sizes.pop("") + max(sizes.values()))
+            case = f"{name}, {limits}, {transport}{', frozen' * frozen}"
+            found[case] = zero.memory()["gathered"], formula["gathered"], alone
+    return found
+
+
+@pytest.mark.parametrize("topology", [Topology(1, 2), Topology(2, 2)], ids=str)
+def test_weights_gathered_ahead_are_in_the_formula(topology: Topology) -> None:
+    """Over gloo and shared memory, the most weights at one time are the formula's under every policy and limit.
+
+    With messages that arrive in the memory of the weights, five blocks are held with the root's parameters.
+    """
+    for found in on_processes(topology, _gathered_ahead):
+        assert {case: measured for case, (measured, _, _) in found.items()} == {
+            case: predicted for case, (_, predicted, _) in found.items()
+        }
+        more = {case for case, (measured, _, alone) in found.items() if measured > alone and "'max_reuse': 0}" in case}
+        ahead = {case.split(",")[0] for case in more if "'prefetch'" not in case and case.endswith("backend")}
+        single = {"exact", "flat", "zero3 in bf16", "stage 2", "offload", "spans"}
+        assert ahead == (single if topology.nodes == 1 else {"flat", "mics", "spans", "stage 2"})
 
 
 @each_rank(1, 2)
