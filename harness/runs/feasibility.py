@@ -360,7 +360,9 @@ def _plan(
             memory = max(each, key=lambda parts: sum(parts.values()))
         if judges:
             frozen = rank_memory(policy, topology, judges, trial, backward=False)
-            memory = sum_parts(memory, frozen | {"messages": 0})  # they use the buffers of the model's messages
+            memory = sum_parts(
+                memory, frozen | {"messages": 0}
+            )  # they use the buffers of the model's messages
         prediction.copied = copied_bytes(policy, topology, planned, trial)
         prediction.secondary = held.secondary_either_way(policy, topology, [*planned, *judges])
         prediction.step = step_of_trial(trial, planned, prediction.parameters or 0)

@@ -99,7 +99,9 @@ class _Held:
     def __init__(self, schedule: Schedule, early: Collection[int]) -> None:
         self.most = 0  # most elements of all flat buffers at one time
         self._schedule, self._early, self._now = schedule, early, 0
-        self._ready: dict[int, bool] = {}  # by unit: True if it is gathered, False while its all-gather is under way
+        self._ready: dict[
+            int, bool
+        ] = {}  # by unit: True if it is gathered, False while its all-gather is under way
 
     def gather(self, unit: int, ahead: Sequence[int]) -> None:
         """Start the all-gathers of ``unit`` and of the units ``ahead`` that fit, and wait for that of ``unit``."""

@@ -194,7 +194,9 @@ def _gathered(
         return sum(unit.padded for unit in units)
     small = small_units(policy, topology, units) if streams else frozenset[int]()
     schedule = Schedule.for_units(policy, units, small)
-    early = {taken_at_start(phase, topology, units, streams=streams, in_place=in_place) for phase in policy.phases}
+    early = {
+        taken_at_start(phase, topology, units, streams=streams, in_place=in_place) for phase in policy.phases
+    }
     return max(most_gathered(schedule, indices, backward=backward) for indices in early)
 
 

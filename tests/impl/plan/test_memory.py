@@ -117,7 +117,12 @@ SEVEN = _units(4, root=640, a=64, b=128, c=6400, d=256, e=512, f=64)
 
 def over(transport: str, topology: Topology) -> dict[str, Any]:
     """The arguments of memory() that say where messages arrive."""
-    within = {"gloo": lambda _: True, "shm": topology.crosses, "threads": lambda _: False, "nccl": lambda _: False}
+    within = {
+        "gloo": lambda _: True,
+        "shm": topology.crosses,
+        "threads": lambda _: False,
+        "nccl": lambda _: False,
+    }
     return {"in_place": within[transport], "streams": transport == "nccl"}
 
 
@@ -131,7 +136,7 @@ def over(transport: str, topology: Topology) -> dict[str, Any]:
         ({"prefetch": 10**9, "max_live": 0}, 640 + 6400),
         ({"prefetch": 10**9, "max_live": 7700}, 640 + 64 + 128 + 6400 + 256),  # with a all up to d
         ({"prefetch": 0, "max_reuse": 10**9}, 640 + 64 + 128 + 6400 + 256 + 512 + 64),
-        ({"prefetch": 1, "max_reuse": 1000}, 640 + 6400 + 256),  # e and f stay for backward, and c is freed by then
+        ({"prefetch": 1, "max_reuse": 1000}, 640 + 6400 + 256),  # e and f stay, after c
     ],
     ids=str,
 )
@@ -148,9 +153,9 @@ def test_units_gathered_ahead_are_counted(transport: str, limits: dict[str, int]
     ("policy", "topology", "transport", "early"),
     [
         (preset("exact"), Topology(1, 4), "gloo", True),
-        (preset("exact"), Topology(1, 4), "shm", False),  # messages are read in the shared memory
+        (preset("exact"), Topology(1, 4), "shm", False),  # read in shared memory
         (preset("exact"), Topology(4, 1), "shm", True),
-        (preset("exact"), Topology(2, 2), "gloo", False),  # two hops: the second goes to a buffer and is decoded
+        (preset("exact"), Topology(2, 2), "gloo", False),  # two hops
         (preset("exact", gather="flat"), Topology(2, 2), "gloo", True),
         (preset("exact", gather="flat"), Topology(2, 2), "shm", True),
         (preset("exact", group="node"), Topology(2, 2), "gloo", True),
@@ -182,7 +187,9 @@ def test_pairs_are_counted_together() -> None:
     gathered = {}
     for pair_below in (0, 10**6):
         limits = MemoryLimits(max_reuse=0, prefetch=512, pair_below=pair_below)
-        gathered[pair_below] = memory(preset("exact", memory=limits), Topology(1, 4), units, streams=True)["gathered"]
+        gathered[pair_below] = memory(preset("exact", memory=limits), Topology(1, 4), units, streams=True)[
+            "gathered"
+        ]
     assert gathered == {0: 4 * (640 + 192 + 256 + 512), 10**6: 4 * (640 + 128 + 192 + 256 + 512)}
 
 
