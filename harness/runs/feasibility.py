@@ -33,6 +33,7 @@ from harness.runs.predict import (
     model_to_plan,
     peer_memory,
     per_node_bytes,
+    rank_memory,
 )
 from harness.runs.trial_step import step_of_trial
 from harness.strategies import deepspeed
@@ -352,14 +353,16 @@ def _plan(
     units, judges = _units(trial, policy, model)
     if trial.host is None:
         planned = [unit for unit in units if isinstance(unit, UnitGeometry)]
-        streams = trial.cluster.transport == "nccl"
-        memory = held.memory(policy, topology, planned, micro_batches=trial.accumulation, streams=streams)
+        memory = rank_memory(policy, topology, planned, trial)
         memory = held.with_state(memory, state)
         if (owners := owners_of(policy, topology, planned)) is not None:
             each = (held.with_muon(memory, planned, owners, rank) for rank in range(topology.world))
             memory = max(each, key=lambda parts: sum(parts.values()))
         if judges:
-            memory = sum_parts(memory, held.memory(policy, topology, judges, backward=False))
+            frozen = rank_memory(policy, topology, judges, trial, backward=False)
+            memory = sum_parts(
+                memory, frozen | {"messages": 0}
+            )  # they use the buffers of the model's messages
         prediction.copied = copied_bytes(policy, topology, planned, trial)
         prediction.secondary = held.secondary_either_way(policy, topology, [*planned, *judges])
         prediction.step = step_of_trial(trial, planned, prediction.parameters or 0)

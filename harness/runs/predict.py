@@ -25,13 +25,14 @@ from impl.errors import raised
 from impl.plan import traffic
 from impl.plan.bit_budget import at_most
 from impl.plan.local_steps import meeting_steps
+from impl.plan.memory import memory
 from impl.plan.owners import Owners
 from impl.plan.traffic import Book, Event, LedgerKey, Link
 from impl.plan.unit_plan import Placed
 from impl.policy.own_method import Declared, DeclaredGathers
 from impl.policy.policy import Policy
 from impl.policy.shard_layout import FROZEN, UnitGeometry
-from impl.policy.topology import Topology
+from impl.policy.topology import Axis, Topology
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,6 +70,29 @@ def model_to_plan(trial: Trial, models: Models) -> nn.Module | Listed | Refusal:
         return Listed(*parameters_of_trial(trial))
     except Refusal as error:
         return error
+
+
+def rank_memory(
+    policy: Policy, topology: Topology, units: Sequence[UnitGeometry], trial: Trial, *, backward: bool = True
+) -> dict[str, int]:
+    """Predict the bytes of each part of a rank's memory (:func:`impl.plan.memory.memory`) over a trial's transport.
+
+    ``policy`` may differ from the trial's own policy.  ``backward`` is False for units that only run forward.
+    """
+    transport, threads = trial.cluster.transport, trial.cluster.ranks == "threads"
+
+    def in_place(axis: Axis) -> bool:  # as Wire.lets_go()
+        return not threads and (transport == "gloo" or (transport == "shm" and topology.crosses(axis)))
+
+    return memory(
+        policy,
+        topology,
+        units,
+        micro_batches=trial.accumulation,
+        backward=backward,
+        streams=transport == "nccl",
+        in_place=in_place,
+    )
 
 
 def build_model(model: Model, sequence: int, models: Models) -> nn.Module | Refusal:

@@ -562,7 +562,7 @@ class Sharded(Strategy):
         trained = any(unit.trainable for unit in units)
         wire, policy = self.zero.wire, self.zero.policy
         predicted = partial(memory, policy, topology, units, micro_batches=trial.accumulation)
-        parts = predicted(backward=trained, streams=wire.streams)
+        parts = predicted(backward=trained, streams=wire.streams, in_place=wire.lets_go)
         if (owners := self.owners) is not None:
             return held, with_muon(parts, units, owners, wire.mesh.rank)
         return held, with_state(parts, optimizers.state_bytes_per_element(trial.optimizer))

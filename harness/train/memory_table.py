@@ -11,13 +11,12 @@ from torch import nn
 
 from harness.records.memory_parts import HOST, on_device, on_host
 from harness.runs.feasibility import PROCESS_BYTES, Host
-from harness.runs.predict import per_node_bytes
+from harness.runs.predict import per_node_bytes, rank_memory
 from harness.suites.model_sizes import GPTShape
 from harness.suites.trial import Trial
 from harness.workloads.preset_parameters import shape_of
 from impl.codecs.codec import ITEM_BYTES
 from impl.engine.unit_planning import plan_units
-from impl.plan.memory import memory
 from impl.policy.policy import MemoryLimits, Policy, Stage
 from impl.policy.topology import Topology
 
@@ -70,8 +69,7 @@ def needs(model: nn.Module, policy: Policy, trial: Trial) -> list[Need]:
             bare, limits = policy.without_secondary(), MemoryLimits(max_padding=math.inf)
             variant = replace(bare, stage=stage, group=0, reduce_every="stage", memory=limits)
         units = plan_units(model, topology, variant)
-        streams = trial.cluster.transport == "nccl"
-        held = memory(variant, topology, units, micro_batches=trial.accumulation, streams=streams)
+        held = rank_memory(variant, topology, units, trial)
         host = {part.removeprefix(HOST): size for part, size in on_host(held).items()}
         between = per_node_bytes(variant, topology, units, trial)[0] * topology.nodes
         stages.append(Need(stage, _columns(on_device(held)), _columns(host), activations, between))

@@ -257,6 +257,15 @@ def casts_alone(hops: Sequence[Hop], dtype: str) -> bool:
     return hop.source == "master" and hop.axis.size == 1 and hop.sends_elements(dtype)
 
 
+def arrives_decoded(hops: Sequence[Hop], dtype: str) -> bool:
+    """Returns whether the messages of a gather with these ``hops`` are the gathered weights themselves.
+
+    ``dtype`` is the type of gathered weights.  The result is True if the gather has a single hop that sends elements of
+    this type unencoded.  Such messages can arrive in the memory of the gathered weights, if the transport allows it.
+    """
+    return len(hops) == 1 and hops[0].sends_elements(dtype) and not casts_alone(hops, dtype)
+
+
 def forwards_in_place(hops: Sequence[Hop]) -> bool:
     """Returns whether the second hop of a gather only forwards the messages that the first hop receives.
 

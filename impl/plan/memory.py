@@ -6,20 +6,19 @@ Tests check that the engine holds exactly the bytes that :func:`memory` predicts
 from __future__ import annotations
 
 import itertools
-import operator
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from impl.codecs.codec import BF16, ITEM_BYTES
+from impl.plan.gathered_weights import most_gathered, taken_at_start
 from impl.plan.hops import copy_bytes, outer_hops, reduction_hops
 from impl.plan.messages import message_bytes
 from impl.plan.owners import MOMENTUM_BYTES, Owners
-from impl.plan.prefetch_schedule import kept_units
+from impl.plan.prefetch_schedule import Schedule, small_units
 from impl.plan.traffic import MASTER_BYTES, placements_of
 from impl.policy.policy import Policy
 from impl.policy.shard_layout import UnitGeometry
-from impl.policy.topology import Topology
+from impl.policy.topology import Axis, Topology
 
 ADAM_BYTES: Final = 8  # bytes of Adam's state for each element: two moments in fp32
 STAGED: Final = 2  # most mean gradients that are being copied to the host at one time
@@ -77,6 +76,7 @@ def memory(
     micro_batches: int = 1,
     backward: bool = True,
     streams: bool = False,
+    in_place: Callable[[Axis], bool] = lambda _: False,
 ) -> dict[str, int]:
     """Returns for each part of one rank's memory the most bytes that the part has at one time during a step.
 
@@ -101,14 +101,13 @@ def memory(
     ``gathered`` depends on the stage and the pass:
 
     - Below stage 3, it has the weights of all units.
-    - In stage 3 without a backward pass, it has the weights of the outer units and of the largest block.
-    - In stage 3 with a backward pass, it has the weights of the outer units plus the larger of two sizes.  The first is
-      the size of all blocks that stay gathered for backward.  The second is the size of one block together with the
-      frozen units of the block after it, for the block with the largest such sum.
-
-    The weights of units that are gathered before they run are not counted.  They have at most ``memory.prefetch``
-    elements, or the elements of the largest unit, if these are more.  If units are gathered ahead in pairs
-    (``memory.pair_below``), they may have the elements of three units: the second unit of a pair and the next pair.
+    - In stage 3 it has the weights of the outer units, of the block that runs, and of three kinds of other blocks.  The
+      first are blocks that stay gathered for backward.  The second are blocks whose all-gather is under way
+      (``memory.prefetch``), if the gather takes the memory of the weights when it starts.  A gather does so if it has
+      no message to decode, or if a GPU's stream waits for its messages (``streams``).  Otherwise the memory is taken
+      when the weights are decoded, just before the block runs, and messages under way are in the buffers of the wire.
+      The third are, in backward, the frozen units of the block after the one that runs.  The formula follows the order
+      in which a pass gathers and frees units (:mod:`impl.plan.gathered_weights`), and takes the largest sum.
 
     Offload adds parts.  A part in host memory has the prefix ``host_``:
 
@@ -125,6 +124,8 @@ def memory(
         micro_batches: the number of micro-batches in a step.
         backward: False for steps without a backward pass, for which no units stay gathered.
         streams: True if a GPU's stream waits for messages, as with NCCL; False if the host waits for them.
+        in_place: whether the transport lets messages along an axis arrive in the memory of the gathered weights, as
+            gloo does over TCP (:meth:`impl.comm.wire.Wire.lets_go`).  By default no transport does.
     """
     item = ITEM_BYTES[policy.compute]
     parts = dict.fromkeys(PARTS, 0)
@@ -157,7 +158,9 @@ def memory(
                 parts["outer"] = parts.get("outer", 0) + outer_bytes(policy, unit.shard)
             if placement.shard:
                 parts["staging"] = max(parts["staging"], STAGED * fp32)
-    parts["gathered"] = item * _gathered(policy, units, backward=backward)
+    parts["gathered"] = item * _gathered(
+        policy, topology, units, backward=backward, streams=streams, in_place=in_place
+    )
     trained = [unit for unit in units if unit.trainable]
     parts["local_gradients"] = item * _around_and_most(trained, [u.padded for u in trained if not u.outer])
     if micro_batches > 1 and not policy.reduces_each_micro_batch:
@@ -178,24 +181,24 @@ def outer_bytes(policy: Policy, shard: int) -> int:
     return MASTER_BYTES * shard * (2 if policy.outer_momentum else 1)
 
 
-def _gathered(policy: Policy, units: Sequence[UnitGeometry], *, backward: bool) -> int:
-    """Returns the largest number of elements of weights that are gathered at one time.
-
-    Units that are gathered before they run are not counted.
-    """
+def _gathered(
+    policy: Policy,
+    topology: Topology,
+    units: Sequence[UnitGeometry],
+    *,
+    backward: bool,
+    streams: bool,
+    in_place: Callable[[Axis], bool],
+) -> int:
+    """Returns the largest number of elements of weights that are gathered at one time; arguments as for memory()."""
     if policy.stage < 3:
         return sum(unit.padded for unit in units)
-    # In backward, a block's units are gathered while the frozen units of the block after it are still gathered:
-    # frozen units are resharded when the gradients of their block's inputs arrive, and the same gradients start
-    # the backward pass of the block before.
-    whole, frozen = Counter[str](), Counter[str]()
-    for unit in units:
-        if not unit.outer:
-            whole[unit.block] += unit.padded
-            frozen[unit.block] += unit.padded if backward and not unit.trainable else 0
-    together = map(operator.add, whole.values(), [*list(frozen.values())[1:], 0])
-    kept = sum(units[index].padded for index in kept_units(policy, units) if not units[index].outer)
-    return _around_and_most(units, [*together, kept if backward else 0])
+    small = small_units(policy, topology, units) if streams else frozenset[int]()
+    schedule = Schedule.for_units(policy, units, small)
+    early = {
+        taken_at_start(phase, topology, units, streams=streams, in_place=in_place) for phase in policy.phases
+    }
+    return max(most_gathered(schedule, indices, backward=backward) for indices in early)
 
 
 def _around_and_most(units: Sequence[UnitGeometry], sizes: Sequence[int]) -> int:

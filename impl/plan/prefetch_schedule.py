@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -146,6 +146,32 @@ class Schedule:
         if len(ahead) > 1 and self._pair(last, order):
             ahead.pop()
         return ahead
+
+    def starting(
+        self, ahead: Sequence[int], started: Container[int], under_way: int
+    ) -> list[tuple[int, ...]]:
+        """Returns the units of ``ahead`` whose all-gathers start now, as the engine decides it, in order.
+
+        The result has one tuple for each start: one unit, or the two units of a pair, which start together.  A pair
+        starts only if there is room for both of its units.
+
+        Args:
+            ahead: the indices of the units to gather ahead (:attr:`ahead_in_forward`, :attr:`ahead_in_backward`).
+            started: the units that are gathered or whose all-gather is under way; they are left out.
+            under_way: how many all-gathers are under way, of which there are at most :data:`MOST_AHEAD` + 1.
+        """
+        starts, joined = list[tuple[int, ...]](), False
+        for place, index in enumerate(ahead):
+            if joined or index in started:
+                joined = False
+                continue
+            pair = (*ahead[place : place + 2],)
+            joined = pair in self.pairs and pair[1] not in started
+            if under_way + joined > MOST_AHEAD:
+                break
+            starts.append(pair if joined else (index,))
+            under_way += len(starts[-1])
+        return starts
 
     def _pair(self, start: int, order: tuple[int, ...]) -> tuple[int, int] | None:
         """Returns the units at the places ``start`` and ``start + 1`` of ``order`` if they form a pair, else None."""

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from impl.plan.hops import Hop, in_turns
-from impl.plan.prefetch_schedule import MOST_AHEAD, Schedule
+from impl.plan.prefetch_schedule import Schedule
 from impl.plan.reduction_queue import Progress, ReductionQueue
 
 Seconds = float | NDArray[np.float64]
@@ -292,18 +292,12 @@ class Pass:
         ``unit``.
         """
         self._start_gather(unit)
-        for place, index in enumerate(ahead):
-            if index in self._gathers:
-                continue
-            pair = (*ahead[place : place + 2],)
-            together = pair in self._schedule.pairs and pair[1] not in self._gathers
-            under_way = sum(gather is not None for gather in self._gathers.values())
-            if under_way + together > MOST_AHEAD:
-                break
-            if together:
-                self._start_pair(pair)
+        under_way = sum(gather is not None for gather in self._gathers.values())
+        for units in self._schedule.starting(ahead, self._gathers, under_way):
+            if len(units) == 2:
+                self._start_pair(units)
             else:
-                self._start_gather(index)
+                self._start_gather(units[0])
         self._finish_gather(unit)
 
     def _start_gather(self, unit: int) -> None:

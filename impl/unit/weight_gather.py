@@ -49,7 +49,7 @@ from impl import ops
 from impl.codecs.codec import Blocked
 from impl.codecs.planes import turn
 from impl.comm.all_gather import FrameGather, forward, post_together
-from impl.plan.hops import Hop, Plane, Sends, casts_alone, gather_hops, in_phase
+from impl.plan.hops import Hop, Plane, Sends, arrives_decoded, casts_alone, gather_hops, in_phase
 from impl.plan.traffic import Phase, Purpose, Tag
 from impl.policy.shard_layout import Band, UnitGeometry
 from impl.transport.side_stream import Arrival
@@ -94,8 +94,7 @@ class WeightGather:
         self._alone = casts_alone(hops, policy.compute)
         # Whether messages arrive directly in the flat buffer.  They must not if the transport keeps a reference to the
         # buffer's memory after the wait: FlatBuffer would take the reference for a view that autograd holds.
-        plain = len(hops) == 1 and hops[0].sends_elements(policy.compute)
-        self._in_place = plain and not self._alone and wire.lets_go(hops[0].axis)
+        self._in_place = arrives_decoded(hops, policy.compute) and wire.lets_go(hops[0].axis)
         # If weights are also quantised by columns (planes): the number of rows in a band, and the bands of each shard.
         self._rows, self._bands = 0, list[tuple[Band, ...]]()
         if policy.planes != 1 and isinstance(policy.weights, Blocked):

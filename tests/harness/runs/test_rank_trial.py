@@ -229,6 +229,30 @@ def test_a_record_has_the_use_of_processors(text: str, tmp_path: Path) -> None:
     assert use.user + use.system + use.interrupts + use.steal <= use.seconds * use.processors * 1.05 + 0.2
 
 
+@pytest.mark.parametrize(
+    ("strategy", "cluster", "blocks"),
+    [
+        ("exact", {"nodes": 1, "ranks_per_node": 2, "transport": "gloo"}, 2),
+        ("exact", {"nodes": 1, "ranks_per_node": 2, "transport": "shm"}, 1),
+        ("exact", {"nodes": 2, "ranks_per_node": 1, "link": "none"}, 2),
+        ("exact", {"nodes": 1, "ranks_per_node": 2, "ranks": "threads"}, 1),
+        ("zero3", {"nodes": 1, "ranks_per_node": 2, "transport": "gloo"}, 1),
+    ],
+)
+def test_weights_gathered_ahead_are_planned(
+    text: str, tmp_path: Path, strategy: str, cluster: dict[str, Any], blocks: int
+) -> None:
+    """A plan has the weights that a rank holds at one time: with exact messages over gloo both blocks, not one."""
+    planned = trial(text, strategy, cluster=cluster, policy={"max_padding": 1.0, "max_reuse": 0})
+    record = result(planned, tmp_path / "log")
+    (plan,) = forecast([planned], any_host())
+    root, *others = (unit.padded for unit in record.units)
+    assert plan.memory is not None
+    for rank in record.ranks:
+        assert rank.memory.engine["gathered"] == rank.memory.formula["gathered"] == plan.memory["gathered"]
+        assert rank.memory.engine["gathered"] == 4 * (root + sum(sorted(others)[-blocks:]))
+
+
 def test_ranks_on_several_machines_have_no_use_of_processors(text: str, tmp_path: Path) -> None:
     """With torchrun, ranks may be on several machines, so that no CPU seconds of a machine are recorded."""
     record = result(trial(text, "zero3", cluster={"launcher": "torchrun"}), tmp_path / "log")

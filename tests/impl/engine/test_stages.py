@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from impl.plan.memory import memory as formula_of
 from impl.plan.reduction_queue import Reducing
 from impl.policy.policy import Feedback, MemoryLimits, Offload, Policy, Stage
 from impl.policy.presets import preset
+from impl.policy.spans import Span
 from impl.policy.topology import Topology
 from impl.zero import ZeroError, shard
 from tests.support.history import history_of
@@ -118,6 +120,69 @@ def test_memory_is_the_formulas_at_every_stage(
         assert [formula[part] for part in ("masters", "gradients", "optimizer", "frames")] == [0] * 4
         assert formula["staging"] == 2 * 4 * max(unit.shard for unit in units if unit.trainable)
         assert formula["host_optimizer"] == ADAM_BYTES * sum(master.numel() for master in zero.masters)
+
+
+AHEAD = {
+    "exact": EXACT,
+    "flat": replace(EXACT, gather="flat"),
+    "mics": replace(EXACT, group="node"),
+    "hpz": replace(EXACT, secondary="node"),
+    "zero3": preset("zero3", memory=ROOMY),
+    "zero3 in bf16": preset("zero3", compute="bf16", memory=ROOMY),
+    "zeropp": preset("zeropp", memory=ROOMY, weights=parse("int8:32"), gradients=INT4),
+    "stage 2": replace(EXACT, stage=2),
+    "offload": replace(EXACT, offload=ALL),
+    "spans": replace(EXACT, schedule=(Span(until=1, gather="flat"), Span())),
+}
+ALONE = {"max_reuse": 0}  # no block stays gathered for backward
+LIMITS: list[dict[str, int]] = [
+    *({"prefetch": prefetch, **ALONE} for prefetch in (0, 1, 1500)),
+    *({"max_reuse": reuse} for reuse in (1, 3000, 10**9)),
+    *({"max_live": 5000}, {"persist_below": 30}),
+]
+
+
+def _gathered_ahead(mesh: Mesh) -> list[tuple[str, int, int, int]]:
+    """Return for each case the bytes of gathered weights: measured, predicted, and those with one block at a time."""
+    found = []
+    policies = [(name, ALONE) for name in AHEAD]
+    limits = [(name, each) for name in ("exact", "zeropp") for each in LIMITS]
+    frozen = [("exact, frozen", each) for each in LIMITS]
+    wires: dict[str, Wire] = {"gloo": Wire(mesh), "shm": Wire(mesh, transport="shm")}
+    for transport, (case, each) in [
+        *itertools.product(wires, policies),
+        *itertools.product(["gloo"], [*limits, *frozen]),
+    ]:
+        name, *parts = case.split(", ")
+        policy, net = replace(AHEAD[name], memory=replace(ROOMY, **each)), model(depth=7)
+        for block in net.blocks if parts else ():
+            block.up.bias.requires_grad_(requires_grad=False)
+        wire = wires[transport]
+        zero = train(mesh, net, policy, 2, wire=wire)[2]
+        units = [unit.geometry for unit in zero.units]
+        predicted = formula_of(policy, mesh.topology, units, in_place=wire.lets_go)["gathered"]
+        one = formula_of(policy, mesh.topology, units)["gathered"]
+        found.append((f"{case}, {each}, {transport}", zero.memory()["gathered"], predicted, one))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("topology", "ahead"),
+    [
+        (Topology(1, 2), {"exact", "flat", "mics", "zero3 in bf16", "offload", "spans"}),
+        (Topology(2, 2), {"flat", "mics", "spans"}),
+    ],
+    ids=str,
+)
+def test_weights_gathered_ahead_are_in_the_formula(topology: Topology, ahead: set[str]) -> None:
+    """Over gloo and shared memory, a rank's most gathered weights are the formula's under every policy and limit.
+
+    Over gloo, they are those of several blocks in policies whose messages arrive in the memory of the weights.
+    """
+    for found in on_processes(topology, _gathered_ahead):
+        assert {case: held for case, held, _, _ in found} == {case: held for case, _, held, _ in found}
+        several = {case for case, held, _, one in found if held > one}
+        assert {name for name in AHEAD if f"{name}, {ALONE}, gloo" in several} == ahead
 
 
 @each_rank(1, 2)

@@ -114,7 +114,7 @@ def test_a_block_with_frozen_parameters_is_two_units_gathered_together() -> None
     """All units of the largest block count as gathered, and with them the frozen unit of the block after it."""
     sizes = {"root": 64, "a": 320, "a.frozen": 32, "b": 256, "b.frozen": 128, "c": 288, "c.frozen": 32}
     units = [_unit(name, size, trainable=not name.endswith(FROZEN)) for name, size in sizes.items()]
-    policy = preset("exact", memory=MemoryLimits(max_reuse=0))
+    policy = preset("exact", memory=MemoryLimits(max_reuse=0, prefetch=0))
     held = memory(policy, Topology(1, 1), units)["gathered"]
     assert held == 4 * (64 + 320 + 32 + 128)
     assert [unit.block for unit in units] == ["root", "a", "a", "b", "b", "c", "c"]

@@ -168,8 +168,8 @@ def test_every_wait_is_needed(name: str, ranks: int, monkeypatch: pytest.MonkeyP
         on_threads(Topology(1, ranks), trained, POLICIES["zeropp"], True, backend="nccl_rules", seconds=5)
 
 
-def held(mesh: Mesh, policy: Policy, micro_batches: int) -> tuple[int, int]:
-    """Return the bytes of messages that a rank's exchanges hold after training, and the predicted ones."""
+def held(mesh: Mesh, policy: Policy, micro_batches: int) -> dict[str, tuple[int, int]]:
+    """Return the bytes of messages and of gathered weights that a rank holds in training, and the predicted ones."""
     with Detector():
         net = model()
         zero = shard(net, mesh=mesh, policy=policy)
@@ -181,7 +181,7 @@ def held(mesh: Mesh, policy: Policy, micro_batches: int) -> tuple[int, int]:
             optimizer.zero_grad()
         units = [unit.geometry for unit in zero.units]
         formula = memory(policy, mesh.topology, units, micro_batches=micro_batches, streams=True)
-        return zero.memory()["messages"], formula["messages"]
+        return {part: (zero.memory()[part], formula[part]) for part in ("messages", "gathered")}
 
 
 @pytest.mark.parametrize(
@@ -193,16 +193,15 @@ def held(mesh: Mesh, policy: Policy, micro_batches: int) -> tuple[int, int]:
 def test_messages_hold_what_the_formula_predicts(
     name: str, micro_batches: int, topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The buffers of messages on a GPU are as large as predicted, for every kind of gather and reduction."""
+    """Messages and gathered weights on a GPU are as large as predicted, for every kind of gather and reduction."""
     on_streams(monkeypatch)
     spans = preset("zeropp", memory=ROOMY, schedule=(Span(until=2, **SMALL), Span(**SMALL)))
     policy = spans if name == "spans" else POLICIES[name]
     if policy.differences is not None:
         policy = replace(policy, refresh=2)  # else weights themselves are sent once, and need no spare buffer
-    for measured, formula in on_threads(
-        topology, held, policy, micro_batches, backend="nccl_rules", seconds=20
-    ):
-        assert measured == formula > 0
+    for parts in on_threads(topology, held, policy, micro_batches, backend="nccl_rules", seconds=20):
+        for part, (measured, formula) in parts.items():
+            assert measured == formula > 0, part
 
 
 def test_a_step_asks_little_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,23 +302,26 @@ def test_pairs_are_gathered_in_the_order_of_the_prediction(
 ) -> None:
     """The engine and the simulation of its step start the same gathers and pairs of gathers, in the same order.
 
+    The formula of memory has the weights that the engine gathers ahead.
+
     With frozen weights, each block has two units.
     """
     on_streams(monkeypatch)
     started, most = gathered(monkeypatch)
     policy = preset("zero3", memory=replace(ROOMY, prefetch=prefetch))
 
-    def passed(mesh: Mesh) -> tuple[list[UnitGeometry], frozenset[int]]:
+    def passed(mesh: Mesh) -> tuple[list[UnitGeometry], frozenset[int], int]:
         with Detector():
             net = model(depth=depth)
             for name, parameter in net.named_parameters():
                 parameter.requires_grad_(not any(part in name for part in frozen))
             zero = shard(net, mesh=mesh, policy=policy)
             net(batch(0, mesh.rank)).backward()
-            return [unit.geometry for unit in zero.units], zero.units[0]._passes.schedule.small
+            units = [unit.geometry for unit in zero.units]
+            return units, zero.units[0]._passes.schedule.small, zero.memory()["gathered"]
 
     topology = Topology(1, 2)
-    (units, small), *_ = on_threads(topology, passed, backend="nccl_rules", seconds=20)
+    (units, small, weights), *_ = on_threads(topology, passed, backend="nccl_rules", seconds=20)
     simulated = list[tuple[str, ...]]()
     start, start_pair = Pass.start, Pass._start_pair
 
@@ -335,6 +337,7 @@ def test_pairs_are_gathered_in_the_order_of_the_prediction(
     monkeypatch.setattr(Pass, "start", alone)
     monkeypatch.setattr(Pass, "_start_pair", paired)
     assert small == small_units(policy, topology, units)
+    assert weights == memory(policy, topology, units, streams=True)["gathered"]
     step = Step(policy=policy, topology=topology, units=units, parameters=1e4, tokens=4, small=small)
     passes_of(MACHINE, step)
     assert any(len(pair) == 2 for pair in simulated) == (prefetch > 0 and depth * (1 + len(frozen)) > 2)

@@ -1,0 +1,132 @@
+"""Predicts how many elements of weights a rank has gathered at one time in a step of stage 3.
+
+The engine gathers a unit into a flat buffer (:mod:`impl.unit.flat_buffer`).  A unit takes its buffer either when its
+all-gather starts or when its messages have arrived and are decoded, and frees the buffer when its block has run.  The
+prediction walks through a forward and a backward pass in the engine's order of gathers, and counts the elements of all
+buffers.  It shares the decisions of :class:`~impl.plan.prefetch_schedule.Schedule` with the engine and with the
+simulation of a step's time (:mod:`impl.plan.timeline`).
+
+Pure: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from impl.plan.hops import arrives_decoded, casts_alone, gather_hops
+from impl.plan.prefetch_schedule import Schedule
+from impl.policy.policy import Policy
+from impl.policy.shard_layout import UnitGeometry
+from impl.policy.topology import Axis, Topology
+
+
+def taken_at_start(
+    policy: Policy,
+    topology: Topology,
+    units: Sequence[UnitGeometry],
+    *,
+    streams: bool,
+    in_place: Callable[[Axis], bool],
+) -> frozenset[int]:
+    """Returns the indices of the units that take the memory of their weights when their all-gather starts.
+
+    These are, as in :meth:`impl.unit.weight_gather.WeightGather.start`:
+
+    - all units, if a GPU's stream waits for messages;
+    - units whose gather only casts the rank's own weights;
+    - units whose messages arrive in the memory of the weights.
+
+    Other units take the memory when their messages are decoded, and so does a unit that a user's class gathers.  If a
+    budget chooses codecs, one such codec is enough.
+
+    Args:
+        policy: the policy of the model, without a schedule.
+        topology: nodes and ranks.
+        units: the model's units, in model order.
+        streams: whether a GPU's stream waits for messages, as with NCCL.
+        in_place: whether the transport lets messages along an axis arrive in the memory of the weights.
+    """
+
+    def early(rules: Policy, shard: int) -> bool:
+        if not (hops := gather_hops(rules, topology, shard)):  # a user's own gather
+            return False
+        arrives = arrives_decoded(hops, rules.compute) and in_place(hops[0].axis)
+        return streams or arrives or casts_alone(hops, rules.compute)
+
+    return frozenset(
+        index
+        for index, unit in enumerate(units)
+        if any(early(rules, unit.shard) for rules in policy.for_unit(unit).choices("weights"))
+    )
+
+
+def most_gathered(schedule: Schedule, early: Collection[int], *, backward: bool) -> int:
+    """Returns the most elements that the flat buffers of all units have at one time in a pass of stage 3.
+
+    Args:
+        schedule: which units are gathered ahead, and which stay gathered.
+        early: the indices of the units that take their flat buffer when their all-gather starts
+            (:func:`taken_at_start`).
+        backward: False for a pass without backward, after which no unit stays gathered.
+    """
+    held = _Held(schedule, early)
+    for unit in schedule.outer:
+        held.gather(unit, schedule.ahead_in_forward[unit])
+    for units in schedule.runs:
+        for unit in units:
+            held.gather(unit, schedule.ahead_in_forward[unit])
+        held.free(unit for unit in units if not (backward and unit in schedule.kept))
+    if not backward:
+        return held.most
+    held.free(unit for unit in schedule.outer if unit not in schedule.kept)
+    for unit in schedule.outer:
+        held.gather(unit, schedule.ahead_in_backward[unit])
+    frozen: Sequence[int] = ()  # those of the block that ran before
+    for units in reversed(schedule.runs):
+        for unit in units:
+            held.gather(unit, schedule.ahead_in_backward[unit])
+        # Frozen units are freed when the gradients of their block's inputs arrive.  The same gradients start the
+        # backward pass of the block before, which gathers its own units first.
+        held.free(frozen)
+        frozen = [unit for unit in units if unit in schedule.frozen]
+        held.free(unit for unit in units if unit not in schedule.frozen)
+    return held.most
+
+
+class _Held:
+    """Counts the elements of the flat buffers while units are gathered and freed."""
+
+    def __init__(self, schedule: Schedule, early: Collection[int]) -> None:
+        self.most = 0  # most elements of all flat buffers at one time
+        self._schedule, self._early, self._now = schedule, early, 0
+        self._ready: dict[
+            int, bool
+        ] = {}  # by unit: True if it is gathered, False while its all-gather is under way
+
+    def gather(self, unit: int, ahead: Sequence[int]) -> None:
+        """Start the all-gathers of ``unit`` and of the units ``ahead`` that fit, and wait for that of ``unit``."""
+        if unit not in self._ready:
+            self._start(unit)
+        under_way = sum(not ready for ready in self._ready.values())
+        for units in self._schedule.starting(ahead, self._ready, under_way):
+            for each in units:
+                self._start(each)
+        if not self._ready[unit]:
+            self._ready[unit] = True
+            if unit not in self._early:
+                self._take(unit)
+
+    def free(self, units: Iterable[int]) -> None:
+        """Free the flat buffers of gathered ``units``; units that are not gathered are left out."""
+        for unit in units:
+            if self._ready.pop(unit, False):
+                self._now -= self._schedule.sizes[unit]
+
+    def _start(self, unit: int) -> None:
+        self._ready[unit] = False
+        if unit in self._early:
+            self._take(unit)
+
+    def _take(self, unit: int) -> None:
+        self._now += self._schedule.sizes[unit]
+        self.most = max(self.most, self._now)
