@@ -563,8 +563,8 @@ def caveat(derived: Derived) -> str:
     if derived.mostly_disturbed:
         trials = f"{len(derived.disturbed)} of {counted(len(derived.finished), 'trial')}"
         clauses.append(
-            f"in {trials} other programs and the machine's host took more than {metrics.OTHERS_WITHIN:.0%} of the "
-            "processors' time"
+            f"in {trials} other programs and the hypervisor together took more than {metrics.OTHERS_WITHIN:.0%} of "
+            "the processors' time"
         )
     if differing := len(derived.differing):
         apart = f"achieved rates more than {speedups.RATES_AGREE_WITHIN:.0%} apart"

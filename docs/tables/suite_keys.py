@@ -62,9 +62,10 @@ _VALUES: Final = {
     "deepspeed_config": "for strategy `recipe` or `deepspeed`: a file next to the suite, or a table",
     "gather_method": "table: arguments of [a gather of your own](own_method.md#a-gather-of-your-own)",
     "method": "table: arguments of [a method or strategy of your own](own_method.md); `none` gives no argument",
-    "margin": "steps of training by which a loss may be worse; 0: 1 % of the baseline's loss instead",
+    "margin": "how much higher than the baseline's a loss may be, [as a number of steps](#parts-of-a-suite-file); "
+    "0: 1 % of the baseline's loss instead",
     "seconds": "name of the suite whose records have the seconds of a step, "
-    "[for net speed-ups](#seconds-of-a-step-from-another-suite); empty: its own",
+    "[for net speed-ups](#seconds-of-a-step-from-another-suite); empty: this suite's own records",
     "policy.schedule": "list of spans, tables with `until` (steps, or a share such as `50 %`), `every` and policy "
     "fields: [what changes while training](#policies-that-change-while-training)",
     "cluster.slow": "number: rate of the last node's link as a share of the others'",

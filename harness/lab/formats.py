@@ -291,8 +291,8 @@ def choose_codecs(rows: pd.DataFrame, bits: float) -> tuple[dict[str, str], Cost
     except BudgetError as error:
         least = bits_for(error.needed, elements)
         raise Refusal(
-            f"--bits {bits:g}: the smallest of the codecs take {least:g} bits for each element of "
-            f"{rows['kind'].iloc[0]}: give --bits {least:g} or more, or name a smaller codec with --codec"
+            f"--bits {bits:g}: even with the smallest codec for each unit, {least:g} bits are needed for each element "
+            f"of {rows['kind'].iloc[0]}: give --bits {least:g} or more, or name a codec of fewer bits with --codec"
         ) from None
     return dict(zip(costs, chosen, strict=True)), total(choices, chosen)
 

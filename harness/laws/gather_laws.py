@@ -127,17 +127,17 @@ def _whole(own: OwnMethod, case: Case) -> None:
 def _advance(own: OwnMethod, case: Case) -> None:
     other = replace(case, advances=(case.advances + 1) % 4)
     what = f"after {other.advances} calls of advance() in each gather"
-    check_same(
-        _wholes(own, other, training(2)), _wholes(own, case, training(2)), what, "the weights of gather"
-    )
+    instead = f"after {case.advances} calls"
+    found, expected = _wholes(own, other, training(2)), _wholes(own, case, training(2))
+    check_same(found, expected, what, instead, "the weights of gather")
 
 
 def _resume(own: OwnMethod, case: Case) -> None:
     resumed, calls = 1 + case.seed % 4, training(3)
     what = f"if gather {resumed} is resumed from a state"
-    check_same(
-        _wholes(own, case, calls, resumed=resumed), _wholes(own, case, calls), what, "the weights of gather"
-    )
+    instead = "if no gather is resumed"
+    found, expected = _wholes(own, case, calls, resumed=resumed), _wholes(own, case, calls)
+    check_same(found, expected, what, instead, "the weights of gather")
 
 
 def _repeat(own: OwnMethod, case: Case) -> None:
@@ -174,7 +174,8 @@ def _apart(own: OwnMethod, case: Case) -> None:
         return wholes
 
     alone = _wholes(own, replace(case, advances=1), training(2))
-    check_same(on_ranks(case, body), alone, "while another unit is gathered too", "the weights of gather")
+    what, instead = "while another unit is gathered too", "if the unit is gathered alone"
+    check_same(on_ranks(case, body), alone, what, instead, "the weights of gather")
 
 
 def _unstarted(own: OwnMethod, case: Case) -> None:

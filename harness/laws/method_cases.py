@@ -127,6 +127,7 @@ def check_same(
     found: Sequence[Sequence[Tensor]],
     expected: Sequence[Sequence[Tensor]],
     what: str,
+    instead: str,
     noun: str = "the mean of step",
 ) -> None:
     """Raise a Violation if ``found`` and ``expected`` differ; the message names the first element that differs.
@@ -135,6 +136,7 @@ def check_same(
         found: For each rank, the tensors of all steps or gathers.
         expected: For each rank, the tensors that ``found`` must equal.
         what: Says in the message how ``found`` was computed, such as ``after later reductions``.
+        instead: Says in the message how ``expected`` was computed, such as ``before them``.
         noun: Names a tensor in the message, such as ``the mean of step``; the number of the step or gather follows.
     """
     for rank, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
@@ -142,8 +144,8 @@ def check_same(
             if not torch.equal(result, other):
                 at = int((result != other).nonzero()[0])
                 raise Violation(
-                    f"on rank {rank}, element {at} of {noun} {step} is {result[at]:.9g} {what}, and "
-                    f"{other[at]:.9g} otherwise"
+                    f"on rank {rank}, element {at} of {noun} {step} is {result[at]:.9g} {what}, but "
+                    f"{other[at]:.9g} {instead}: make both values equal"
                 )
 
 

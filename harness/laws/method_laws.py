@@ -191,7 +191,8 @@ def _mean(own: OwnMethod, case: Case) -> None:
 def _advance(own: OwnMethod, case: Case) -> None:
     others = (case.advances + 1) % 4
     what = f"after {others} calls of advance() in each step"
-    check_same(_means(own, case, 3, advances=others), _means(own, case, 3), what)
+    instead = f"after {case.advances} calls"
+    check_same(_means(own, case, 3, advances=others), _means(own, case, 3), what, instead)
 
 
 def _resume(own: OwnMethod, case: Case) -> None:
@@ -200,6 +201,7 @@ def _resume(own: OwnMethod, case: Case) -> None:
         _means(own, case, 4, resumed=resumed),
         _means(own, case, 4),
         f"if step {resumed} is resumed from a state",
+        "if no step is resumed",
     )
 
 
@@ -228,7 +230,9 @@ def _apart(own: OwnMethod, case: Case) -> None:
         second.drain()
         return means
 
-    check_same(on_ranks(case, body), _means(own, case, 3, advances=2), "while another unit is reduced too")
+    alone = _means(own, case, 3, advances=2)
+    what, instead = "while another unit is reduced too", "if the unit is reduced alone"
+    check_same(on_ranks(case, body), alone, what, instead)
 
 
 def _keep(own: OwnMethod, case: Case) -> None:
@@ -246,7 +250,8 @@ def _keep(own: OwnMethod, case: Case) -> None:
         return kept, copies
 
     pairs = on_ranks(case, body)
-    check_same([kept for kept, _ in pairs], [copies for _, copies in pairs], "after later reductions")
+    kept, copies = [kept for kept, _ in pairs], [copies for _, copies in pairs]
+    check_same(kept, copies, "after later reductions", "before them")
 
 
 def _unstarted(own: OwnMethod, case: Case) -> None:

@@ -21,6 +21,7 @@ from impl import regular_file
 from impl.plan.step_time import Machine
 
 STALE_DAYS: Final = 7  # an older calibration is refused, since kernels, clocks and neighbours change
+_WRITE: Final = "run `zeropp calibrate FILE` to write a file for this machine"
 
 
 def read(path: Path) -> Machine:
@@ -34,11 +35,10 @@ def read(path: Path) -> Machine:
         table = tomllib.loads(regular_file.read_text(path, most=1 << 20))
     except (OSError, UnicodeDecodeError) as error:
         raise Refusal(
-            f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}; "
-            "`zeropp calibrate` writes such a file"
+            f"{path}: cannot be read as a machine file: {getattr(error, 'strerror', None) or error}; {_WRITE}"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"{path}: is not TOML: {error}; `zeropp calibrate` writes such a file") from None
+        raise Refusal(f"{path}: is not TOML, and so no machine file: {error}; {_WRITE}") from None
     known = [field.name for field in fields(Machine)]
     for key in table:
         if key not in known:

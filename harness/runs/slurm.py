@@ -1,7 +1,8 @@
-"""Starts a suite on a Slurm cluster: submits a job that runs all its trials, or starts a step of the present job.
+"""Starts a suite on a Slurm cluster: submits a job that runs all its trials, or runs them in the present job.
 
-Outside of a job, :func:`submit` submits a command line of ``zeropp`` through submitit.  Inside of a job but outside of
-its steps, as in the shell of ``salloc``, :func:`step` starts the command line on all nodes with ``srun``.
+Outside of a job, :func:`submit` submits a command line of ``zeropp`` through submitit.  In a job, but not in a program
+that ``srun`` started there, as in the shell of ``salloc``, :func:`step` starts the command line on all nodes with
+``srun``.  Slurm calls the programs that one ``srun`` starts a job step.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def submit(arguments: Sequence[str], cluster: Cluster, name: str, folder: Path) 
 def step(arguments: Sequence[str], nodes: int) -> None:
     """Replace this process by ``srun``, which starts the command line in a job step with one process per node.
 
-    This process must be inside a Slurm job, and in none of the job's steps.
+    This process must be inside a Slurm job, and in none of its job steps: ``srun`` must not have started it.
 
     Args:
         arguments: The command line after ``zeropp``.
@@ -103,7 +104,7 @@ def step(arguments: Sequence[str], nodes: int) -> None:
         Refusal: If ``srun`` cannot be started.
     """
     command = ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", *_COMMAND]
-    run_token.set_in_environment()  # srun hands the environment to the step
+    run_token.set_in_environment()  # srun hands the environment to the job step
     try:
         os.execvp("srun", [*command, *arguments])  # noqa: S606  # no shell is needed
     except OSError as error:

@@ -188,7 +188,7 @@ def _event(path: Path, raw: Any) -> Event | None:
         Refusal: If the item is not as torch.profiler writes it.
     """
     if not isinstance(raw, dict):
-        raise Refusal(f"{path}: {_NOT_OURS}; an event is {str(raw)[:40]!r}")
+        raise Refusal(f"{path}: {_NOT_OURS}; an event is {str(raw)[:40]!r}, expected an object")
     category = raw.get("cat")
     if raw.get("ph") != "X" or not isinstance(category, str) or category not in _KEPT:
         return None
@@ -200,7 +200,11 @@ def _event(path: Path, raw: Any) -> Event | None:
         arguments = {}
     for key, kind in (*((key, list) for key in _LISTS), *((key, int) for key in _NUMBERS)):
         if not isinstance(arguments.get(key, kind()), kind):
-            raise Refusal(f"{path}: {_NOT_OURS}; {key!r} of {name[:40]!r} is {str(arguments[key])[:40]}")
+            expected = "a list" if kind is list else "a whole number"
+            raise Refusal(
+                f"{path}: {_NOT_OURS}; argument {key!r} of event {name[:40]!r} is {str(arguments[key])[:40]!r}, "
+                f"expected {expected}"
+            )
     thread = raw.get("tid")
     return Event(
         name,

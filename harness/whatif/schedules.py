@@ -255,8 +255,9 @@ def _in_turn(activities: Iterable[Activity]) -> Iterator[Activity]:
     """Yield the activities, moved so that those on a track of codecs or links do not overlap.
 
     A track is a row of the trace, such as the link between nodes.
-    If an activity begins while its track is in use, its beginning is moved to the time when the track is free.  If it
-    would also end before this time, it moves to another track, such as ``codecs, 2``.
+    If an activity begins while its track is in use, its beginning is moved to the time when the track is free.  Its end
+    stays, so that the activity becomes shorter.  An activity that ends before its track is free moves to another track,
+    such as ``codecs, 2``.
     """
     moved, free = dict[int, Activity](), dict[str, float]()
     numbered = [*enumerate(activities)]

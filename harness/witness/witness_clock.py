@@ -77,7 +77,8 @@ class WitnessClock:
         continues the present step.
 
         Returns:
-            The moment at which the first lap ended and the second began, in seconds of ``time.perf_counter()``.
+            The moment at which the lap before this call ended and the new lap began, in seconds of
+            ``time.perf_counter()``.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

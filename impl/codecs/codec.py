@@ -260,7 +260,8 @@ class IntCodec(_Scaled):
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Returns an upper bound of |decoded - x| for every element x of a block that is decoded to type ``out``.
 
-        All values of the block are finite, and lie in [low, high] after the codec's rotation.
+        The bound holds for blocks whose values are finite and lie in [low, high] once the codec has rotated them.  x is
+        an element before this rotation, and decoding undoes the rotation.
         """
         top = max(abs(low), abs(high)) / self.steps
         scale = high / self.largest - low / self.largest if self.asymmetric else top
@@ -316,7 +317,8 @@ class FloatCodec(_Scaled):
     def error_bound(self, low: float, high: float, out: Dtype = "fp32") -> float:
         """Returns an upper bound of |decoded - x| for every element x of a block that is decoded to type ``out``.
 
-        All values of the block are finite, and lie in [low, high] after the codec's rotation.
+        The bound holds for blocks whose values are finite and lie in [low, high] once the codec has rotated them.  x is
+        an element before this rotation, and decoding undoes the rotation.
         """
         scale = max(max(abs(low), abs(high)) / self.largest, SMALLEST_NORMAL)
         if self.scale == "e8m0":

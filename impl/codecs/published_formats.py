@@ -77,7 +77,7 @@ class _Format:
     def error_bound(self, low: float, high: float, out: str) -> float:
         """Returns an upper bound of |decoded - x| for every element x of a block that is decoded to type ``out``.
 
-        All values of the block are finite and in [low, high].
+        The bound holds for blocks whose values are finite and lie in [low, high].
         """
         top = max(abs(low), abs(high))
         relative, absolute = HALF_ULP[out]

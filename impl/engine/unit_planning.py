@@ -133,9 +133,18 @@ def drafts_of(
     - A parameter that only one block holds belongs to the unit of this block.
     - All other parameters belong to the root's unit: those outside of all blocks, and those that a block shares with
       another block or with a module outside of all blocks.
-    - A parameter with fewer elements than the policy's ``persist_below`` belongs to the persistent unit instead, as
-      long as this unit has at most ``persist_most`` elements.  Its parameters stay gathered between uses.
-    - Frozen parameters form separate units: a block with trained and frozen parameters has two units.
+    - A parameter with fewer elements than the policy's ``persist_below`` is persistent: it belongs to a unit that stays
+      gathered between uses, and not to the unit of its block or of the root.  All persistent parameters together have
+      at most ``persist_most`` elements; in model order, a parameter that would exceed this number is not persistent.
+    - Trained and frozen parameters are in separate units.  A block with both has two units, and so have the root and
+      the persistent parameters.
+
+    Args:
+        model: the model.
+        blocks: the modules that become units; None for those that :func:`find_blocks` finds.
+        group_of: a function of a parameter's name and the parameter, which returns the number of the parameter's
+            optimizer group; None to put all parameters into group 0.
+        policy: the policy with the limits.
 
     Raises:
         ZeroError: in each of these cases:
@@ -143,7 +152,7 @@ def drafts_of(
             - a block is no submodule of the model, overlaps another block, or has a name that the engine uses itself;
             - a parameter is neither fp32 nor of the policy's compute type;
             - a parameter or buffer of a lazy module has no shape yet;
-            - a unit, other than the persistent unit, has more elements than ``largest_unit``.
+            - a unit whose parameters are not persistent has more elements than ``largest_unit``.
     """
     check_shapes(model)
     if blocks is None:

@@ -438,8 +438,9 @@ class MasterShard:
         If several ranks hold copies of the shard, each of them counts a different part, so that the norm over all ranks
         counts each element once.
 
-        With local steps (DiLoCo), each group of ranks that shares one copy of the states has gradients of its own, and
-        computes a norm of its own.  A rank then counts the gradients of its whole shard.
+        With local steps (DiLoCo), each state group (ranks among which one copy of all states is sharded) has gradients
+        of its own, and computes a norm over its own ranks.  No two ranks of a group hold the same shard, so each rank
+        counts the gradients of its whole shard.
         """
         apart = self._anchor is not None
         low, high = (0, self._geometry.shard) if apart else self._geometry.own_piece(self._mesh.rank)

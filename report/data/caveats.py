@@ -21,7 +21,7 @@ ABOVE: Final = "§"
 FOOTNOTES: Final = {
     RATES: f"{RATES}: the links of one setting's configurations achieved rates that differ by more than "
     f"{RATES_AGREE_WITHIN:.0%}.",
-    TAKEN: f"{TAKEN}: trials during which other programs and the machine's host took more than "
+    TAKEN: f"{TAKEN}: trials during which other programs and the hypervisor together took more than "
     f"{OTHERS_WITHIN:.0%} of the processors' time. Their number is in parentheses after n; any other number with the "
     "mark is from such trials alone.",
     ABOVE: f"{ABOVE}: above 1, so that the lower bound is longer than the measured step. Possible reasons: the link "
@@ -120,7 +120,7 @@ def untimed_in_words(derived: Derived) -> str:
 def taken_fact(derived: Derived) -> str | None:
     """Return the largest share of CPU time that others took in any trial, as text: ``at most 3.1% in a trial``.
 
-    Others are other programs and the machine's host.  If some records lack this share, their number follows:
+    Others are other programs and the hypervisor.  If some records lack this share, their number follows:
     ``at most 3.1% in a trial; not recorded in 2``.  If all records lack it, the text is ``not recorded``.
     Returns None if no trial has finished.
     """
@@ -213,7 +213,7 @@ def warnings(derived: Derived) -> list[str]:
     ]
     if disturbed := len(derived.disturbed):
         sentences.append(
-            f"During {disturbed} of {counted(len(trials), 'trial')} other programs and the machine's host "
+            f"During {disturbed} of {counted(len(trials), 'trial')} other programs and the hypervisor together "
             f"took more than {OTHERS_WITHIN:.0%} of the processors' time, at most "
             f"{trials['taken_share'].max():.0%}; such trials are marked ({TAKEN}), and seconds leave them out where "
             "the same configuration also has undisturbed ones."

@@ -575,7 +575,7 @@ def _gpus(record: Record, trial: Trial) -> dict[str, float]:
 def _taken(record: Record) -> dict[str, float]:
     """Return which shares of the CPUs' time others took during the timed steps.
 
-    ``others_share`` is the share of other programs, ``steal_share`` the share of the machine's host, and
+    ``others_share`` is the share of other programs, ``steal_share`` the share of the hypervisor, and
     ``taken_share`` their sum.  All are NaN if the record does not hold these times.
     """
     if (use := record.processor_use) is None:

@@ -260,9 +260,10 @@ class Derived:
 
     @cached_property
     def differing(self) -> dict[str, float]:
-        """The relative spread of the links' rates in each setting whose links achieved different rates.
+        """By hash of a setting, one number: how far apart the rates are that the links of this setting achieved.
 
-        Keys are hashes of settings; 0.2 is a spread of 20 %.  See :func:`report.data.speedups.rates_differ`.
+        With 0.2, the highest of the configurations' median rates is 20 % above the lowest.  Settings whose rates agree
+        are left out (:func:`report.data.speedups.rates_differ`).
         """
         return speedups.rates_differ(self.finished[self.finished["workload"] != "generate"])
 
@@ -330,7 +331,8 @@ class Derived:
     def disturbed(self) -> frozenset[str]:
         """Ids of the disturbed trials.
 
-        In these, other programs and the machine's host took more than :data:`OTHERS_WITHIN` of the processors' time.
+        In these, other programs and the hypervisor together took more than :data:`OTHERS_WITHIN` of the processors'
+        time.
         """
         return frozenset(map(str, self.finished[self.finished["disturbed"].astype(bool)]["id"]))
 

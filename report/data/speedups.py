@@ -65,7 +65,7 @@ def undisturbed(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the rows that are not disturbed; if all are disturbed, return all.
 
     ``rows`` are trials, or pairs of trials, of one configuration in one setting.  A trial is disturbed if other
-    programs and the machine's host took more than 5 % of the processors' time, and a pair if one of its trials is.
+    programs and the hypervisor together took more than 5 % of the processors' time, and a pair if one of its trials is.
     """
     disturbed = rows["disturbed"].astype(bool)
     return rows if disturbed.all() else rows[~disturbed]

@@ -46,10 +46,10 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
         return ""
     left, whole = (sum(numbers) for numbers in zip(*counts, strict=True))
     return (
-        f"A trial is disturbed if other programs and the machine's host took more than {OTHERS_WITHIN:.0%} of the "
+        f"A trial is disturbed if other programs and the hypervisor together took more than {OTHERS_WITHIN:.0%} of the "
         "processors' time. Times in seconds leave out disturbed trials, and speed-ups leave out pairs with a "
         f"disturbed trial. In {counted(len(counts), 'row')}, this leaves out {left} of {whole} trials "
-        "of a time, or pairs of trials of a speed-up."
+        "(for times) or pairs of trials (for speed-ups)."
     )
 
 

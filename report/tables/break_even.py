@@ -92,7 +92,7 @@ def _behind(derived: Derived, ids: list[str]) -> dict[str, Any]:
 
     ``trials`` is the number of trials, and ``_taken`` a text on the disturbed trials, such as `` (2 ‡)``.
     ``_rates`` is the mark `` †`` if links achieved different rates.  ``taken_share`` is the largest share of the
-    processors' time that other programs and the machine's host took during a trial.
+    processors' time that other programs and the hypervisor took during a trial.
     """
     rows = derived.trials[derived.trials["id"].isin(ids)]
     return {**trial_count(rows), "_rates": caveats.rates(rows), "taken_share": rows["taken_share"].max()}

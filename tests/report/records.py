@@ -153,7 +153,7 @@ def on_link(record: Record, mbit: float) -> Record:
 
 
 def taken_by_others(record: Record, others: float, steal: float = 0.0) -> Record:
-    """``record`` in which other programs and the machine's host took these shares of processor time."""
+    """``record`` in which other programs and the hypervisor took these shares of processor time."""
     use = record.processor_use
     assert use is not None
     had = use.seconds * use.processors

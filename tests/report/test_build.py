@@ -227,7 +227,7 @@ def test_the_page_marks_trials_of_which_others_had_processors(tmp_path: Path) ->
             write(tmp_path / name, record)
         text = _Page(build(tmp_path / name).read_text().replace("</dt>", ": </dt>")).text
         page[name] = " ".join(text.split())
-    assert "During 1 of 5 trials other programs and the machine's host took more" in page["taken"]
+    assert "During 1 of 5 trials other programs and the hypervisor together took more" in page["taken"]
     assert "more than 5% of the processors' time, at most 50%" in page["taken"]
     assert "processors taken by others: at most 50.0% in a trial" in page["taken"]
     assert f"{first.id} ‡" in page["taken"]

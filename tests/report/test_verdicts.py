@@ -400,8 +400,8 @@ def test_disturbed_pairs_are_left_out_counted_and_kept_in_the_csv() -> None:
     assert row["n"] == "4"
     assert raw.loc["ZeRO++", "speedup_left_out"] == 2
     assert (
-        "with a disturbed trial. In 1 row, this leaves out 2 of 6 trials of a time, or pairs of trials of a speed-up."
-        in head.table.footnotes
+        "with a disturbed trial. In 1 row, this leaves out 2 of 6 trials (for times) or pairs of trials "
+        "(for speed-ups)." in head.table.footnotes
     )
     assert re.search(r"n = 4, 2 disturbed left out\)\.", head.sentence)
     assert len(derive(frames_of(slow)).trials) == 12
@@ -473,8 +473,8 @@ def test_seconds_that_others_disturbed_have_a_caveat_and_no_prediction() -> None
     head = head_of([*most, *records[10:]])
     assert head.sentence.startswith("Inconclusive (one undisturbed of six pairs; ")
     assert head.caveat == (
-        "The seconds are unreliable: in 10 of 12 trials other programs and the machine's host took more than 5% of the "
-        "processors' time."
+        "The seconds are unreliable: in 10 of 12 trials other programs and the hypervisor together took more than 5% "
+        "of the processors' time."
     )
     assert "Expected in a new run" not in rows_of(head)["ZeRO++"]
     derived = derive(frames_of([*most, *records[10:]]))

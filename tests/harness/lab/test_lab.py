@@ -120,8 +120,8 @@ def test_a_budget_of_snapshots_is_kept(snapshot: Path) -> None:
     with pytest.raises(Refusal) as refusal:
         list(budget_lines(measured, 1.0))
     match = re.fullmatch(
-        r"--bits 1: the smallest of the codecs take (\S+) bits for each element of (\w+): give --bits \1 or more, or "
-        "name a smaller codec with --codec",
+        r"--bits 1: even with the smallest codec for each unit, (\S+) bits are needed for each element of (\w+): give "
+        r"--bits \1 or more, or name a codec of fewer bits with --codec",
         str(refusal.value),
     )
     assert match is not None

@@ -29,8 +29,8 @@ def test_trials_that_were_left_out_are_counted_over_all_rows() -> None:
     )
     assert left_out_in_words([kept]) == ""
     assert (
-        "with a disturbed trial. In 2 rows, this leaves out 3 of 12 trials of a time, or pairs of trials of a speed-up."
-        in left_out_in_words([kept, some, more])
+        "with a disturbed trial. In 2 rows, this leaves out 3 of 12 trials (for times) or pairs of trials "
+        "(for speed-ups)." in left_out_in_words([kept, some, more])
     )
 
 
