@@ -264,7 +264,8 @@ def test_pairs_of_another_suite_that_were_left_out_are_counted_with_all_its_pair
     assert only(derived).net.n == 6
     footnotes = verdicts(derived).table.footnotes
     assert (
-        "In 1 row, this leaves out 1 of 12 trials (for times) or pairs of trials (for speed-ups)." in footnotes
+        "In 1 row, this leaves out 1 of 12 trials (for times) or pairs of trials (for speed-ups)."
+        in footnotes
     )
 
 
