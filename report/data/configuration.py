@@ -233,6 +233,12 @@ def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = 
     return f"{name} ({', '.join(texts)})" if texts else name
 
 
+def has_own_method(trial: Trial) -> bool:
+    """Return whether a class of a user's own, in ``policy.reduce`` or ``policy.gather``, moves a trial's messages."""
+    values = fields_of(trial.resolved_policy(), trial.topology())
+    return any(_MODULE.match(values.get(name, "")) for name in ("reduce", "gather"))
+
+
 def name_of(strategy: str) -> str:
     """Return the printed name of a strategy; for a user's own strategy, the name of its class."""
     return NAMES.get(strategy) or strategy.rpartition(":")[2]
