@@ -3,8 +3,8 @@
 The sentence fills a template of this quantity (:mod:`harness.suites.answering_quantity`); the words of the suite's
 question are never parsed.  The sentence states how much a configuration differs from its baseline.  If several
 configurations are compared, it is about the one that :func:`foremost` chooses: usually, among the strategies without
-changes, the one with the largest significant difference.  The sentence then ends with the numbers of better and worse
-comparisons, so that readers see what the choice leaves out.
+changes and the methods of a user's own, the one with the largest significant difference.  The sentence then ends with
+the numbers of better and worse comparisons, so that readers see what the choice leaves out.
 
 Up to three sentences may follow (:mod:`report.further_sentences`).
 Definitions: docs/reference/metrics.md, Verdicts.
@@ -21,7 +21,7 @@ from harness.records.confidence_intervals import FEWEST, FEWEST_UNDISTURBED, WIT
 from harness.suites.answering_quantity import Quantity
 from harness.suites.peers import PEERS
 from report.data import break_even, metrics, speedups
-from report.data.configuration import name_of, spelled
+from report.data.configuration import has_own_method, name_of, spelled
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number
 from report.draw.names_of_rows import common_and_rest, titles_of
@@ -57,7 +57,8 @@ class Difference:
     place: str = ""  # words for the setting, if there are several settings: ``with 50 Mbit/s, ``
     notes: str = ""  # clauses that follow the claim and its interval in the same sentence
     sequel: str = ""  # sentences at the end, on break-even rates; a space precedes each
-    # Whether the configuration is a strategy without changes, or a control, which has a deliberate fault.
+    # Whether the configuration is a strategy without changes, a strategy with a method of a user's own, or a control,
+    # which has a deliberate fault.
     preset: bool = True
 
     @property
@@ -227,8 +228,8 @@ def foremost(kind: str, differences: Sequence[Difference], *, gains: bool = Fals
     return the largest of all.
     Two rules narrow the choice among significant differences, in this order.  A rule that would leave none is skipped:
 
-    * If ``kind`` is a speed (step time, tokens/s, net speed-up) or the loss: only strategies without changes, and
-      configurations with a fault made on purpose (controls), are considered.
+    * If ``kind`` is a speed (step time, tokens/s, net speed-up) or the loss: only strategies without changes, strategies
+      with a method of a user's own, and configurations with a fault made on purpose (controls), are considered.
     * If ``kind`` is a speed, or if ``gains`` is true: only improvements are considered.
     """
     known = [each for each in differences if each.known]
@@ -438,7 +439,9 @@ def differences_of(
             found[key], spelled(key[1]), spelled(next(iter(bases.get(key, overall)), "")),
             f"within {key[0]} without activations, " if asked == "size" else places.get(key[0], ""), notes[key],
             sequels.get(key, ""),
-            preset=key[1] == name_of(trials[key[1]].strategy) or trials[key[1]].control is not None,
+            preset=key[1] == name_of(trials[key[1]].strategy)
+            or has_own_method(trials[key[1]])
+            or trials[key[1]].control is not None,
         )
         for key in keys
     ]  # fmt: skip

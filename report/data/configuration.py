@@ -22,7 +22,7 @@ from harness.suites.trial import RECIPE, Trial
 from impl.deepspeed.config_to_policy import recipe
 from impl.policy.policy import SETTINGS, Policy
 from impl.policy.topology import Topology
-from report.data.text import plain
+from report.data.text import plain, short_integer
 
 BASELINE: Final = "zero3"  # ZeRO-3 with collectives in two hops, without quantisation and without hpZ's copy
 PAPERS_BASELINE: Final = (
@@ -167,7 +167,7 @@ def _changed_text(field: str, value: str) -> str:
         return f"hpZ {value}" if value != "0" else "no hpZ"
     if field == "schedule" and value != "none":
         return f"schedule: {value}"
-    return f"no {field}" if value == "none" else f"{field} {_without_module(field, value)}"
+    return f"no {field}" if value == "none" else f"{field} {_short(field, value)}"
 
 
 def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
@@ -233,23 +233,33 @@ def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = 
     return f"{name} ({', '.join(texts)})" if texts else name
 
 
+def has_own_method(trial: Trial) -> bool:
+    """Return whether a class of a user's own, in ``policy.reduce`` or ``policy.gather``, moves a trial's messages."""
+    values = fields_of(trial.resolved_policy(), trial.topology())
+    return any(_MODULE.match(values.get(name, "")) for name in ("reduce", "gather"))
+
+
 def name_of(strategy: str) -> str:
     """Return the printed name of a strategy; for a user's own strategy, the name of its class."""
     return NAMES.get(strategy) or strategy.rpartition(":")[2]
 
 
 def field_text(field: str, value: str) -> str:
-    """Return a field of a policy and its value as short text: ``g int4:64``, ``groups of 2``, ``prefetch 0``."""
+    """Return a field of a policy and its value as short text: ``g int4:64``, ``groups of 2``, ``max reuse 1e9``."""
     if field == "secondary" and value == "0":
         return "no hpZ copy"
     if field == "schedule" and value != "none":
         return value  # which names the fields that it changes
-    return f"{_SHORT.get(field, field)} {_without_module(field, value)}"
+    return f"{_SHORT.get(field, field)} {_short(field, value)}"
 
 
-def _without_module(field: str, value: str) -> str:
-    """Return ``value`` without the module of a user's class, if ``field`` is ``reduce``; else ``value`` unchanged."""
-    return _MODULE.sub("", value) if field == "reduce" else value
+def _short(field: str, value: str) -> str:
+    """Return the value of a field as names print it.
+
+    The name of a user's class, in field ``reduce``, loses its module.  Large round integers are written as ``1e9``
+    (:func:`report.data.text.short_integer`).  Other values stay unchanged.
+    """
+    return _MODULE.sub("", value) if field == "reduce" else short_integer(value)
 
 
 def spelled(name: str) -> str:

@@ -93,6 +93,18 @@ def number(digits: int = 3) -> Callable[[Any], str]:
     return formatted
 
 
+def short_integer(text: str) -> str:
+    """Return an integer from 1,000,000 on with an exponent, if it has at most two digits before its zeros.
+
+    ``1000000000`` gives ``1e9``, and ``2500000`` gives ``2.5e6``.  Any other text is returned unchanged, so that
+    different texts stay different.
+    """
+    digits = text.rstrip("0")
+    if re.fullmatch(r"[1-9][0-9]{6,}", text) is None or len(digits) > 2:
+        return text
+    return f"{'.'.join(digits)}e{len(text) - 1}"
+
+
 def text(value: Any) -> str:
     """Return a value as one line of text: runs of white space and unprintable characters become one space.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from matplotlib.artist import Artist
@@ -13,14 +13,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, StrMethodFormatter
 
+from report.data.text import number
 from report.draw import theme
 from report.draw.theme import Look, Style
 
 ROW_INCHES: Final = 0.32  # height of a row with the space around it
+AROUND_INCHES: Final = 0.75  # height of the title and the axis of a panel with rows
 _FEW_DECADES: Final = 1e3  # an axis whose ends have a smaller ratio has ticks inside its decades
 _MOST_TICKS: Final = 9
+_FEW_VALUES: Final = 8  # a logarithmic axis of at most so many values has its ticks at the values
+_BETWEEN_TICKS: Final = 1 / 12  # least distance of two ticks at values, as a share of the axis
 _LETTER_INCHES: Final = 0.062  # average width of a letter of a legend's label
 _LABEL_SHARE: Final = 0.8  # share of a panel's width that the label of its axis may fill
 _ENTRY_INCHES: Final = 0.45  # width of a legend's entry without its label
@@ -29,25 +33,33 @@ _EDGES_INCHES: Final = 0.1  # width of a figure's empty edges, left and right to
 
 
 def grid(
-    style: Style, rows: int, columns: int, heights: Sequence[float], *, share_y: bool = False
+    style: Style,
+    rows: int,
+    columns: int,
+    heights: Sequence[float],
+    *,
+    share_y: bool = False,
+    around: float = 0.0,
 ) -> tuple[Figure, list[list[Axes]]]:
     """Return a figure with ``rows`` x ``columns`` panels, and the panels as a list of rows.
 
-    ``heights`` are the heights of the rows in inches, with the panels' titles and axes.  With ``share_y``, the panels
-    of a row share their y axis.  A figure of a narrow ``style`` shows all panels in one column, but they are returned
-    as ``rows`` x ``columns``, too.
+    ``heights`` are the heights of the rows in inches, with the panels' titles and axes.  If ``around`` is not 0, the
+    heights are those of the panels alone, and each panel has ``around`` inches for its title and its x axis.  With
+    ``share_y``, the panels of a row share their y axis.  A figure of a narrow ``style`` shows all panels in one column,
+    but they are returned as ``rows`` x ``columns``, too.
     """
     shape = (rows * columns, 1) if style.narrow else (rows, columns)
     ratios = [height for height in heights for _ in range(shape[0] // rows)]
-    figure = Figure(figsize=(style.inches, sum(ratios)), layout="constrained")
+    inches = sum(ratios) + around * len(ratios)
+    figure = Figure(figsize=(style.inches, inches), layout="constrained")
     sharey: Literal["row", "none"] = "row" if share_y and not style.narrow else "none"
     axes = figure.subplots(*shape, squeeze=False, height_ratios=ratios, sharey=sharey)
     return figure, [list(row) for row in axes.reshape(rows, columns)]
 
 
 def rows_inches(count: int) -> float:
-    """Return the height in inches of a panel with ``count`` rows, its axis and its title."""
-    return 0.75 + ROW_INCHES * max(count, 2)
+    """Return the height in inches of a panel with ``count`` rows, without its axis and its title."""
+    return ROW_INCHES * max(count, 2)
 
 
 def wrapped(name: str, limit: int = 26, most: int | None = None) -> str:
@@ -83,17 +95,27 @@ def name_rows(ax: Axes, names: Sequence[str], *, first: bool = True) -> None:
     ax.grid(visible=False, axis="y")
 
 
-def log_ticks(ax: Axes, axis: Literal["x", "y"]) -> None:
+def log_ticks(ax: Axes, axis: Literal["x", "y"], values: Iterable[float] = ()) -> None:
     """Make an axis logarithmic, with plain labels.
 
-    Ticks are at the decades; an axis of less than three decades has ticks at 1, 2 and 5 times each decade.
+    Ticks are at ``values``, which are all values of the data along this axis, if they are few.  A value has no tick if
+    this tick would be too near to the tick of a smaller value.  If there are many values, or none are given, ticks are
+    at the decades; an axis of less than three decades then has ticks at 1, 2 and 5 times each decade.
     """
     (ax.set_xscale if axis == "x" else ax.set_yscale)("log")
     part, (low, high) = (ax.xaxis, ax.get_xlim()) if axis == "x" else (ax.yaxis, ax.get_ylim())
+    part.set_minor_locator(NullLocator())
+    ticks, distinct = list[float](), sorted({*values})
+    for value in distinct:
+        if not ticks or value / ticks[-1] > (high / low) ** _BETWEEN_TICKS:
+            ticks.append(value)
+    if 0 < len(distinct) <= _FEW_VALUES:
+        part.set_major_locator(FixedLocator(ticks))
+        part.set_major_formatter(FuncFormatter(lambda tick, _: number(3)(tick)))
+        return
     subs = (1, 2, 5) if high / low < _FEW_DECADES else (1,)
     part.set_major_locator(LogLocator(subs=subs, numticks=_MOST_TICKS))
     part.set_major_formatter(StrMethodFormatter("{x:g}"))
-    part.set_minor_locator(NullLocator())
 
 
 def beside(ax: Axes, x: float, y: float, text: str) -> None:
@@ -102,18 +124,22 @@ def beside(ax: Axes, x: float, y: float, text: str) -> None:
         ax.annotate(text, (x, y), (5, 0), textcoords="offset points", va="center", fontsize=7.5)
 
 
-def room(ax: Axes, *, zero: bool, share: float = 0.2) -> None:
-    """Set the ends of the x axis, so that there is room for labels on the right of the data.
+def room(panels: Sequence[Axes], *, zero: bool, share: float = 0.2) -> None:
+    """Set the ends of the x axis of all panels, so that there is room for labels on the right of their data.
 
     With ``zero``, the axis begins at 0, or at the smallest value if it is negative; the room is ``share`` times the
     largest value.  Without ``zero``, the axis begins just below the smallest value, and the room is ``share`` times the
     difference between the largest and the smallest value.
     """
-    low, high = ax.dataLim.x0, ax.dataLim.x1
-    if not (math.isfinite(low) and math.isfinite(high)):
+    ends = [(ax.dataLim.x0, ax.dataLim.x1) for ax in panels]
+    ends = [(low, high) for low, high in ends if math.isfinite(low) and math.isfinite(high)]
+    if not ends:
         return
+    low, high = min(low for low, _ in ends), max(high for _, high in ends)
     air = (high - low) or abs(high) * 0.01 or 1.0
-    ax.set_xlim(min(0.0, low) if zero else low - 0.15 * air, high + share * (high if zero else air) + 1e-12)
+    left, right = min(0.0, low) if zero else low - 0.15 * air, high + share * (high if zero else air) + 1e-12
+    for ax in panels:
+        ax.set_xlim(left, right)
 
 
 def lines(looks: Mapping[str, Look], **changes: Any) -> dict[str, Artist]:

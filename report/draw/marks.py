@@ -22,17 +22,13 @@ from report.data import caveats
 from report.data.frames import groups
 from report.data.text import listed, number, sentence
 from report.draw import axes, theme
-from report.draw.names_of_rows import (
-    by_configuration,
-    by_setting,
-    by_setting_and_configuration,
-    configurations,
-)
+from report.draw.names_of_rows import by_configuration, by_setting, configurations
 from report.draw.theme import Look, Style
 
 _THREE_DIGITS: Final = number(3)
 _FEW: Final = 8  # an axis with fewer integer values has a tick at each of them
 _PANEL_INCHES: Final = 2.3
+_MOST_SETTINGS: Final = 8  # a figure with rows shows at most so many settings
 _COLUMNS: Final = 3  # largest number of panels in a row, for figures that have a single measure
 _MARKERS: Final = {"o": "circles", "x": "crosses", "|": "strokes"}
 _DOT: Final = {"s": 9, "color": theme.INK, "linewidth": 0.3, "zorder": 2.5, "legend": False}
@@ -103,29 +99,54 @@ def _strokes(measures: Sequence[Measure], mark: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Draws a row for each configuration in each setting; each measure has a panel, and panels are side by side.
+    """Draws a row for each configuration; each setting has a panel for each measure.
 
-    A row shows the measure's value as a bar or point, its interval as a line, and each raw value as a dot.
+    The panels of a setting are side by side, and those of a measure stand above one another, with the same ends of the
+    x axis.  A row shows the measure's value as a bar or point, its interval as a line, and each raw value as a dot.
+    Of many settings, the first :data:`_MOST_SETTINGS` are drawn.
     """
 
     measures: tuple[Measure, ...]
 
     def draw(self, data: pd.DataFrame, style: Style) -> Figure:
         """Draw the table ``data``, which must have rows, and return the figure."""
-        rows, shown = by_setting_and_configuration(data), _measured(self.measures, data)
-        names = [name + caveats.rates(group) for name, _, group in rows]
-        figure, (panels,) = axes.grid(style, 1, len(shown), [axes.rows_inches(len(rows))], share_y=True)
-        looks = [style.look(configuration) for _, configuration, _ in rows]
-        for ax, measure in zip(panels, shown, strict=True):
-            _row_panel(ax, [group for *_, group in rows], measure, looks)
-            axes.name_rows(ax, names, first=ax is panels[0] or style.narrow)
-            ax.set_xlabel(axes.wrapped(measure.label, 60 // len(shown)))
+        settings = by_setting(data)[:_MOST_SETTINGS]
+        drawn = pd.concat([rows for _, rows in settings])
+        shown = _measured(self.measures, drawn)
+        heights = [axes.rows_inches(rows["configuration"].nunique()) for _, rows in settings]
+        figure, panels = axes.grid(
+            style, len(settings), len(shown), heights, share_y=True, around=axes.AROUND_INCHES
+        )
+        for row, (title, rows) in zip(panels, settings, strict=True):
+            named = by_configuration(rows)
+            names = [name + caveats.rates(group) for name, group in named]
+            looks = [style.look(name) for name, _ in named]
+            for ax, measure in zip(row, shown, strict=True):
+                if rows[measure.column].notna().any():
+                    _row_panel(ax, [group for _, group in named], measure, looks)
+                axes.name_rows(ax, names, first=ax is row[0] or style.narrow)
+                last = row is panels[-1] or style.narrow
+                ax.set_xlabel(axes.wrapped(measure.label, 60 // len(shown)) if last else "")
+                ax.tick_params(axis="x", labelbottom=last)
+            row[0].set_title(title)
+        for of_measure, measure in zip(zip(*panels, strict=True), shown, strict=True):
+            if not measure.log:
+                axes.room(of_measure, zero=measure.bar)
+                continue
+            values = drawn[measure.column].astype(float)
+            for ax in of_measure:
+                ax.set_xlim(values.min() / 1.5, values.max() * 3)
+                axes.log_ticks(ax, "x")
         return figure
 
     def says(self, data: pd.DataFrame) -> str:
-        """Return the caption's sentences on the measures."""
+        """Return the caption's sentences on the measures, and on settings that are not drawn."""
         shown = _measured(self.measures, data)
-        return f"{_definitions(shown)} Each dot is {_dots(shown)}{_strokes(shown, 'strokes ( | )')}."
+        text = f"{_definitions(shown)} Each dot is {_dots(shown)}{_strokes(shown, 'strokes ( | )')}."
+        count = data["setting"].nunique() if "setting" in data else 0
+        if count > _MOST_SETTINGS:
+            text += f" The figure shows the first {_MOST_SETTINGS} of {count} settings; its CSV has all."
+        return text
 
 
 def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: Sequence[Look]) -> None:
@@ -154,11 +175,6 @@ def _row_panel(ax: Axes, rows: Sequence[pd.DataFrame], measure: Measure, looks: 
     right = ends[["estimate", "high", "most", "stroke"]].max(axis=1)
     for place, (end, estimate) in enumerate(zip(right, ends["estimate"], strict=True)):
         axes.beside(ax, end, place, measure.form(estimate))
-    if measure.log:
-        ax.set_xlim(values[column].min() / 1.5, values[column].max() * 3)
-        axes.log_ticks(ax, "x")
-    else:
-        axes.room(ax, zero=measure.bar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +257,7 @@ class Lines:
         if is_integer_dtype(rows[x]) and points["x"].nunique() < _FEW:
             ax.set_xticks(sorted(points["x"].unique()))
         if self.log:
-            axes.log_ticks(ax, "x")
+            axes.log_ticks(ax, "x", rows.groupby(key)[x].median())
         if measure.log:
             axes.log_ticks(ax, "y")
 
@@ -278,7 +294,9 @@ class Stacked:
         known = [part for part in self.parts if part in held]
         colours = theme.of_parts([*known, *sorted(held - set(known))])
         rows = groups(data, ["panel"])
-        heights = [axes.rows_inches(group["configuration"].nunique()) for _, group in rows]
+        heights = [
+            axes.AROUND_INCHES + axes.rows_inches(group["configuration"].nunique()) for _, group in rows
+        ]
         figure, panels = axes.grid(style, len(rows), 1, heights)
         for (ax,), ((title,), group) in zip(panels, rows, strict=True):
             self._panel(ax, group, colours)
@@ -308,7 +326,7 @@ class Stacked:
         for place, (end, total) in enumerate(zip(ends, totals, strict=True)):
             axes.beside(ax, float(end), place, number(4)(float(total)))
         axes.name_rows(ax, names)
-        axes.room(ax, zero=True, share=0.12)
+        axes.room([ax], zero=True, share=0.12)
 
     def says(self, data: pd.DataFrame) -> str:
         """Return the caption's sentences on the bars and the marks of totals."""

@@ -70,8 +70,9 @@ def _over_rates(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def _pairs(derived: Derived) -> pd.DataFrame:
-    rows = derived.pairs[derived.pairs["nodes"] > 1]
-    if not (rows["id"] != rows["baseline"]).any():
+    """Return all pairs of a trial and the baseline's trial, if any two trials on several nodes are compared."""
+    rows = derived.pairs
+    if not (rows["nodes"].gt(1) & rows["id"].ne(rows["baseline"])).any():
         rows = rows.iloc[:0]
     keys = [
         "baseline",
@@ -85,10 +86,15 @@ def _pairs(derived: Derived) -> pd.DataFrame:
     return rows[[*KEPT, *keys, "allowed", *metrics.SHARES, "alone", "rates_differ"]]
 
 
-def _at_one_rate(derived: Derived, known: str) -> pd.DataFrame:
+def _at_one_rate(derived: Derived, known: str, *, least_nodes: int = 1) -> pd.DataFrame:
+    """Return the pairs of settings on ``least_nodes`` or more, without the settings that ran at several rates.
+
+    Settings in which the column ``known`` has no value are left out.
+    """
     rows = _pairs(derived)
     rows = rows.drop(speedups.several_rates(rows).index)
-    return rows if rows[known].notna().any() else rows.iloc[:0]
+    rows = rows[rows["nodes"] >= least_nodes]
+    return rows[rows["setting"].isin(rows[rows[known].notna()]["setting"])]
 
 
 def _above_in_words(data: pd.DataFrame) -> str:
@@ -119,7 +125,7 @@ SHARE: Final = Figure(
     name="share",
     title="Steps compared with the shortest possible",
     question="How close does each configuration's step come to the shortest possible step?",
-    table=lambda derived: _at_one_rate(derived, "share"),
+    table=lambda derived: _at_one_rate(derived, "share", least_nodes=2),
     mark=Rows((_SHARE,)),
     notes=_BOUNDS,
 )

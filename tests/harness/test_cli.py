@@ -126,8 +126,9 @@ def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: s
     if name in ("../..", ".."):
         name = f"{name}/no-such-folder"
     record()
-    (folder / "results" / "reference").mkdir()
-    (folder / "results" / "reference" / "q.tar.xz").touch()
+    for archives in ("predicted", "reference", "unfinished"):
+        (folder / "results" / archives).mkdir()
+        (folder / "results" / archives / "q.tar.xz").touch()
     text = refused(folder, capsys, command, name)
     assert f"unknown suite{' or id' if command == 'show' else ''} " in text
     assert "results holds q;" in text

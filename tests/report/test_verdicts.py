@@ -632,6 +632,12 @@ COMMITTED = {
         "bytes", r".* losses equal those of ZeRO-3 in every digit, ZeRO-3 \(reduce Lossless\), sends 0\.884 of .*",
         "Bytes between nodes",
     ),
+    "methods": (
+        "loss",
+        (r"After 100 steps the validation loss of ZeRO-3 \(reduce TopK\(share=0\.01\)\) is 0\.654 nats higher than "
+        r"ZeRO-3's \(95 % CI .*, 6 seeds\), beyond the margin of 0\.034 nats; of 9 comparisons of validation loss, .*"),
+        "Change of loss, nats",
+    ),
     "reordering": ("loss", r"After 100 steps .*unordered.* 1\.00\d nats higher .*", "Change of loss, nats"),
     "offload": ("memory", r"ZeRO\+\+ .* holds 8\.77 MiB a rank where ZeRO-3 holds 20\.0 MiB; .*", "Memory, MiB a rank"),
     "block_size": ("error", r"Inconclusive \(one pair; .*", "Error (vNMSE)"),

@@ -172,7 +172,7 @@ def _gathered_ahead(mesh: Mesh) -> list[tuple[str, int, int, int]]:
         (Topology(1, 2), {"exact", "flat", "mics", "zero3 in bf16", "offload", "spans"}),
         (Topology(2, 2), {"flat", "mics", "spans"}),
     ],
-    ids=str,
+    ids=["1x2", "2x2"],
 )
 def test_weights_gathered_ahead_are_in_the_formula(topology: Topology, ahead: set[str]) -> None:
     """Over gloo and shared memory, a rank's most gathered weights are the formula's under every policy and limit.

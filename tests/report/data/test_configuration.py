@@ -11,7 +11,7 @@ from impl.codecs.codec import BF16, FP32
 from impl.policy.policy import MemoryLimits, Offload, Policy, parse_budget, parse_feedback, parse_loss_scale
 from impl.policy.presets import PRESETS
 from impl.policy.spans import Span
-from report.data.configuration import NAMES, fields_of, label_of
+from report.data.configuration import NAMES, differences_of, fields_of, label_of
 
 LAYOUT = {"align"}  # it changes the layout alone
 
@@ -89,3 +89,17 @@ def test_names_of_deepspeeds_configurations_have_their_settings() -> None:
     fsdp2 = Trial.model_validate({"strategy": "fsdp2-kept", "peer": {"compute": "bf16"}})
     assert label_of(fsdp2, {"compute": "bf16"}) == "FSDP2, kept (compute bf16)"
     assert set(PEERS) <= set(NAMES)
+
+
+def test_large_round_numbers_are_short_in_names() -> None:
+    """Of a policy and of a library's settings, in names and in differences; numbers that are not round stay whole."""
+
+    def kept(most: int) -> Trial:
+        return Trial.model_validate({"strategy": "zero3", "policy": {"max_reuse": most}})
+
+    assert label_of(kept(1_000_000_000), {}) == "ZeRO-3 (max reuse 1e9)"
+    assert label_of(kept(1_000_000_001), {}) == "ZeRO-3 (max reuse 1000000001)"
+    assert differences_of(kept(2_500_000), Trial(strategy="zero3")) == "max reuse 2.5e6"
+    config = json.dumps({"zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 1_000_000_000}})
+    deepspeed = Trial(strategy="deepspeed", deepspeed_config=config)
+    assert label_of(deepspeed, {}) == "DeepSpeed (stage3_max_reuse_distance 1e9)"

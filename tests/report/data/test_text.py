@@ -12,6 +12,7 @@ from report.data.text import (
     occasions_in_words,
     parts_of,
     sentence,
+    short_integer,
 )
 
 
@@ -50,3 +51,11 @@ def test_a_text_is_split_at_commas_that_are_not_inside_numbers() -> None:
     """A comma after a word separates, also from a number of three digits, and a comma after a digit from a word."""
     assert parts_of("45,216 parameters, lr 0.01,ZeRO++") == ["45,216 parameters", "lr 0.01", "ZeRO++"]
     assert parts_of("2x2 ranks,100 Mbit/s") == ["2x2 ranks", "100 Mbit/s"]
+
+
+def test_large_round_integers_are_written_short() -> None:
+    """From a million on, with at most two digits before the zeros; other texts stay as they are."""
+    short = {"1000000": "1e6", "50000000": "5e7", "2500000": "2.5e6", "1000000000": "1e9"}
+    assert {whole: short_integer(whole) for whole in short} == short
+    for text in ("100000", "1250000", "9223372036854775807", "0", "int8:2000000", "2000000.0", "none"):
+        assert short_integer(text) == text

@@ -288,6 +288,37 @@ def test_ticks_of_a_log_axis_are_in_view_and_few(values: list[float]) -> None:
     assert 1 <= len(ticks) <= 9
 
 
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ([24.04, 95.2, 381.0], ["24.0", "95.2", "381"]),
+        ([24.0, 24.1, 381.0], ["24.0", "381"]),  # one tick would cover the other
+        ([], ["10", "20", "50", "100", "200"]),
+        ([20.0 * 1.3**power for power in range(9)], ["10", "20", "50", "100", "200"]),
+    ],
+)
+def test_ticks_of_a_log_axis_are_at_its_values_if_these_are_few(
+    values: list[float], ticks: list[str]
+) -> None:
+    """A tick at each of up to eight values; rates of 25 and 400 Mbit/s once had none."""
+    figure = Drawn()
+    ax = figure.subplots()
+    ax.set_xlim(10, 400)
+    axes.log_ticks(ax, "x", values)
+    figure.draw_without_rendering()
+    shown = zip(ax.get_xticks(), ax.get_xticklabels(), strict=True)
+    assert [label.get_text() for tick, label in shown if 10 <= tick <= 400] == ticks
+
+
+def test_rates_of_a_link_have_ticks() -> None:
+    """A figure over rates has one tick at the achieved rate of each setting, in each panel."""
+    figure, data, _ = _drawn("speedup_over_rates", derive(frames_of(records_of("bandwidth", repeats=1))))
+    for ax, (_, rows) in zip(figure.axes, data.groupby("panel", sort=False), strict=False):
+        assert list(ax.get_xticks()) == pytest.approx(
+            sorted(rows.groupby("setting")["achieved_mbit"].median())
+        )
+
+
 def test_a_row_without_a_value_has_none() -> None:
     """A measure without values has no panel; configurations without a value of one have empty rows."""
     rows = [
@@ -300,6 +331,45 @@ def test_a_row_without_a_value_has_none() -> None:
         figure = mark.draw(pd.DataFrame(rows), Style(looks=looks_of([("x", "x"), ("y", "y")])))
     assert [ax.get_xlabel() for ax in figure.axes] == ["a", "b"]
     assert _labels(figure.axes[1]) == ["2.00"]
+
+
+def _in_settings(values: list[list[float]]) -> pd.DataFrame:
+    """A table of one row per value; each list has the values of a setting, one for each of its configurations."""
+    return pd.DataFrame([
+        {"configuration": f"c{n}", "strategy": f"c{n}", "place": 0, "first": n, "setting": f"s{number}",
+         "where": f"2x2 ranks, {number} Mbit/s", "seconds": value, "id": f"{number}{n}"}
+        for number, row in enumerate(values) for n, value in enumerate(row)
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("width", [84.0, 178.0])
+def test_each_setting_has_a_panel_and_all_share_the_ends_of_their_axis(width: float, *, log: bool) -> None:
+    """A setting's panel has its title and its configurations alone; a setting without values has an empty panel."""
+    data = _in_settings([[1.0, 2.0], [50.0], [np.nan, np.nan]])
+    mark = Rows((Measure("seconds", "s", "said", bar=False, log=log),))
+    with fonts():
+        figure = mark.draw(data, Style(width, looks_of((f"c{n}", f"c{n}") for n in range(2))))
+        laid_out(figure, Style(width))
+    assert [ax.get_title(loc="left") for ax in figure.axes] == ["0 Mbit/s", "1 Mbit/s", "2 Mbit/s"]
+    rows = [[label.get_text() for label in ax.get_yticklabels()] for ax in figure.axes]
+    assert rows[:2] == [["c0", "c1"], ["c0"]]
+    assert [_labels(ax) for ax in figure.axes] == [["1.00", "2.00"], ["50.0"], []]
+    ((low, high),) = {ax.get_xlim() for ax in figure.axes}
+    assert low <= 1.0
+    assert high >= 50.0
+    assert {ax.get_xscale() for ax in figure.axes} == {"log" if log else "linear"}
+    assert "first" not in mark.says(data)
+
+
+def test_a_caption_counts_the_settings_that_have_no_panel() -> None:
+    """Of twelve settings, eight are drawn."""
+    data = _in_settings([[1.0]] * 12)
+    mark = Rows((Measure("seconds", "s", "said"),))
+    with fonts():
+        figure = mark.draw(data, Style(looks=looks_of([("c0", "c0")])))
+    assert len(figure.axes) == 8
+    assert "The figure shows the first 8 of 12 settings; its CSV has all." in mark.says(data)
 
 
 def test_settings_of_the_user_change_no_figure() -> None:

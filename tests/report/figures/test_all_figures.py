@@ -86,6 +86,16 @@ def test_one_process_alone_draws_no_comparison(tmp_path: Path) -> None:
     assert drawn == {"step_split"}
 
 
+def test_speedups_on_one_node_are_drawn_beside_those_on_several() -> None:
+    """The figure has every setting with seconds; it once left out the settings of one node, which tables have."""
+    clusters = [Cluster(nodes=1, ranks_per_node=4), Cluster(nodes=2, rate="1 Gbit/s")]
+    trials = [Trial(strategy=name, cluster=at) for at in clusters for name in ("zero3", "zeropp")]
+    derived = derive(frames_of([record_of(trial) for trial in trials]))
+    shown = {plot.name: set(plot.table(derived).get("nodes", ())) for plot in all_figures.FIGURES}
+    assert shown["speedup"] == {1, 2}
+    assert shown["share"] == {2}  # one node has no link that bounds a step
+
+
 def test_names_with_dollars_and_foreign_letters_are_drawn(tmp_path: Path) -> None:
     """Model names that TeX, XML or the font cannot take do not stop a figure."""
     names = ("a$^{:b", "<script>:&'\"", "模型:\x07" + "long " * 40)
