@@ -228,8 +228,9 @@ def foremost(kind: str, differences: Sequence[Difference], *, gains: bool = Fals
     return the largest of all.
     Two rules narrow the choice among significant differences, in this order.  A rule that would leave none is skipped:
 
-    * If ``kind`` is a speed (step time, tokens/s, net speed-up) or the loss: only strategies without changes, strategies
-      with a method of a user's own, and configurations with a fault made on purpose (controls), are considered.
+    * If ``kind`` is a speed (step time, tokens/s, net speed-up) or the loss: only strategies without changes,
+      strategies with a method of a user's own, and configurations with a fault made on purpose (controls), are
+      considered.
     * If ``kind`` is a speed, or if ``gains`` is true: only improvements are considered.
     """
     known = [each for each in differences if each.known]
