@@ -246,7 +246,7 @@ def test_weights_gathered_ahead_are_planned(
     planned = trial(text, strategy, cluster=cluster, policy={"max_padding": 1.0, "max_reuse": 0})
     record = result(planned, tmp_path / "log")
     (plan,) = forecast([planned], any_host())
-    root, *others = (unit.padded for unit in record.units)
+    root, *others = (padded for _, _, padded in record.units)
     assert plan.memory is not None
     for rank in record.ranks:
         assert rank.memory.engine["gathered"] == rank.memory.formula["gathered"] == plan.memory["gathered"]
