@@ -36,7 +36,7 @@ from docs.tables import markdown
 from docs.tables.ladder_fit import BASELINE, FEWEST, Fit, Point, Prediction, Rung, rungs, training_of
 from harness.errors import Refusal, one_line
 from harness.records import archive
-from harness.records.chained_journal import content_of
+from harness.records.chained_journal import LEFT_OUT_AT_FIRST, content_of
 from harness.records.trial_record import Record, RecordError, read
 from harness.runs.feasibility import any_host, forecast
 from harness.suites.suite import SuiteError
@@ -193,7 +193,8 @@ def read_folder(folder: Path) -> dict[str, Kept]:
     found = {}
     for path in sorted(folder.glob("*.json")):
         record = read(path)
-        found[record.id] = Kept(record.model_copy(update={"ranks": []}), content_of(record))
+        content = content_of(record, LEFT_OUT_AT_FIRST)  # as in the predictions that are registered
+        found[record.id] = Kept(record.model_copy(update={"ranks": []}), content)
     return found
 
 

@@ -51,7 +51,7 @@ def test_what_a_sweep_wrote_is_not_named(tmp_path: Path) -> None:
 
 def test_lines_of_earlier_versions_are_valid(tmp_path: Path) -> None:
     """They hash the margin too; an edit is found nevertheless."""
-    before = chained_journal._LEFT_OUT_BEFORE
+    before = chained_journal.LEFT_OUT_AT_FIRST
     with mock.patch.object(chained_journal.content_of, "__defaults__", (before,)):
         chained_journal.append(tmp_path, MADE[1].model_copy(update={"margin": 14}))
     assert sentences(tmp_path) == []
