@@ -61,7 +61,12 @@ def _watch(seconds: float, report: Callable[[ZeroError], object]) -> None:
     while True:
         time.sleep(min(_LOOK_SECONDS, seconds / 4))
         call = _present
-        frames = [] if call is None else traceback.extract_stack(sys._current_frames().get(call.thread))  # noqa: SLF001
+        try:
+            frames = [] if call is None else traceback.extract_stack(sys._current_frames().get(call.thread))  # noqa: SLF001
+        except (
+            AttributeError
+        ):  # in Python 3.11 a frame that ends while it is read may give another object; look again
+            continue
         if call is not seen or any(frame.filename == method_wire.__file__ for frame in frames):
             seen, since = call, time.monotonic()
         elif call is not None and (passed := time.monotonic() - since) >= seconds:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
+from typing import Any
 
 import pytest
 
@@ -40,6 +42,20 @@ def test_waiting_for_messages_is_not_reported(monkeypatch: pytest.MonkeyPatch) -
     """A call inside the wire has a time-out of its own."""
     monkeypatch.setattr(method_wire, "__file__", __file__)
     assert _in_a_call(1.5) == []
+
+
+def test_a_stack_that_cannot_be_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python 3.11 a frame that ends while another thread reads it may give another object, a dict for example."""
+    extract, failures = traceback.extract_stack, iter((AttributeError(), AttributeError()))
+
+    def extract_stack(frame: Any = None) -> traceback.StackSummary:
+        for failure in failures:
+            raise failure
+        return extract(frame)
+
+    monkeypatch.setattr(traceback, "extract_stack", extract_stack)
+    (error,) = _in_a_call(30)
+    assert "finish() has run for 0 s without" in str(error)
 
 
 def test_short_calls_are_not_added_up() -> None:
