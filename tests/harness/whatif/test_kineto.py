@@ -153,7 +153,7 @@ def test_times_that_are_none_are_refused(tmp_path: Path, name: str, value: float
 )
 def test_arguments_of_another_type_are_refused(tmp_path: Path, name: str, value: Any) -> None:
     """The line names the argument."""
-    with pytest.raises(Refusal, match=f"'{name}' of 'c10d::allreduce_' is"):
+    with pytest.raises(Refusal, match=f"'{name}' of event 'c10d::allreduce_' is"):
         kineto.read(_changed(tmp_path, 4, **{f"args__{name}": value}))
 
 

@@ -180,6 +180,8 @@ def test_a_loss_that_was_not_scaled_is_noticed(mesh: Mesh) -> None:
         if all(scaled):
             assert zero.step(optimizer).done
         else:
-            with pytest.raises(ZeroError, match=r"scale of 8, but .* 1 backward pass whose .*: drop the gradients"):
+            with pytest.raises(
+                ZeroError, match=r"scale of 8, but .* 1 backward pass whose .*: drop the gradients"
+            ):
                 zero.step(optimizer)
             net.zero_grad()
