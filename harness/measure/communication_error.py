@@ -377,8 +377,9 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy, ranks: int) ->
 
     1. After the first measured step, an error is at most :func:`growth` times as large as in that step.  If the error
        of the first measured step is below :data:`BF16_VNMSE`, :data:`BF16_VNMSE` is used in its place.
-    2. The error of hpZ's secondary copy is at most the error of the copied weights, plus the rounding of the copy
-       itself.
+    2. The error of hpZ's secondary copy is at most the error of the copied weights together with the rounding of the
+       copy itself.  Both are norms of errors, relative to the norm of the exact weights, so their square roots add up:
+       where weights are almost equal, as in a norm's unit, the two errors point in the same direction.
 
     Rule 1 is not applied where a correct engine's error may grow:
 
@@ -407,7 +408,8 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy, ranks: int) ->
         copied = weights.get((error.step, error.unit, error.codec), math.inf)
         units = error.unit or "all units"
         sentence = f"in step {error.step} the vNMSE of {error.purpose} of {units} is {vnmse:.3g}"
-        if error.purpose == "secondary" and policy.planes == 1 and vnmse > 1.001 * copied + rounding:
+        most = (math.sqrt(1.001 * copied) + math.sqrt(rounding)) ** 2
+        if error.purpose == "secondary" and policy.planes == 1 and vnmse > most:
             return f"{sentence}, but the vNMSE of the copied weights is {copied:.3g}"
         gradients = error.purpose == "gradients"
         budgeted = ("gradients" if gradients else "weights") in now.candidates

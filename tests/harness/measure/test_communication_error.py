@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from harness.cluster.rank import Rank
@@ -21,12 +23,14 @@ from harness.records.trial_record import CommunicationError, Record
 from harness.runs.rank_trial import Assignment, Outcome, run
 from harness.suites.suite_file import load
 from harness.suites.trial import Cluster, Model, Trial
+from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.policy.policy import Offload
 from impl.policy.presets import preset
 from impl.policy.topology import Topology
 from impl.zero import shard
 from tests.harness.cluster.test_rank_processes import local
+from tests.harness.measure.test_gradient_bounds import through
 from tests.harness.runs.test_rank_trial import assembled, result, text, trial
 from tests.support.params import long
 from tests.support.training import model
@@ -302,6 +306,39 @@ def test_sums_of_ranks_make_one_error() -> None:
     assert (errors[3, "a"].squared_error, errors[3, "a"].squared_value) == (4.0, 20.0)
     assert errors[3, "a"].cosine == pytest.approx(0.5)
     assert (errors[4, "c"].squared_error, errors[4, "c"].squared_value) == (None, None)
+
+
+@given(
+    mean=st.floats(0.5, 2.0),
+    spread=st.sampled_from([0.0, 1e-4, 1e-2]),
+    seed=st.integers(0, 2**32 - 1),
+    stale=st.booleans(),
+)
+@example(mean=1.30238, spread=0.0, seed=0, stale=False)
+def test_a_correct_copy_of_equal_weights_is_not_refused(
+    mean: float, spread: float, seed: int, stale: bool
+) -> None:
+    """The copy's rounding may err in the direction in which the codec errs, as in a norm's weights, almost all equal.
+
+    A copy of other weights is refused as before.
+    """
+    policy = preset("zeropp", weights=parse("int8:256:clip"), secondary_format="bf16")
+    draw = torch.Generator().manual_seed(seed)
+    weights = mean + spread * torch.randn((1, 256), generator=draw)
+    gathered = through(policy.weights, weights)
+    copied = (gathered + 0.05 * mean if stale else gathered).bfloat16().float()
+    errors = combine(
+        [
+            {
+                Place(7, purpose, "norm", codec=str(policy.weights)): communication_error.squared_sums(
+                    values, weights
+                )
+                for purpose, values in (("weights", gathered), ("secondary", copied))
+            }
+        ]
+    )
+    refused = communication_error.refusal(errors, policy, ranks=4)
+    assert (refused is not None and "but the vNMSE of the copied weights is" in refused) == stale
 
 
 @pytest.mark.gpu
