@@ -15,11 +15,18 @@ from harness.suites.peers import PEERS
 from harness.suites.repeat_order import Repeats
 from harness.suites.suite import Kind, Override, SuiteTables
 from harness.suites.trial import KEYS, Trial
+from impl.policy.presets import PRESETS
 
 _TYPES: Final = {int: "whole number", float: "number", str: "text", bool: "true or false", dict: "table"}
 _OVERRIDE: Final = (
     f"`[[override]]` has {' and '.join(f'`{name}`' for name in Override.model_fields)}. "
     f"A suite has at most {MOST_TRIALS} trials."
+)
+_USUAL: Final = "zero3"  # the strategy whose policy has the defaults that the table of policy keys shows
+_NO_LIMIT: Final = 2**63 - 1
+_DEFAULTS: Final = (
+    f"The default is the strategy's. The table has the defaults of `{_USUAL}`; "
+    "[other strategies](#strategies-of-our-engine) differ from it in the fields that their descriptions name."
 )
 _BARE: Final = ("table", "list of tables")  # keys of these types are described above the tables
 _PAIRS: Final = "two units are gathered ahead by one call"
@@ -44,7 +51,7 @@ _VALUES: Final = {
     "steps": "whole number: timed steps",
     "warmup": "whole number: untimed steps before the timed ones",
     "seed": "whole number: draws weights and the order of the data",
-    "threads": "whole number: threads of each rank",
+    "threads": "whole number: threads of each rank; none: the processors are divided among the ranks",
     "timeout_seconds": "number: seconds after which a trial fails",
     "repeats": "whole number, at least 1; or `until 2 %`, or `until 2 %, at most 30`",
     "on_failure": f"table with any of the keys {', '.join(f'`{k}`' for k in get_args(Kind))}; each `skip`, "
@@ -116,18 +123,20 @@ _VALUES: Final = {
 def render() -> str:
     """Return the tables in Markdown.
 
-    Fields of policies have a table of their own without defaults, since their defaults depend on the strategy.
+    Fields of policies have a table of their own.  Their defaults depend on the strategy; the table has those of ZeRO-3.
     """
     head = ("key", "value", "default")
     rows = [_row(name, field) for name, field in SuiteTables.model_fields.items()]
     top = table(head, (row for row in rows if row[1] not in _BARE))
     fields = [(path, field) for path, field in _leaves(Trial) if path != "repeat"]
-    policy = table(head[:2], (_row(*leaf)[:2] for leaf in fields if _of_a_policy(*leaf)))
+    policy = table(
+        (*head[:2], f"default of `{_USUAL}`"), (_row(*leaf) for leaf in fields if _of_a_policy(*leaf))
+    )
     trial = table(head, (_row(*leaf) for leaf in fields if not _of_a_policy(*leaf)))
     peers = table(("strategy", "what trains"), ((f"`{name}`", peer.says) for name, peer in PEERS.items()))
     return (
         f"### The top of the file\n\n{top}\n{_OVERRIDE}\n\n### Fields of a trial\n\n{trial}"
-        f"\n### Fields of a policy\n\nThe default is the strategy's.\n\n{policy}"
+        f"\n### Fields of a policy\n\n{_DEFAULTS}\n\n{policy}"
         f"\n### Strategies that are peers\n\n{peers}"
     )
 
@@ -175,6 +184,8 @@ def _type(annotation: Any) -> str:
 
 
 def _default(path: str, field: Any) -> str:
+    if _of_a_policy(path, field):
+        return _default_of_policy(path.removeprefix("policy."))
     if field.is_required():
         return "required"
     if field.default is None and path == "cluster.rate":
@@ -182,3 +193,15 @@ def _default(path: str, field: Any) -> str:
     if isinstance(field.default, Repeats):
         return f"`{field.default.least}`"
     return "none" if field.default in (None, {}, []) else f"`{json.dumps(field.default)}`"
+
+
+def _default_of_policy(name: str) -> str:
+    """Return the default of the policy key ``name``: its value in the policy of :data:`_USUAL`."""
+    if name not in KEYS:  # a schedule
+        return "none"
+    value = KEYS[name].of(PRESETS[_USUAL])
+    if isinstance(value, tuple):  # the codecs of two hops, which are equal
+        value = KEYS[name].in_words(value)
+    if value == _NO_LIMIT:
+        return "no limit"
+    return "none" if value is None else f"`{value:_}`" if isinstance(value, int) else f"`{value}`"

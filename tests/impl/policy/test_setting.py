@@ -150,7 +150,7 @@ def test_the_guides_example_adds_a_field_in_one_place() -> None:
         "onward = int8:64 inside fsdp2: the host decides this itself; expected None"
     )
     assert found["ids"] == ["0dc9ea488555", False]
-    assert found["row"] == "| `policy.onward` | codec in which weights go on inside nodes, or `none` |"
+    assert found["row"] == "| `policy.onward` | codec in which weights go on inside nodes, or `none` | none |"
 
 
 @pytest.mark.parametrize(
