@@ -15,7 +15,7 @@ from typing import Any, Final
 from docs.tables.markdown import table
 from impl.adapters.traffic import BASES, Host, check_host
 from impl.codecs.codec import Codec, IntCodec
-from impl.policy.policy import Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError
+from impl.policy.policy import SETTINGS, Feedback, LossScale, MemoryLimits, Offload, Policy, PolicyError
 from impl.policy.topology import Topology
 
 TOPOLOGY: Final = Topology(2, 2)
@@ -83,7 +83,7 @@ def combine(base: Policy, *changes: Changes) -> Policy | str:
 
 
 def render() -> str:
-    """Return the list of options, and tables of refused pairs and of options refused inside FSDP2 and DDP."""
+    """Return tables of the options, of refused pairs, and of options refused inside FSDP2 and DDP."""
     refused: dict[str, list[tuple[str, str, str]]] = {}
     for part, other, outcome in pairs(PARTS, Policy()):
         if isinstance(outcome, str):
@@ -92,15 +92,36 @@ def render() -> str:
     for host, name in itertools.product(BASES, PARTS):
         if isinstance(outcome := _inside(host, name), str):
             hosted.setdefault((host, _without_names(outcome)), []).append(name)
+    options = table(("option", "keys `policy.*`"), ((name, keys_of(name)) for name in PARTS))
     between = table(("refused pairs", "error"), (_row(*reason) for reason in refused.items()))
     inside = table(
         ("inside", "refused options", "error"),
         ((host, ", ".join(names), reason) for (host, reason), names in hosted.items()),
     )
     return (
-        f"Options: {', '.join(PARTS)}.\n\n### Refused pairs\n\n{between}"
+        f"### Options\n\n{options}\n### Refused pairs\n\n{between}"
         f"\n### Options refused inside FSDP2 and DDP\n\n{inside}"
     )
+
+
+def keys_of(name: str) -> str:
+    """Return the keys ``policy.*`` of a suite that make up an option, with their values, in Markdown.
+
+    Each key with its value is in backquotes, such as ``secondary = "node"``.
+    """
+    own, policy = Policy(), replace(Policy(), **PARTS[name])
+    shown = []
+    for each in SETTINGS:
+        value = each.of(policy)
+        if value == each.of(own) and (each.part or each.name not in PARTS[name]):
+            continue
+        value = value[0] if isinstance(value, tuple) else value  # one codec for both hops
+        text = f"{value:g}" if isinstance(value, int | float) else f'"{value}"'
+        if each.name == "inside":  # no key of its own: the first of two codecs of the key ``weights``
+            shown.append(f'`weights = ["{value}", "{policy.weights}"]`')
+        else:
+            shown.append(f"`{each.key} = {text}`")
+    return ", ".join(shown)
 
 
 def _row(reason: str, pairs: Sequence[tuple[str, str, str]]) -> tuple[str, str]:
