@@ -31,16 +31,19 @@ STEPS: Final = 8
 PORT: Final = 29511
 HEAD: Final = """# What programs send, next to closed forms
 
-Each row is a program of [programs.py](audited/programs.py), trained on 2x2 ranks over gloo (torch {version}) and
-audited with `zeropp audit`; `python -m docs.audited` writes this page.
-The model has {parameters:,} parameters in fp32.
-*Measured* and *closed form* are bytes of whole messages of rank 0 in one step.  For this project's engine and
-for the pipeline they are what rank 0 sends, because these programs call send and not collectives.
-The closed form of this project's engine is made of the hops of its units.
-*Between nodes* is what leaves a node in a step, by the formulas of [wire.py](../harness/audit/wire.py).
-The nodes are network namespaces.  *Counted* compares this with what a node's interface sent in several steps, without
-headers, on the node that differs more.  The ranks of a node end a step at different times, so the counted bytes are
-uncertain by the second number.
+This page shows that [`zeropp audit`](guide/your_program.md) counts right.  It audits programs whose bytes in a step
+follow from a formula, the *closed form*, and compares both numbers with the counters of network interfaces.
+Each row is a program of [programs.py](audited/programs.py), trained on 2x2 ranks over gloo (torch {version}).
+The model has {parameters:,} parameters in fp32.  `python -m docs.audited` writes this page.
+
+- *Scheme found*: what the audit recognises in the messages.
+- *Measured* and *closed form*: bytes of whole messages of rank 0 in one step, whatever a collective's algorithm makes
+  of them.  This project's engine and the pipeline call send and not collectives, so their bytes are what rank 0 sends.
+  The closed form of this project's engine is made of the hops of its units.
+- *Between nodes*: bytes that leave a node in a step, by the formulas of [wire.py](../harness/audit/wire.py).
+- *Counted*: by how much the bytes between nodes differ from what a node's interface sent in several steps, without
+  headers, on the node that differs more.  The nodes are network namespaces.  The ranks of a node end a step at
+  different times, so the counted bytes are uncertain by the second number.
 
 | program | scheme found | measured | closed form | difference | between nodes | counted |
 | :--- | :--- | ---: | ---: | ---: | ---: | ---: |

@@ -407,9 +407,10 @@ def page(ladders: Sequence[Ladder]) -> str:
     parts = [
         "# Loss differences by size of the model and number of ranks",
         _filled(
-            "`python -m docs.tables.ladder` writes this page from the committed records. A difference is the final "
+            "`python -m docs.tables.ladder` writes this page from the committed records. A *difference* is the final "
             f"validation loss of a configuration minus {BASELINE}'s, in nats, as mean over the seeds that both have; "
-            "more is worse. Its 95 % interval is Student's, and needs six seeds. The figures also show each seed."
+            "more is worse. Its 95 % interval is that of Student's t, and needs six seeds. The figures also show each "
+            "seed."
         ),
     ]
     for ladder in ladders:
@@ -442,8 +443,8 @@ def _measured(ladder: Ladder) -> list[str]:
     shown = f"![Loss difference over {ladder.axis.name}](figures/{_figure(ladder.axis).name})"
     caption = _filled(
         "Dots are seeds, and points are means with their intervals. The line and the band, which is for the mean over "
-        "many seeds, are those of the registered fit or, without one, of the fit of all records. Red bars are "
-        "registered intervals."
+        "many seeds, are those of the registered fit or, without one, of the fit of all records. Red bars are the "
+        "intervals of [registered predictions](#registered-predictions)."
     )
     failed = sum(kept.record.failure is not None for kept in ladder.records.values())
     left_out = (
@@ -467,12 +468,12 @@ def _fitted(ladders: Sequence[Ladder]) -> list[str]:
     """Return what the fit is, and its table."""
     about = _filled(
         "Two forms are fitted to the seeds' differences by least squares: a straight line over the logarithm of "
-        "parameters or ranks, and a constant. Few sizes bear no more: a power law cannot change its sign, and three "
-        "points do not tell it from a line. A difference that changes in one direction and levels off lies between the "
-        "two forms beyond the last size. A predicted interval therefore reaches over both forms' 95 % prediction "
-        "intervals. It assumes that beyond the fitted sizes the difference changes no faster than within them, and "
-        "that seeds vary by the same amount at all sizes. The tables above show how far the latter holds: where "
-        "deviations between seeds fall with the size, an interval for a larger size is too wide."
+        "parameters or ranks, and a constant. These few sizes allow no richer form: a power law cannot change its "
+        "sign, and so few points do not tell it from a line. A difference that changes in one direction and levels off "
+        "lies between the two forms beyond the last size. A predicted interval therefore reaches over both forms' 95 % "
+        "prediction intervals. It assumes that beyond the fitted sizes the difference changes no faster than within "
+        "them, and that seeds vary by the same amount at all sizes. The tables above show how far the latter holds: "
+        "where deviations between seeds fall with the size, an interval for a larger size is too wide."
     )
     formulas = """\
     line:      a + b x +- t(n - 2) s sqrt(1 / k + 1 / n + (x - mean of x)^2 / sum of (x_i - mean of x)^2)
@@ -497,7 +498,14 @@ def _fitted(ladders: Sequence[Ladder]) -> list[str]:
     if not rows:
         return [about, formulas, words, f"No configuration has records of {FEWEST} sizes yet."]
     head = ("configuration", "over", "sizes", "seeds in all", "nats for ten times as many (95 % interval)")
-    return [about, formulas, words, markdown.table(head, rows)]
+    slopes = [fit.slope for ladder in ladders for fit in ladder.fits().values()]
+    flat = (
+        "All intervals contain 0: these records do not show that a difference changes with the size of the model or "
+        "the number of ranks."
+        if all(slope.low <= 0 <= slope.high for slope in slopes)
+        else ""
+    )
+    return [part for part in (about, formulas, words, markdown.table(head, rows), _filled(flat)) if part]
 
 
 def _registered(ladders: Sequence[Ladder]) -> list[str]:

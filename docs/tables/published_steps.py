@@ -341,17 +341,23 @@ def page(table: Predicted) -> str:
         takes {machine.fixed:.3g} s for each parameter plus {machine.per_token:.3g} s for each parameter and token of a
         rank. Network adapters achieve {machine.efficiency:.0%} of their rate, and communication
         {"does not overlap" if machine.overlap == "none" else "overlaps fully"} with computation."""
+    outside = " Rows whose batch lies outside the fitted range are marked *transferred*."
+    transferred = outside if rows["mark"].eq("transferred").any() else ""
     keys = ["tokens_per_gpu", "rate_gbps", "adapters", "system", "tflops"]
     distinct = len(rows.round({"tflops": 3}).drop_duplicates(keys))
     errors = [
         _errors("throughput of the rows that were held out", held["error"]),
-        _errors("the same, if perfect overlap at the best fitted throughput is assumed", held["naive_error"]),
-        _errors("the same, if the median fitted throughput is assumed", held["constant_error"]),
+        _errors(
+            "the same by a simpler model: perfect overlap at the best fitted throughput", held["naive_error"]
+        ),
+        _errors("the same by a simpler model: the median fitted throughput", held["constant_error"]),
     ]
     errors += [_errors("speed-up over ZeRO-3, distinct pairs of rows", pairs["error"])] if len(pairs) else []
     introduction = [
-        """`python -m docs.tables.published_steps` predicts the published throughput with `impl/plan/step_time.py` and
-        writes this page. Given a CSV file with the same columns, it prints the page for that file.""",
+        """This page tests the step-time model (`impl/plan/step_time.py`) on published throughput: a machine is fitted
+        to some of the rows, and the model predicts the others. `python -m docs.tables.published_steps` writes it from
+        `report/published/zeropp_throughput.csv`, which has the bars of ZeRO++'s announcement (June 2023).
+        Given another CSV file with the same columns, it prints the page for that file.""",
         f"{fitted} The errors of its predictions are:",
     ]
     paragraphs = [
@@ -360,9 +366,9 @@ def page(table: Predicted) -> str:
         f"""This shows that the published numbers are consistent with the model; it does not validate the model. Only
         {distinct} of the {len(rows)} rows are distinct, since several models have the same published throughput. The
         size of a language model does not change its predicted throughput, because computation and bytes both grow in
-        proportion to the parameters. Nor does the number of nodes, because the model has neither stragglers nor
-        congestion. An adapter's efficiency belongs to its transport: RDMA and TCP of one nominal rate
-        achieve different ones. Rows whose batch lies outside the fitted range are marked *transferred*.""",
+        proportion to the parameters. The number of nodes does not change it either, because the model has neither
+        stragglers nor congestion. An adapter's efficiency belongs to its transport: RDMA and TCP at one nominal rate
+        achieve different efficiencies.{transferred}""",
     ]
     if len(held):
         worst = held.iloc[int(held["error"].abs().to_numpy().argmax())]
@@ -383,7 +389,7 @@ def page(table: Predicted) -> str:
         ]
         for row in alike.to_dict("records")
     ]  # fmt: skip
-    head = ["model", "Gbit/s of a node", "tokens/GPU", "system", "TFLOPs/GPU", "predicted", "error", ""]
+    head = ["model", "Gbit/s of a node", "tokens/GPU", "system", "TFLOPs/GPU", "predicted", "error", "mark"]
     summary = markdown.table(["predicted quantity", "predictions", "median error", "90th percentile"], errors)
     begin, text = (
         "\n\n".join(textwrap.fill(" ".join(paragraph.split()), 120) for paragraph in part)
@@ -422,7 +428,7 @@ def _untested(rows: pd.DataFrame) -> str:
     if not count:
         return ""
     return f"""In {count} of {len(rows)} rows, sending at the nominal rate would take less than {IDLE_LINK:.0%} of the
-    step. They test the model of communication no more than the median throughput does."""
+    step. Such rows hardly test the model of communication."""
 
 
 PEAKS: Final = {"A100": 312e12, "H200": 989e12}  # dense operations a second in bf16, by data sheet

@@ -53,8 +53,19 @@ def forecast_table(suite: str) -> pd.DataFrame:
     )
 
 
+def _setting(table: pd.DataFrame) -> str:
+    """Return sentences on the model, the nodes and the batch of a suite with one model and one rate."""
+    first = table.iloc[0]
+    nodes = f"each of {first['nodes']:,} nodes" if len(set(table["nodes"])) == 1 else "each node"
+    text = f"The model has {first['parameters'] / 1e9:,.0f} B parameters, and {nodes} has "
+    text += f"{first['ranks_per_node']} GPUs and {first['gbit']:g} Gbit/s."
+    if len(set(table["tokens_per_rank"])) == 1:
+        text += f" Each rank has {first['tokens_per_rank']:,} tokens in a step."
+    return text
+
+
 def rate_in_words(table: pd.DataFrame) -> tuple[str, str]:
-    """Return a sentence on the smallest speed-up of ZeRO++, and a table of speed-ups by setting and rate."""
+    """Return sentences on the speed-ups of ZeRO++ on the most nodes, and a table of them by setting and rate."""
     largest = table[table["strategy"].eq("zeropp") & table["nodes"].eq(table["nodes"].max())]
     ends = ("modelled_speed_up", "modelled_fits_low_speed_up", "modelled_fits_high_speed_up")
     best, low, high = (
@@ -70,26 +81,32 @@ def rate_in_words(table: pd.DataFrame) -> tuple[str, str]:
     ]
     least = float(low.to_numpy().min())
     text = (
-        "The table shows the speed-up of ZeRO++ over ZeRO-3, and in parentheses its interval over the shares of the "
+        f"The table shows the speed-up of ZeRO++ over ZeRO-3 on {table['nodes'].max():,} nodes, and in parentheses its "
+        "interval over the shares of the "
         "GPU's peak that published steps achieve. "
     )
     text += (
-        f"ZeRO++ pays in every setting: the smallest speed-up is {least:.2f}."
+        f"ZeRO++ pays in every setting of the table: the lowest end of an interval is {least:.2f}."
         if least >= PAYS
         else f"ZeRO++ does not pay everywhere: some speed-ups are below {PAYS}."
     )
-    return text, markdown.table(["model, tokens, nodes", *(f"{rate:g} Gbit/s" for rate in best)], lines)
+    return text, markdown.table(
+        ["model, tokens a rank, nodes", *(f"{rate:g} Gbit/s" for rate in best)], lines
+    )
 
 
 def hpz_in_words(table: pd.DataFrame) -> tuple[str, str]:
     """Return a sentence on hpZ groups, and a table of the step time and the memory with each of them."""
+    fastest = table[table["modelled_seconds"] <= 1.01 * table["modelled_seconds"].min()]
+    best = fastest.loc[fastest["memory_gib"].idxmin()]
     lines = [
-        (row["policy.secondary"], f"{row['modelled_seconds']:.2f}", f"{row['memory_gib']:.1f}")
+        (row["policy.secondary"] or "no copy", f"{row['modelled_seconds']:.2f}", f"{row['memory_gib']:.1f}")
         for row in table.sort_values("policy.secondary").to_dict("records")
     ]
     text = (
-        "With a group of at most one node, the backward pass gathers nothing between nodes; with a larger group, it "
-        "gathers a part between nodes."
+        f"{_setting(table)} Of the groups with the shortest step, that of {best['policy.secondary']} ranks needs the "
+        "least memory. With a group of at most one node, the backward pass gathers nothing between nodes; with a "
+        "larger group, it gathers a part between nodes."
     )
     return text, markdown.table(["ranks that share a copy", "s/step", "GiB/rank"], lines)
 
@@ -105,8 +122,8 @@ def trillion_in_words(table: pd.DataFrame) -> tuple[str, str]:
         for row in table.sort_values(["gpus", "strategy"]).to_dict("records")
     ]  # fmt: skip
     text = (
-        "The model simulates the schedule of one rank and has no congestion of the network, so that beyond a few "
-        "hundred nodes the times are lower bounds."
+        f"{_setting(table)} The model simulates the schedule of one rank and has no congestion of the network, so that "
+        "beyond a few hundred nodes the times are lower bounds."
     )
     head = ["GPUs", "strategy", "s/step", "TB out of a node", "GiB/rank", f"fits {GIB} GiB"]
     return text, markdown.table(head, lines)
@@ -120,7 +137,9 @@ def nodes_in_words(table: pd.DataFrame) -> tuple[str, str]:
         first, last = ends["modelled_tokens_per_second"] / ends["nodes"]
         lines.append((batch, strategy, f"{last / first:.0%}"))
     few, many = table["nodes"].min(), table["nodes"].max()
-    text = f"Efficiency is the tokens/s of a GPU on {many:,} nodes, relative to {few} nodes."
+    text = (
+        f"{_setting(table)} Efficiency is the tokens/s of a GPU on {many:,} nodes, relative to {few} nodes."
+    )
     return text, markdown.table(["batch", "strategy", "efficiency"], lines)
 
 

@@ -45,7 +45,7 @@ MACHINE: Final = HERE / "whatif_errors_machine.toml"
 SOURCES: Final = 2  # the first trials of the suite, which are traced
 APART: Final = 0.05  # relative difference of two measured steps from which their order is compared
 BYTES_PER_MBIT: Final = 1.25e5
-_OURS: Final = "our engine, from a trace of another"
+_OURS: Final = "our engine, from a trace of FSDP2 or DDP"
 _ITSELF: Final = "the traced setting itself"
 
 
@@ -156,9 +156,11 @@ def page(table: pd.DataFrame) -> str:
     done = rows[rows["measured"].notna()]
     text = """# Errors of zeropp whatif
 
-`python -m docs.tables.whatif_errors` writes this page. The module's docstring lists the commands that repeat the
-measurement. FSDP2 and DDP are traced on 2x1 ranks at 50 Mbit/s between network namespaces, and every other setting is
-predicted from these two traces. The predictions were committed before the settings were measured.
+This page says how far steps that [`zeropp whatif`](guide/what_if.md) predicts are from steps that were measured later.
+FSDP2 and DDP are traced on 2x1 ranks at 50 Mbit/s between network namespaces, and every other setting is predicted from
+these two traces. The predictions were committed before the settings were measured.
+`python -m docs.tables.whatif_errors` writes this page, and the module's docstring lists the commands that repeat the
+measurement.
 """
     if done.empty:
         return text + "\nNo setting is measured yet.\n"
@@ -199,9 +201,10 @@ predicted from these two traces. The predictions were committed before the setti
     )
     inside = done["measured"].between(done["low"], done["high"]).sum()
     text += (
-        "The interval spans two hypotheses on the overheads of collectives. "
-        f"It contains the measured step in {inside} of\n"
-        f"{len(done)} predictions: it shows what one traced rate leaves open, and is not a confidence interval.\n\n"
+        "[The interval](guide/what_if.md#what-the-interval-means) spans two assumptions on overheads of collectives.\n"
+        f"It contains the measured step in {inside} of "
+        f"{len(done)} predictions: it shows what a trace at one rate leaves open, and is not\na confidence interval. "
+        "The column *traced* names the trace from which the row is predicted.\n\n"
     )
     lines = [
         [
