@@ -18,6 +18,7 @@ import pandas as pd
 from harness.records.confidence_intervals import Interval, Prediction, of_another_run
 from harness.suites.answering_quantity import Quantity, quantity
 from harness.suites.peers import PEERS, family_of
+from harness.suites.trial import Trial
 from report.data import break_even, bytes_and_memory, caveats, decoding, speedups
 from report.data.configuration import NAMES, differences_of, spelled
 from report.data.frames import groups
@@ -196,17 +197,26 @@ def _table(derived: Derived, asked: Quantity, kind: str, found: Mapping[str, Map
     """
     shown = {name: of for name, of in _QUANTITIES.items() if _has_values(derived, found.get(name, {}))}
     own, own_title = _own_column(derived, asked)
-    first = derived.finished.drop_duplicates("configuration").set_index("configuration")["id"]
-    trials = {str(name): derived.frames.trial_of[identity] for name, identity in first.items()}
+    # The trial whose changes a row shows: one of its own setting, since "a node" has other ranks in another setting.
+    # Largest models are compared by memory limit, and not by setting.
+    trials: dict[Key, Trial] = {}
+    for setting, name, identity in derived.finished[["setting", "configuration", "id"]].itertuples(
+        index=False
+    ):
+        for key in ((setting, name), ("", name)):
+            trials.setdefault(key, derived.frames.trial_of[identity])
     rows: list[dict[str, Any]] = []
     beside = effects.beside(derived)
     for place, setting, names, bases in _places(derived, found.get("size", {})):
         for name in names:
             key, is_base = (setting, name), name in bases
             nearest = beside.get(key, bases)
-            change = (
-                _BASELINE if is_base else differences_of(trials[name], trials[nearest[0]]) if nearest else ""
-            )
+            change = _BASELINE if is_base else ""
+            if nearest and not is_base:
+                own_trial, base_trial = (
+                    trials.get((setting, each), trials["", each]) for each in (name, nearest[0])
+                )
+                change = differences_of(own_trial, base_trial)
             row = place | {"_setting": setting, "configuration": name, "change": change}
             for column, of in shown.items():
                 row |= _cell(of, found[column].get(key), is_base=is_base)

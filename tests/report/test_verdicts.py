@@ -223,6 +223,22 @@ def test_the_change_is_the_policy_fields_that_differ_from_the_baselines() -> Non
     assert "DDP sends fp32" in head.table.caption
 
 
+def test_the_change_is_that_of_the_rows_own_setting() -> None:
+    """A node's copy of the weights belongs to 4 ranks on one node of four, and to 2 on two nodes of two."""
+    places = (Cluster(nodes=1, ranks_per_node=4), Cluster(nodes=2, ranks_per_node=2, rate="50 Mbit/s"))
+    records = [
+        record_of(Trial(strategy=name, repeat=repeat, cluster=cluster))
+        for cluster in places
+        for repeat in (0, 1)
+        for name in ("zero3", "zeropp")
+    ]
+    table = head_of(records).table
+    titles = [column.title for column in table.columns]
+    rows = [dict(zip(titles, row, strict=True)) for row in table.rows()]
+    changes = [row["Change"].split(", ")[1] for row in rows if row["Configuration"] == "ZeRO++"]
+    assert changes == ["hpZ 4", "hpZ 2"]
+
+
 def test_a_peer_may_be_the_baseline() -> None:
     """It is if the suite says so; a peer's bytes are those of the interfaces, and have an interval."""
     records = timed({"ddp": 2.0, "zeropp": 1.0})
