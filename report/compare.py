@@ -47,7 +47,7 @@ class Comparison:
     # - ``loss``: the last validation loss in the second folder minus that in the first, in nats; NaN if no trial was
     #   validated in both.
     table: Table
-    notes: tuple[str, ...]  # sentences above the table, beginning with the counts of verdicts
+    notes: tuple[str, ...]  # sentences below the table, beginning with the counts of verdicts
 
     @property
     def worse(self) -> int:

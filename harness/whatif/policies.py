@@ -202,8 +202,8 @@ def units_of(step: JointStep) -> list[Unit]:
     buckets = [seen for seen in buckets if seen.elements > max(1, largest // 10_000)]  # not norms and flags
     if not buckets or not any(rank.marks.in_ddp for rank in step.ranks.values()):
         raise Refusal(
-            "a policy of our engine needs the traced model's units, and the traces show neither FSDP2's modules nor "
-            "DDP's buckets: choose --policy same, bf16 or fp16"
+            "a policy of our engine needs the traced model's units, and the traces show neither modules that FSDP "
+            "gathers, nor gathers of DeepSpeed, nor buckets of DDP: choose --policy same, bf16 or fp16"
         )
     return _buckets(step, [seen.elements for seen in buckets], [seen.issued[0] for seen in buckets])
 

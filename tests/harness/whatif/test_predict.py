@@ -220,7 +220,9 @@ def test_accumulation_is_refused_for_other_schedules(tmp_path: Path) -> None:
 
 def test_units_of_nothing_are_refused(tmp_path: Path) -> None:
     """A trace without FSDP2's modules and DDP's buckets cannot be laid out."""
-    with pytest.raises(Refusal, match="neither FSDP2's modules nor DDP's buckets"):
+    with pytest.raises(
+        Refusal, match="neither modules that FSDP gathers, nor gathers of DeepSpeed, nor buckets of DDP"
+    ):
         predict(two(tmp_path, "gpu"), Target("zeropp", 1e8, TWO))
 
 
