@@ -154,7 +154,8 @@ def _modelled(
     Args:
         forecast: The forecast of the trial.
         machine: The machine.
-        predictions: For each fit of the machine, the best fit first: (predicted step, speed-up over ZeRO-3).
+        predictions: One pair (predicted step, speed-up over ZeRO-3) for each set of costs, such as seconds per
+            operation, that explains the machine's measurements; the set that explains them best comes first.
     """
     trial, (step, speed_up) = forecast.trial, predictions[0]
     tokens = trial.tokens_per_rank * trial.accumulation

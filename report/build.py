@@ -90,10 +90,11 @@ def every_table(derived: Derived) -> list[Table]:
 
 
 def with_columns(shown: Sequence[Table], columns: Mapping[str, Sequence[str]]) -> list[Table]:
-    """Return all tables ``shown``, with only the requested columns in each table that is a key of ``columns``.
+    """Return all tables ``shown``, and keep only some of the columns of those tables that ``columns`` names.
 
-    In such a table, the columns that name the setting and the configuration come first.  The requested columns follow
-    in the order in which ``columns`` lists them, each by its title or by its name in the CSV.
+    ``columns`` maps the name of a table to the columns that are kept, each given by its title or by its name in the
+    CSV.  They are shown in this order, after the columns that name the setting and the configuration.  Tables that are
+    no key of ``columns`` keep all their columns.
     Raises a Refusal if a table or a column is unknown.
     """
     tables = {table.name: table for table in shown}

@@ -279,7 +279,7 @@ def _footnotes(derived: Derived, data: pd.DataFrame, shown: Mapping[str, _Quanti
     if "net" in shown:
         notes.append(
             "The net speed-up compares the times in which a configuration and the baseline reach the baseline's final "
-            f"loss; the seconds of a step in these times are from {sources(derived)}."
+            f"loss. Its step times are from {sources(derived)}."
         )
         if any("not reached" in cell for cell in cells):
             notes.append(

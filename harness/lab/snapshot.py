@@ -52,7 +52,7 @@ def take(trial: Trial, steps: Sequence[int], path: Path, report: Callable[[str],
         )
     if trial.workload != "train":
         raise Refusal(
-            f"workload = {trial.workload!r}: zeropp snapshot needs workload = 'train'; name a trial with this workload"
+            f"workload = {trial.workload!r}: zeropp snapshot needs a trial that trains: name one of workload 'train'"
         )
     if family_of(trial.strategy) == DEEPSPEED:
         raise Refusal(

@@ -49,11 +49,13 @@ def measure(zero: Zero) -> list[QuantisationError]:
 
 
 def measure_lossless(zero: Zero) -> list[LosslessSize]:
-    """Return how many bytes each unit's weights and mean gradient take in two lossless codecs, over all ranks.
+    """Return how many bytes each unit's weights and mean gradient take when they are compressed without loss.
 
-    The first codec compresses the fp32 elements.  The second casts the elements to bf16, and compresses the result.
-    Both compress with zstd if it is installed, else with zlib.  All ranks must call this, and either all of them must
-    have zstd or none.  Tensors that contain only zeros are left out.
+    Each tensor is compressed twice: as fp32, and after a cast to bf16, whose own loss does not count.  The bytes are
+    summed over the shards of all ranks.  Tensors that contain only zeros are left out.
+
+    zstd compresses if it is installed, else zlib.  All ranks must call this, and either all of them must have zstd or
+    none.
     """
     coder = "lossless:zstd" if has_zstd() else "lossless:zlib"
     sizes = []

@@ -756,9 +756,9 @@ def _gradient_errors(gradient: FirstGradient, strategy: Strategy) -> list[Gradie
 
 
 def _type_of(trial: Trial) -> Dtype:
-    """Return the less precise of the two types in which a trial's peer computes and sends.
+    """Return the less precise of the two types in which a library such as DDP computes and sends in a trial.
 
-    Returns fp32 if the trial's strategy is not a peer.
+    If our own engine trains the trial, and not such a library (a peer), the result is fp32.
     """
     if trial.strategy not in PEERS:
         return "fp32"

@@ -50,7 +50,11 @@ def cluster_of(trial: Trial) -> Cluster:
 
 @dataclass(slots=True)
 class TrialRunner:
-    """Runs the trials of a sweep; a context manager that closes their links."""
+    """Runs the trials of a sweep on this host or on the nodes of a launcher.
+
+    A runner is a context manager.  It keeps the network links that it has set up between nodes, so that further trials
+    can use them, and removes these links when its ``with`` block ends.
+    """
 
     results: Path  # folder of the records and of logs of failures
     nodes: Nodes | None  # nodes that a launcher started; None if all ranks run on this host

@@ -307,9 +307,9 @@ class SpanChanges(_Varying):
 
     @model_validator(mode="after")
     def _may_change(self) -> Self:
-        """Refuse fields that a span does not have.
+        """Raise a ValueError if a span of a schedule (steps with changed policy keys) has a field that it may not have.
 
-        If the refused field is a ``policy.*`` key, the error says why this key must not change during a run.
+        Such a field is a misspelt one, or a ``policy.*`` key that must not change during a run; the error says why.
         """
         for name in self.model_extra or {}:
             if name in PolicyChanges.model_fields:

@@ -41,10 +41,13 @@ def fragments_of(policy: Policy, units: Sequence[UnitGeometry]) -> list[int | No
 
 
 def meets(policy: Policy, step: int, fragment: int | None) -> bool:
-    """Returns whether state groups exchange fragment number ``fragment`` after optimizer step number ``step``.
+    """Returns whether the units of a fragment are exchanged after optimizer step number ``step``.
 
-    A fragment is a set of units that are exchanged after the same steps.  Steps are counted from 1, and fragments from
-    0.  Returns False if ``fragment`` is None (a frozen unit), or if the policy has no local steps.
+    With local steps, groups of ranks train apart from one another, each with a copy of all weights, and exchange these
+    weights after some of the steps.  A fragment is a set of units that are exchanged after the same steps.
+
+    Steps are counted from 1, and fragments from 0.  Returns False if ``fragment`` is None (a frozen unit), or if the
+    policy has no local steps.
     """
     if policy.local_steps is None or fragment is None or step < 1:
         return False

@@ -363,9 +363,9 @@ class MasterShard:
         self._landing = arrival, target
 
     def land(self) -> None:
-        """Wait until the mean that :meth:`take` copies is in host memory, and add this mean to the masters' gradients.
+        """Wait until the mean gradient has arrived in host memory, and add it to the masters' gradients.
 
-        Does nothing if no mean is being copied.
+        :meth:`take` has started to copy this mean gradient from the device.  Does nothing if no copy is under way.
         """
         if self._landing is not None:
             arrival, mean = self._landing

@@ -76,10 +76,12 @@ ROLES: Final = ("baseline", "contrast")
 def is_baseline(table: pd.DataFrame) -> pd.Series[bool]:
     """Return, for each row, whether it belongs to a baseline.
 
-    If the suite names its baseline, the rows of the baseline have the role ``baseline``.  If no trial of the named
-    baseline finished, no row belongs to a baseline: no other configuration replaces it.
-    If no row has a role, the baseline is ZeRO-3 without changes.  If ZeRO-3 without changes has no row either, the
-    baseline is the configuration that is listed first.
+    There are two cases:
+
+    * The suite names its baseline, so that rows have roles.  The rows with the role ``baseline`` belong to it.  If no
+      trial of the baseline finished, there are no such rows, and no other configuration takes its place.
+    * The suite names no baseline, so that no row has a role.  The baseline is ZeRO-3 without changes or, if this has no
+      row, the configuration that is listed first.
     """
     if table["role"].isin(ROLES).any():
         return table["role"].eq("baseline")

@@ -48,8 +48,7 @@ def left_out_in_words(intervals: Iterable[Interval]) -> str:
     return (
         f"A trial is disturbed if other programs and the hypervisor together took more than {OTHERS_WITHIN:.0%} of the "
         "processors' time. Times in seconds leave out disturbed trials, and speed-ups leave out pairs with a "
-        f"disturbed trial. In {counted(len(counts), 'row')}, this leaves out {left} of {whole} trials "
-        "(for times) or pairs of trials (for speed-ups)."
+        f"disturbed trial. In {counted(len(counts), 'row')}, {left} of {whole} trials or pairs are left out."
     )
 
 
