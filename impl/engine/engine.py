@@ -534,6 +534,23 @@ class Zero:
         if self.renewal is not None:
             self.renewal.load(state["budget"])
 
+    def reset_communication_state(self, *, step: int, micro_batch: int) -> None:
+        """Let messages depend on nothing but the present weights, as those of a new engine with these weights would.
+
+        All ranks must call it, and no pass may be running.  It resets everything that :meth:`communication_state`
+        lists, such as the errors of error feedback, and the state of users' own reductions and gathers.
+
+        Args:
+            step: the number of optimizer steps from which training continues.
+            micro_batch: the number of backward passes since the last optimizer step.
+        """
+        self.clock.step, self.clock.micro_batch = step, micro_batch
+        self.follow_schedule(step)
+        for unit in self.units:
+            unit.reset_communication_state()
+        if self.renewal is not None:
+            self.renewal.reset()
+
     def full_state_dict(
         self,
         *,
