@@ -77,9 +77,9 @@ from harness.workloads.reinforcement import Judges, actor_of, judges_of
 from impl import ops
 from impl.codecs.codec import Raw
 from impl.codecs.own_rows import decoded_sha256
+from impl.comm import method_calls
 from impl.comm.wire import TIMEOUT_SECONDS
 from impl.plan.traffic import Event, Sent
-from impl.unit import method_calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from harness.errors import Refusal, suggestion
 from harness.suites.trial import MUON, Optimizer, Trial
 from impl.engine.elementwise_probe import ELEMENTWISE, bare_step, why_not
-from impl.engine.muon import Muon, WithAdamW, check_arguments, hidden_parameters
+from impl.engine.muon import Muon, WithAdamW, check_arguments, hidden_parameters, unknown_argument
 from impl.engine.unit_planning import GroupOf
 from impl.errors import raising
 from impl.named_object import NamedObjectError, import_object
@@ -228,6 +228,8 @@ def build(
         Refusal: if there is no such optimizer, or its arguments do not fit.
     """
     kind = _kind(optimizer)
+    if (unknown := unknown_argument(kind, optimizer.arguments)) is not None:
+        raise Refusal(f"optimizer.arguments of {optimizer.name}: {unknown}")
     if unwrapped:
         methods = {"add_param_group": inspect.unwrap(kind.add_param_group), "step": bare_step(kind)}
         kind = type(kind.__name__, (kind,), methods)

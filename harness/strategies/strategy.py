@@ -173,15 +173,18 @@ class Strategy:
     def rehearsing(self) -> Iterator[None]:
         """Context whose forward and backward passes have no effect on later training.
 
-        On leaving, gradients and gathered weights are dropped, and the model's buffers are restored.  Our own engine
-        also restores the state on which later messages depend, such as the codecs' carried errors.
+        On leaving, also after an exception, gradients and gathered weights are dropped, and the model's buffers are
+        restored.  Our own engine also restores the state on which later messages depend, such as the codecs' carried
+        errors.
         """
         kept = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
-        yield
-        with torch.no_grad():
-            for buffer, values in kept:
-                buffer.copy_(values)
-        self.forget_gradients()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, values in kept:
+                    buffer.copy_(values)
+            self.forget_gradients()
 
     def forget_gathered(self) -> None:
         """Free all gathered weights, so that the next pass gathers them again even if they have not changed."""
@@ -466,7 +469,8 @@ class Sharded(Strategy):
     def rehearsing(self) -> Iterator[None]:
         """Context whose forward and backward passes have no effect on later training.
 
-        On leaving, gradients and gathered weights are dropped, and buffers and the codecs' carried errors are restored.
+        On leaving, also after an exception, gradients and gathered weights are dropped, and buffers and the codecs'
+        carried errors are restored.
         """
         with self.zero.rehearsing():
             yield

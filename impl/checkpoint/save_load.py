@@ -29,6 +29,7 @@ from impl.checkpoint.optimizer_state import SavedMasters
 from impl.checkpoint.resharding import Parts, ranges, write_tensors
 from impl.comm.wire import Wire
 from impl.engine import state_dict as state
+from impl.engine.masters import LossScaler
 from impl.errors import ZeroError, raised
 from impl.policy.policy import Policy
 from impl.policy.spans import in_words
@@ -299,7 +300,8 @@ def load(folder: Path | str, zero: Zero, optimizers: Sequence[Optimizer] = ()) -
     """Load a checkpoint, which any number of ranks may have saved with any policy.
 
     All ranks must call this.  If topology, policy and seed equal the saved run's, training continues bit for bit.
-    Otherwise some state is dropped, and ``Loaded.dropped`` lists the dropped parts.
+    Otherwise some state is dropped, and ``Loaded.dropped`` lists the dropped parts.  A dropped part of the engine's
+    state, such as carried errors, then begins as in a new engine, even if the engine has trained before.
 
     Args:
         folder: a checkpoint, or a folder of checkpoints.  From a folder of checkpoints the newest is taken.
@@ -405,18 +407,18 @@ def _take_run(zero: Zero, parts: Parts) -> Iterator[str]:
     The parts are the loss scale, the numbers of the step and the micro-batch, the communication state (such as carried
     errors), the codes of frozen weights, and the states of the random generators.  A line gives the reason too.
     """
-    mesh, manifest = zero.wire.mesh, parts.manifest
+    mesh, manifest, scaler = zero.wire.mesh, parts.manifest, zero.scaler
+    scaler.load_state_dict(LossScaler(zero.policy.loss_scale).state_dict())  # not that of earlier training
     if manifest.loss_scale is not None:
         scale, current = dict(manifest.loss_scale), repr(zero.policy.loss_scale)
         setting = scale.pop("setting")
         if setting == current:
-            zero.scaler.load_state_dict(scale)
+            scaler.load_state_dict(scale)
         else:
             yield f"loss scale: saved with {setting}, here {current}"
-    zero.clock.step, zero.clock.micro_batch = manifest.step, manifest.micro_batch
-    zero.follow_schedule(manifest.step)
     holding_codes = [unit for unit in zero.units if unit.master_shard.codes is not None]
     if differ := _unlike(zero, manifest):
+        zero.reset_communication_state(step=manifest.step, micro_batch=manifest.micro_batch)
         for feature in ("feedback", "differences", "budget"):
             if manifest.of.get(feature, "none") != "none":
                 yield f"state of {feature}: {differ[0]}"

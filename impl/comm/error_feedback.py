@@ -57,6 +57,11 @@ class Errors:
         for error in self._errors.values():
             error.zero_()
 
+    def reset(self) -> None:
+        """Return to the state of a new object: all errors are 0, and step 0 counts as the last reset."""
+        self.clear()
+        self._since = 0
+
     def begin(self, step: int) -> None:
         """Prepare for the reductions of optimizer step number ``step``: clear the errors if a reset is due.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from impl.codecs.codec import padded_bytes
 from impl.comm.exchanges import Exchange
+from impl.comm.method_calls import communicating
 from impl.comm.wire import Wire
 from impl.plan.traffic import Tag
 from impl.policy.own_method import MessageKind, axis_of
@@ -43,7 +44,9 @@ class Sent:
         """
         if self._received is None:
             assert self._exchange is not None  # noqa: S101  # kept until the message is received
-            rows, row = self._exchange.wait(), self._like.element_size()
+            with communicating():
+                rows = self._exchange.wait()
+            row = self._like.element_size()
             for size in self._shape[1:]:
                 row *= size
             plain = rows[:, :row].clone(memory_format=torch.contiguous_format)
@@ -133,6 +136,7 @@ class MethodWire:
         for sent in tuple(self.under_way):
             sent.wait()
 
+    @communicating()
     def _post(
         self, kind: MessageKind, axis: str, rows: Tensor, received: tuple[int, ...], handle: type[Sent] = Sent
     ) -> Sent:

@@ -160,6 +160,13 @@ class Renewal(Observer):
         self._observe()
         self._squares.copy_(squares)
 
+    def reset(self) -> None:
+        """Return to the codecs with which training begins, and forget what was measured.
+
+        The engine's clock must already have its new step.
+        """
+        self.load(torch.zeros_like(self.state()))
+
 
 def squares_of(codecs: Sequence[Codec], values: Tensor, key: Key, start: int = 0) -> Tensor:
     """Measure the squared errors with which ``codecs`` encode ``values`` (..., S).

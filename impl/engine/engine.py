@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from impl import ops
+from impl.comm.watchdog import WireError
 from impl.engine import state_dict
 from impl.engine.bit_renewal import Renewal
 from impl.engine.hooks import Hooks
@@ -28,6 +29,7 @@ from impl.plan.traffic import CopyKey
 from impl.policy.own_method import declares
 from impl.policy.policy import Offload, Policy
 from impl.policy.topology import ranks_in_words
+from impl.transport.shared_memory import SharedMemoryError
 from impl.unit.context import UnitContext
 from impl.unit.flat_buffer import InUnit
 from impl.unit.placeholder import keeper_of
@@ -144,9 +146,13 @@ class Zero:
     def rehearsing(self) -> Iterator[None]:
         """Context for passes that must not affect training, such as a warm-up or a measurement of messages.
 
-        On leaving, all gradients are dropped.  The model's buffers get back the values that they had on entering.  The
-        state that messages depend on (:meth:`communication_state`), such as the errors of error feedback, is restored
-        too.  The next pass gathers all weights anew.
+        On leaving, also after an exception, all gradients are dropped.  The model's buffers get back the values that
+        they had on entering.  The state that messages depend on (:meth:`communication_state`), such as the errors of
+        error feedback, is restored too.  The next pass gathers all weights anew.
+
+        A backward pass that failed inside the context is ended as by :meth:`drop_gradients` and
+        :meth:`finish_backward`, since other ranks may wait for messages of this rank.  If messages themselves failed
+        (WireError), only the buffers are restored, because the ranks can send nothing more.
 
         Raises:
             ZeroError: if masters have gradients when the context is entered.
@@ -157,11 +163,31 @@ class Zero:
                 "rehearsing() would drop the gradients that masters have: call optimizer.step() and zero_grad() "
                 "first"
             )
-        kept, finished, copied = self.communication_state(), self.hooks.finished, self.copied()
+        before = self.communication_state(), self.hooks.finished, self.copied()
         with self.buffers.restored(), self.wire.calling("rehearsing()"):
-            yield
+            try:
+                yield
+            except (WireError, SharedMemoryError):
+                raise
+            except BaseException:
+                self.drop_gradients()
+                self.finish_backward()
+                self._end_rehearsal(*before)
+                raise
+            self._end_rehearsal(*before)
+
+    def _end_rehearsal(
+        self, communication_state: Mapping[str, Tensor], finished: int, copied: Mapping[CopyKey, int]
+    ) -> None:
+        """Undo what passes have changed, except buffers, given what the engine had before these passes.
+
+        Args:
+            communication_state: the result of :meth:`communication_state`.
+            finished: the number of finished backward passes.
+            copied: the result of :meth:`copied`.
+        """
         self._zero_grad()
-        self.load_communication_state(kept)
+        self.load_communication_state(communication_state)
         self.hooks.finished = finished
         self._host.copied.clear()
         self._host.copied.update(copied)
@@ -507,6 +533,23 @@ class Zero:
             unit.load_communication_state(unit_states[unit.geometry.name])
         if self.renewal is not None:
             self.renewal.load(state["budget"])
+
+    def reset_communication_state(self, *, step: int, micro_batch: int) -> None:
+        """Let messages depend on nothing but the present weights, as those of a new engine with these weights would.
+
+        All ranks must call it, and no pass may be running.  It resets everything that :meth:`communication_state`
+        lists, such as the errors of error feedback, and the state of users' own reductions and gathers.
+
+        Args:
+            step: the number of optimizer steps from which training continues.
+            micro_batch: the number of backward passes since the last optimizer step.
+        """
+        self.clock.step, self.clock.micro_batch = step, micro_batch
+        self.follow_schedule(step)
+        for unit in self.units:
+            unit.reset_communication_state()
+        if self.renewal is not None:
+            self.renewal.reset()
 
     def full_state_dict(
         self,

@@ -17,7 +17,8 @@ bit, because Newton-Schulz rounds to bf16 before it computes, and its result is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -64,6 +65,22 @@ def hidden_matrices(model: nn.Module) -> GroupOf:
     return lambda name, parameter: MATRICES if name in hidden and len(parameter.shape) == 2 else 0
 
 
+def unknown_argument(kind: type[Optimizer], given: Iterable[str]) -> str | None:
+    """Return an error text for the first name in ``given`` that is no argument of the optimizer's class ``kind``.
+
+    The text is without the beginning that says where the arguments were given.  Returns None if all names are known, or
+    if the class takes any arguments.
+    """
+    parameters = inspect.signature(kind).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return None
+    known = list(parameters)[1:]  # the first argument is the tensors to step
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is None:
+        return None
+    return f"{unknown!r} is no argument of {kind.__name__}: use one of {', '.join(known)}, or remove it"
+
+
 def check_arguments(muon: Mapping[str, Any], adamw: Mapping[str, Any]) -> dict[str, Any]:
     """Check arguments of ``torch.optim.Muon`` and ``torch.optim.AdamW``.
 
@@ -71,8 +88,15 @@ def check_arguments(muon: Mapping[str, Any], adamw: Mapping[str, Any]) -> dict[s
 
     Raises:
         ValueError: if torch refuses an argument.
-        TypeError: for an argument that torch does not know.
+        ZeroError: for an argument that torch does not know, or if ``adamw`` is no mapping.
     """
+    if not isinstance(adamw, Mapping):
+        raise ZeroError(
+            f"Muon(adamw={adamw!r}): expected a table of AdamW's arguments, such as {{'lr': 3e-4}}"
+        )
+    for kind, given, where in ((torch.optim.Muon, muon, "Muon(...)"), (AdamW, adamw, "Muon(adamw=...)")):
+        if (unknown := unknown_argument(kind, given)) is not None:
+            raise ZeroError(f"{where}: {unknown}")
     AdamW([nn.Parameter(torch.zeros(1))], **adamw)
     optimizer = torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], **muon)
     (options,) = optimizer.param_groups
@@ -185,9 +209,8 @@ class Muon(WithAdamW):
 
     Raises:
         ZeroError: if ``zero`` is no engine, if no trained parameter is in the group, if a parameter of the group is no
-            matrix, or if masters are offloaded.
+            matrix, if masters are offloaded, or if torch does not know an argument.
         ValueError: if torch refuses an argument.
-        TypeError: for an argument that torch does not know.
     """
 
     def __init__(

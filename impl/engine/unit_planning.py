@@ -152,6 +152,7 @@ def drafts_of(
             - a block is no submodule of the model, overlaps another block, or has a name that the engine uses itself;
             - a parameter is neither fp32 nor of the policy's compute type;
             - a parameter or buffer of a lazy module has no shape yet;
+            - ``group_of`` returns anything but a whole number;
             - a unit whose parameters are not persistent has more elements than ``largest_unit``.
     """
     check_shapes(model)
@@ -191,6 +192,11 @@ def drafts_of(
             )
         homes = {names[owner.get(place.module, model)] for place in places}
         group = group_of(full, parameter) if group_of is not None else 0
+        if not hasattr(group, "__index__"):  # whole numbers have it, also those of NumPy
+            raise ZeroError(
+                f"group_of= returned {group!r} for parameter {full!r}: return the number of the parameter's optimizer "
+                "group, such as 0 or 1"
+            )
         spec = ParameterSpec(full, tuple(parameter.shape), group)
         placed.append(Placed(spec, homes.pop() if len(homes) == 1 else "", parameter.requires_grad))
     parameters, holding, most = list(holders), list(holders.values()), policy.memory.largest_unit

@@ -468,6 +468,17 @@ class GradientReduction:
         if self.own is not None:
             self.own.reset()
 
+    def reset(self) -> None:
+        """Carry nothing over from earlier reductions, as a new engine does; to be called on all ranks.
+
+        The errors that error feedback carries are set to zero, and the object of a user's own reduction is constructed
+        anew.
+        """
+        if self._errors is not None:
+            self._errors.reset()
+        if self.own is not None:
+            self.own.reset()
+
 
 class _Way(NamedTuple):
     """How a unit's gradient is reduced with one policy."""

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from impl.comm.method_calls import inside
 from impl.comm.method_wire import MethodWire
 from impl.comm.watchdog import WireError
 from impl.comm.wire import Wire
@@ -32,7 +33,6 @@ from impl.policy.own_method import (
 from impl.policy.shard_layout import UnitGeometry
 from impl.policy.topology import Topology
 from impl.transport.shared_memory import SharedMemoryError
-from impl.unit.method_calls import inside
 
 
 class Method(abc.ABC):

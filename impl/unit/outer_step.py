@@ -98,6 +98,14 @@ class OuterStep:
         if self._errors is not None:
             self._errors.clear()
 
+    def reset(self) -> None:
+        """Begin outer steps anew, as a new engine does: the anchor is the present shard, momentum and errors are 0."""
+        self._anchor.copy_(self._master_shard.master)
+        if self._speed is not None:
+            self._speed.zero_()
+        if self._errors is not None:
+            self._errors.reset()
+
     def state(self) -> dict[str, Tensor]:
         """Return copies of the tensors that a resumed run needs to take outer steps, by name.
 

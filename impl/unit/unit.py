@@ -505,6 +505,18 @@ class Unit:
             self.outer.load(state)
         self.weight_gather.load(state)
 
+    def reset_communication_state(self) -> None:
+        """Make later messages depend on nothing but the present weights, as in a new engine.
+
+        All ranks must call it.
+        """
+        self.reduction.reset()
+        if self.outer is not None:
+            self.outer.reset()
+        if isinstance(self.weight_gather, OwnWeightGather):
+            self.weight_gather.reset()
+        self.weights_changed()
+
     # Refusals
 
     def check_hidden(self, place: str) -> None:

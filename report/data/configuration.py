@@ -51,6 +51,7 @@ _OF_EXECUTION: Final = {each.label for each in SETTINGS if each.execution}
 
 
 _MODULE: Final = re.compile(r"^[\w.]+:")  # the module in the name ``module:Class`` of a user's own class
+_OWN: Final = ("reduce", "gather")  # the fields of a policy that may name a user's own class
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,7 @@ def shared_changes(trials: Sequence[Trial]) -> dict[str, str]:
         for name, value in next(iter(of_policies), {}).items()
         if name in _OF_EXECUTION
         and all(changes.get(name) == value for changes in of_policies)
-        and not (name in ("reduce", "gather") and _MODULE.match(value))  # a method is no matter of execution
+        and not (name in _OWN and _MODULE.match(value))  # a method is no matter of execution
     }
 
 
@@ -238,7 +239,7 @@ def label_of(trial: Trial, shared: Mapping[str, str], also: Mapping[str, Any] = 
 def has_own_method(trial: Trial) -> bool:
     """Return whether a class of a user's own, in ``policy.reduce`` or ``policy.gather``, moves a trial's messages."""
     values = fields_of(trial.resolved_policy(), trial.topology())
-    return any(_MODULE.match(values.get(name, "")) for name in ("reduce", "gather"))
+    return any(_MODULE.match(values.get(name, "")) for name in _OWN)
 
 
 def name_of(strategy: str) -> str:
@@ -258,10 +259,10 @@ def field_text(field: str, value: str) -> str:
 def _short(field: str, value: str) -> str:
     """Return the value of a field as names print it.
 
-    The name of a user's class, in field ``reduce``, loses its module.  Large round integers are written as ``1e9``
-    (:func:`report.data.text.short_integer`).  Other values stay unchanged.
+    The name of a user's class, in field ``reduce`` or ``gather``, loses its module.  Large round integers are written
+    as ``1e9`` (:func:`report.data.text.short_integer`).  Other values stay unchanged.
     """
-    return _MODULE.sub("", value) if field == "reduce" else short_integer(value)
+    return _MODULE.sub("", value) if field in _OWN else short_integer(value)
 
 
 def spelled(name: str) -> str:

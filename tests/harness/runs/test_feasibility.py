@@ -228,7 +228,10 @@ def test_peers() -> None:
         ),
         ({"optimizer": Optimizer(name="Adamw")}, "torch.optim has no such optimizer; did you mean 'AdamW'?"),
         ({"optimizer": Optimizer(name="LBFGS")}, "not elementwise"),
-        ({"optimizer": Optimizer(arguments={"momentum": 0.9})}, "unexpected keyword argument 'momentum'"),
+        (
+            {"optimizer": Optimizer(arguments={"momentum": 0.9})},
+            "optimizer.arguments of AdamW: 'momentum' is no argument of AdamW: use one of lr, betas,",
+        ),
         ({"optimizer": Optimizer(arguments={"lr": -1.0})}, "Invalid learning rate"),
         ({"optimizer": Optimizer(arguments={"betas": [0.9]})}, "optimizer.arguments of AdamW: IndexError"),
         ({"optimizer": Optimizer(arguments={"betas": [0.9, 0.9, 0.9]})}, "arguments of AdamW: ValueError"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from functools import cache
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from harness.cluster.rank_processes import ALLOCATOR, run_ranks
 from harness.records.trial_record import Record
+from harness.strategies.strategy import Strategy
 from impl.policy.topology import Topology
 from tests.harness.cluster import targets
 from tests.harness.cluster.test_rank_processes import local
@@ -99,3 +102,14 @@ def test_every_configuration_has_the_same_allocator(tmp_path: Path) -> None:
     assert dict(os.environ) == before
     assert torch.get_num_threads() >= 1
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_a_rehearsal_that_fails_restores_buffers_and_drops_gradients() -> None:
+    """An error in a rehearsal of a library's strategy leaves nothing of its passes."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    with contextlib.suppress(ValueError), Strategy(net, dict, None, ()).rehearsing():
+        net(torch.randn(2, 4)).square().sum().backward()
+        raise ValueError("boom")
+    assert all(torch.equal(buffer, before[name]) for name, buffer in net.named_buffers())
+    assert all(parameter.grad is None for parameter in net.parameters())

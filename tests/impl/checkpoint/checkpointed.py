@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from examples.differences import Differences
+from examples.powersgd import PowerSGD
 from impl.checkpoint.manifest import Manifest, read_manifest
 from impl.checkpoint.resharding import Parts
 from impl.checkpoint.save_load import Loaded, load, save
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
+from impl.policy.own_method import method
 from impl.policy.policy import Feedback, LossScale, Offload, Policy, parse_budget
 from impl.policy.presets import PRESETS
 from tests.support.models import Odd
@@ -55,6 +58,7 @@ POLICIES = {
         feedback=Feedback(hops="all"), local_steps=3, local_fragments=2,
     ),
     "mics+feedback": Policy(group=2, gradients=(INT4, INT4), feedback=Feedback(), memory=ROOMY),
+    "own": Policy(reduce=method(PowerSGD, rank=1), gather=method(Differences), memory=ROOMY),
 }  # fmt: skip
 
 

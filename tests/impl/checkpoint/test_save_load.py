@@ -17,7 +17,7 @@ from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.policy.policy import Offload, Policy
 from impl.policy.topology import Topology
-from tests.impl.checkpoint.checkpointed import NET, ODD, POLICIES, Dropping, Run, same
+from tests.impl.checkpoint.checkpointed import NET, ODD, POLICIES, Dropping, Run, same, written
 from tests.support.params import nightly
 from tests.support.ranks import each_rank, on_processes
 from tests.support.strategies import EXACT, ROOMY
@@ -97,6 +97,23 @@ def test_a_run_of_another_policy_loads_the_first_group(mesh: Mesh, tmp_path: Pat
     loaded = other.load(tmp_path)
     assert any("state of local steps, so weights and optimizer states are" in line for line in loaded.dropped)
     assert torch.equal(other.zero.full_state_dict()["head.weight"], first)
+
+
+@pytest.mark.parametrize("name", ["feedback", "differences", "budget", "local", "fp16", "own"])
+@each_rank(2, 2)
+def test_a_checkpoint_of_another_policy_leaves_nothing_of_earlier_training(
+    mesh: Mesh, tmp_path: Path, name: str
+) -> None:
+    """An engine that has trained before continues from the checkpoint as a new engine does, bit for bit."""
+    written(mesh, tmp_path, EXACT, NET)
+    new, trained = (Run(mesh, POLICIES[name], NET) for _ in range(2))
+    for number in range(5, 9):
+        trained.step(number)
+    for run in (new, trained):
+        run.load(tmp_path)
+    assert trained.zero.scaler.state_dict() == new.zero.scaler.state_dict()
+    assert [trained.step(number) for number in range(2, 6)] == [new.step(number) for number in range(2, 6)]
+    assert same(trained.state(), new.state())
 
 
 def mesh_rows(run: Run, values: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -20,11 +21,11 @@ from impl.parameters.gathered import GatheredParameters
 from impl.policy.policy import Stage
 from impl.policy.topology import Topology
 from impl.zero import Zero, ZeroError, shard
-from tests.impl.checkpoint.checkpointed import Dropping
+from tests.impl.checkpoint.checkpointed import NET, POLICIES, Dropping, same
 from tests.impl.test_zero_models import WIDTH, Stack, data
 from tests.support.ranks import each_rank, on_threads
 from tests.support.strategies import EXACT
-from tests.support.training import batch, model, sgd, update
+from tests.support.training import Training, batch, model, sgd, update
 
 
 @each_rank(1, 1)
@@ -226,3 +227,49 @@ def test_a_full_state_of_any_layout_is_loaded(mesh: Mesh) -> None:
     ):
         with pytest.raises(ZeroError, match=f"state 'weight' {message}"):
             zero.load_full_state_dict({"weight": value})
+
+
+def _fail_in(run: Training, place: str) -> None:
+    """Run a pass of a rehearsal that raises a ValueError in ``place``: in forward, in backward, or after the pass."""
+    block = run.net.blocks[0]
+    if place == "forward":
+        handle = block.register_forward_pre_hook(lambda *_: _Boom.backward(None, torch.zeros(())))
+    elif place == "backward":
+        handle = block.register_forward_hook(lambda _module, _inputs, output: _Boom.apply(output))
+    try:
+        run.backward(7)
+        raise ValueError("boom")
+    finally:
+        if place != "afterwards":
+            handle.remove()
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "afterwards"])
+@pytest.mark.parametrize("name", ["feedback", "differences", "budget", "zero1", "own"])
+@each_rank(2, 2)
+def test_a_rehearsal_that_fails_changes_nothing(mesh: Mesh, name: str, place: str) -> None:
+    """After an error in any pass of a rehearsal, training continues bit for bit as without the rehearsal."""
+    run, other = (Training(mesh, NET, POLICIES[name]) for _ in range(2))
+    for each in (run, other):
+        each.step(0)
+        each.step(1)
+    with contextlib.suppress(ValueError), run.zero.rehearsing():
+        run.backward(6)
+        _fail_in(run, place)
+    assert all(master.grad is None for master in run.zero.masters)
+    assert same(run.zero.communication_state(), other.zero.communication_state())
+    assert [run.step(number) for number in (2, 3)] == [other.step(number) for number in (2, 3)]
+
+
+@each_rank(2, 2)
+def test_a_rehearsal_that_fails_on_one_rank_sends_what_the_others_wait_for(mesh: Mesh) -> None:
+    """If backward raises on one rank, the rehearsal ends on all, and training continues bit for bit."""
+    policy = replace(POLICIES["feedback"], stage=1)
+    run, other = (Training(mesh, NET, policy) for _ in range(2))
+    assert run.step(0) == other.step(0)
+    with contextlib.suppress(ValueError), run.zero.rehearsing():
+        if mesh.rank == 1:
+            _fail_in(run, "backward")
+        run.backward(7)
+    assert same(run.zero.communication_state(), other.zero.communication_state())
+    assert [run.step(number) for number in (1, 2)] == [other.step(number) for number in (1, 2)]

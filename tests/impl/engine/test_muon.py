@@ -322,10 +322,16 @@ def test_what_muon_cannot_step_is_refused(mesh: Mesh) -> None:
         Muon(model())
     with pytest.raises(ValueError, match="momentum should be >= 0"):
         made(mesh, momentum=-1.0)
-    with pytest.raises(TypeError, match="betas"):
+    with pytest.raises(
+        ZeroError, match=r"^Muon\(\.\.\.\): 'betas' is no argument of Muon: use one of lr, .* or remove it$"
+    ):
         made(mesh, betas=(0.9, 0.99))
-    with pytest.raises(TypeError, match="momentum"):
+    with pytest.raises(
+        ZeroError, match=r"^Muon\(adamw=\.\.\.\): 'momentum' is no argument of AdamW: use one of lr, betas"
+    ):
         made(mesh, adamw={"momentum": 0.9})
+    with pytest.raises(ZeroError, match=r"^Muon\(adamw=0\.1\): expected a table of AdamW's arguments"):
+        made(mesh, adamw=0.1)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -63,3 +65,14 @@ def test_lazy_modules_without_shapes_are_refused_by_name(mesh: Mesh, kind: str) 
         net(torch.ones(2, 4))
     shard(net, mesh=mesh, policy=EXACT)
     net(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("group", [None, "decay", 0.5])
+def test_a_group_that_is_no_number_is_refused_by_name(group: Any) -> None:
+    """A ``group_of`` without a return statement is refused with the parameter for which it was called."""
+    with pytest.raises(
+        ZeroError, match=rf"^group_of= returned {group!r} for parameter 'head\.weight': return the num"
+    ):
+        plan_units(
+            Net(), Topology(1, 1), EXACT, group_of=lambda name, _: group if name == "head.weight" else 0
+        )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 
+import pytest
+
 from harness.suites.peers import PEERS
 from harness.suites.trial import PolicyChanges, Trial
 from impl.codecs.codec import BF16, FP32
@@ -103,3 +105,12 @@ def test_large_round_numbers_are_short_in_names() -> None:
     config = json.dumps({"zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 1_000_000_000}})
     deepspeed = Trial(strategy="deepspeed", deepspeed_config=config)
     assert label_of(deepspeed, {}) == "DeepSpeed (stage3_max_reuse_distance 1e9)"
+
+
+@pytest.mark.parametrize(("field", "arguments"), [("reduce", "method"), ("gather", "gather_method")])
+def test_names_of_a_users_classes_leave_out_their_modules(field: str, arguments: str) -> None:
+    """A reduction and a gather of a user's own are named by class and arguments, in names and in differences."""
+    policy = {field: "mine.own:Class"}
+    trial = Trial.model_validate({"strategy": "zero3", "policy": policy, arguments: {"block": 64}})
+    assert label_of(trial, {}) == f"ZeRO-3 ({field} Class(block=64))"
+    assert differences_of(trial, Trial(strategy="zero3")) == f"{field} Class(block=64)"
