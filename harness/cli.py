@@ -275,7 +275,7 @@ def run(
     check_feasible(file, forecast(suite.trials if only is None else trials, this_host()))
     user_codecs = check.check_laws(trials)
 
-    from harness.runs.further_repeats import batches, seconds_in, single
+    from harness.runs.further_repeats import batches, single, timings_in
     from harness.runs.sweep import run_sweep
 
     interrupts.take_over()
@@ -290,7 +290,7 @@ def run(
     if others := len({record.id for record in records} - known.keys()):
         foreign = f"{counted(others, 'record')} of trials that this suite does not have"
         say(f"The folder also holds {foreign}; the report shows them too.")
-    sweep = batches(suite, sweeps, seconds_in(folder)) if only is None else [single(suite, trials[0])]
+    sweep = batches(suite, sweeps, timings_in(folder)) if only is None else [single(suite, trials[0])]
     with launchers.lead_nodes(place, suite.trials) as nodes:
         outcome = run_sweep(
             suite, sweep, folder, progress,
@@ -604,14 +604,14 @@ def _follow(file: Path, results: Path, out: Console) -> None:
 
     For a trial whose record does not exist yet, this function waits.
     """
-    from harness.runs.further_repeats import batches, seconds_in
+    from harness.runs.further_repeats import batches, timings_in
     from harness.runs.progress import outcome
 
     suite = load(file)
     folder, total = results / suite.name, 0
     if not suite.ids_known:  # the ids depend on the alignment of the policies, which a record holds
         suite = load(file, _recorded_alignment(folder))
-    for batch in batches(suite, 1, seconds_in(folder)):
+    for batch in batches(suite, 1, timings_in(folder)):
         done, total = total, total + len(batch.trials)
         for number, trial in enumerate(batch.trials, done + 1):
             path = path_of(folder, trial.id)
