@@ -55,7 +55,7 @@ def bundle(folder: Path, into: Path) -> Path:
     * The folder has no records.
     * The records do not say which run wrote them, because an older version wrote the records.
     * The run does not say which suite it ran, because an older version wrote the run's file.
-    * The suite names a file outside of the suite's folder.
+    * The suite names a file outside of the suite's folder, or a file that has the name of another file in the bundle.
     """
     records = read_all(folder)
     if not records:
@@ -102,19 +102,27 @@ def bundle(folder: Path, into: Path) -> Path:
             if run.changes
             else "the first run was of this commit",
         ),
-        **run.suite.configurations,
     }
-    with tempfile.TemporaryDirectory() as name:
-        packed = archive.pack(folder, Path(name)).read_bytes()
-    files = {name: text.encode() for name, text in texts.items()} | {f"{suite}{archive.SUFFIX}": packed}
+    with tempfile.TemporaryDirectory() as made:
+        packed = archive.pack(folder, Path(made), suite).read_bytes()
+    files = {path: text.encode() for path, text in texts.items()} | {f"{suite}{archive.SUFFIX}": packed}
+    for path, text in run.suite.configurations.items():
+        if Path(path).is_absolute() or ".." in Path(path).parts or path.startswith("~"):
+            raise RecordError(
+                f"{path}: this file, which the suite names, lies outside of the suite's folder, so it cannot be "
+                "packed; move it into that folder, change its path in the suite, and run the suite again"
+            )
+        if (plain := Path(path).as_posix()) in files:
+            raise RecordError(
+                f"{path}: this file, which the suite names, has the name of another file in the bundle; rename it, "
+                "change its path in the suite, and run the suite again"
+            )
+        files[plain] = text.encode()
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:xz", preset=9, format=tarfile.USTAR_FORMAT) as whole:
+    with tarfile.open(
+        fileobj=buffer, mode="w:xz", preset=9, format=tarfile.PAX_FORMAT
+    ) as whole:  # for long names
         for path, content in sorted(files.items()):
-            if Path(path).is_absolute() or ".." in Path(path).parts:
-                raise RecordError(
-                    f"{path}: this file, which the suite names, lies outside of the suite's folder, so it cannot be "
-                    "packed; move it into that folder, change its path in the suite, and run the suite again"
-                )
             entry = tarfile.TarInfo(f"{suite}-artifact/{path}")
             entry.size = len(content)
             whole.addfile(entry, io.BytesIO(content))

@@ -123,7 +123,8 @@ def archive_records(
     results: ResultsFolder = RESULTS,
 ) -> None:
     """Write a suite's records into one compressed file, SUITE.tar.xz, and print its path."""
-    print(archive.pack(_existing_folder(suite, results), into))
+    folder = _existing_folder(suite, results)
+    print(archive.pack(folder, _packed_into(folder, into)))
 
 
 def bundle(
@@ -135,7 +136,17 @@ def bundle(
     folder = _existing_folder(suite, results)
     from report.bundle import bundle as write_bundle
 
-    print(write_bundle(folder, into))
+    print(write_bundle(folder, _packed_into(folder, into)))
+
+
+def _packed_into(folder: Path, into: Path) -> Path:
+    """Return ``into``; raises a Refusal if it is the results folder ``folder``, whose archives a report would show."""
+    if into.resolve() == folder.resolve():
+        raise Refusal(
+            f"{into} is the results folder itself, and zeropp report would show the archive in place of its records: "
+            "name another folder"
+        )
+    return into
 
 
 def compare(
