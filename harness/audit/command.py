@@ -22,7 +22,7 @@ from harness.suites.labels import counted
 from harness.terminal_table import console, say, show
 
 BROKEN: Final = 1
-_STEPS: Final = re.compile(r"(?P<first>\d+)(?P<to>:(?P<last>\d+)?)?")
+_STEPS: Final = re.compile(r"(?P<first>\d{1,18})(?P<to>:(?P<last>\d{1,18})?)?")
 
 
 @dataclass(frozen=True, slots=True)

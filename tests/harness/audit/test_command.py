@@ -33,7 +33,7 @@ def test_steps(text: str, steps: tuple[int, int | None]) -> None:
     assert parse_steps(text) == steps
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", "3:2", ":3", "1:2:3", "-1"])
+@pytest.mark.parametrize("text", ["", "x", "0", "3:2", ":3", "1:2:3", "-1", "9" * 5000, f"1:{'9' * 5000}"])
 def test_steps_that_are_none_are_refused(text: str) -> None:
     """The line says what is expected."""
     with pytest.raises(Refusal, match="--steps"):
