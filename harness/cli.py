@@ -203,6 +203,8 @@ def calibrate(
     results: ResultsFolder = RESULTS,
 ) -> None:
     """Measure this machine for two minutes, so that the seconds of a step can be predicted."""
+    if file.exists() and not file.is_file():
+        raise Refusal(f"{file}: this is no file; name the file to write")
     if not file.absolute().parent.is_dir():
         raise Refusal(f"{file}: there is no folder {file.absolute().parent}; make it, or name another file")
     feasibility.check_writable(file.absolute().parent, f"{file}: its folder")

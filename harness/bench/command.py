@@ -177,7 +177,11 @@ class _Run:
         facts, code = machine.facts(), machine.code()
         pool = machine.pool_key(facts, code)
         self._fixed = {"subject": subject, "machine": facts, "code": code, "pool": pool, "started": _now()}
-        existing = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
+        existing = next(
+            path
+            for path in (self._folder, *self._folder.absolute().parents)
+            if path.exists() or path.is_symlink()
+        )
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise Refusal(
                 f"--results {results}: {existing} is not a folder, or cannot be written; name another folder"

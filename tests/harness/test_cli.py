@@ -141,7 +141,9 @@ def test_results_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) 
     """A folder that cannot be written is refused before anything runs, or is measured for two minutes."""
     assert "m.toml: its folder cannot be written" in refused(folder, capsys, "calibrate", "/proc/m.toml")
     (folder / "file").write_text("")
-    for results in ("file/results", "/proc/none"):
+    (folder / "dangling").symlink_to("nowhere/else")
+    (folder / "loop").symlink_to("loop")
+    for results in ("file/results", "/proc/none", "dangling", "dangling/results", "loop"):
         error = refused(folder, capsys, "run", suite(folder), "--results", results)
         assert "results folder cannot be written" in error
 

@@ -64,11 +64,13 @@ def test_bad_input(
     assert message in refused(folder, capsys, "bench", *arguments)
 
 
-@pytest.mark.parametrize("below", ["", "there"])
-def test_results_that_are_no_folder(folder: Path, capsys: pytest.CaptureFixture[str], below: str) -> None:
-    """A file in the place of the results folder is refused before anything is measured, not after."""
+@pytest.mark.parametrize("name", ["file", "file/there", "dangling", "dangling/there", "loop"])
+def test_results_that_are_no_folder(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """A file or a link to nothing in place of the results folder is refused before anything is measured, not after."""
     (folder / "file").write_text("", encoding="utf-8")
-    error = refused(folder, capsys, "bench", "collectives", "--results", str(Path("file", below)))
+    (folder / "dangling").symlink_to("nowhere/else")
+    (folder / "loop").symlink_to("loop")
+    error = refused(folder, capsys, "bench", "collectives", "--results", name)
     assert "is not a folder" in error
 
 
