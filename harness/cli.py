@@ -363,6 +363,9 @@ def show(
 ) -> None:
     """Print one record, or all records of a suite as a table."""
     out = terminal_table.console()
+    asked = {"--follow": follow, "--reproduce": as_script, "--json": as_json, "--csv": as_csv}
+    if len(given := [option for option, value in asked.items() if value]) > 1:
+        raise Refusal(f"{given[0]} and {given[1]} exclude each other: give one of them")
     if follow:
         _follow(Path(suite_or_id), results, out)
         return
@@ -384,6 +387,11 @@ def show(
             if not _print_rows(plan_rows.record_rows([record]), whole, as_json=as_json, as_csv=as_csv):
                 terminal.single_record(record, out, path.parent)
     elif bench_record.holds(folder):
+        if as_json or as_csv:
+            raise Refusal(
+                f"{folder} holds a benchmark's records: {given[0]} is for records of trials; remove it, or read the "
+                "JSON files in the folder"
+            )
         from report.bench_page import show as show_bench
 
         show_bench(bench_record.read_all(folder), out)

@@ -84,7 +84,12 @@ def report(
     png: Annotated[bool, typer.Option("--png", help="Also draw figures as PNG.")] = False,
 ) -> None:
     """Build a suite's report from its records and print its path; for a folder of archives, build every report."""
+    drawn = {"--columns": columns, "--width": width != _WIDTH, "--pdf": pdf, "--png": png}
+    sources = {"--seconds": seconds, "--machine": machine, "--rate": rate}
     if check:
+        _refuse_beside("--check only compares README and docs with the committed records", {
+            "SUITE": suite, "--explain": explain, **drawn, **sources,
+        })  # fmt: skip
         if not (ROOT / "docs" / "build.py").is_file():
             raise Refusal(
                 f"--check needs the README and docs of the sources, and {ROOT} has no docs: run it in a clone"
@@ -100,7 +105,7 @@ def report(
     requested = _columns(columns or [])
     forms = [form for form, asked in (("pdf", pdf), ("png", png)) if asked]
     steps = _steps_from(seconds or [], machine, rate, results)
-    if archives := sorted(folder.glob(f"*{archive.SUFFIX}")):
+    if archives := sorted(path for path in folder.glob(f"*{archive.SUFFIX}") if not path.is_dir()):
         if requested or explain or steps:
             many = f"{folder} holds {len(archives)} archives"
             needing = "--columns, --explain, --seconds and --machine"
@@ -110,11 +115,20 @@ def report(
         _build_archives(archives, width, forms)
         return
     if explain is not None:
+        _refuse_beside("--explain only prints one number", drawn)
+        if bench_record.holds(folder) or benchmark_file.holds(folder):
+            raise Refusal(f"{folder} holds a benchmark's records: --explain is for suites; remove it")
         from report.build import explanation
 
         print(visible(explanation(folder, *explain, steps)))
         return
     build_report(folder, requested, width, forms, steps)
+
+
+def _refuse_beside(why: str, options: Mapping[str, object]) -> None:
+    """Raise a Refusal that begins with ``why`` if any of the ``options`` was given; it would have no effect."""
+    if given := [option for option, value in options.items() if value]:
+        raise Refusal(f"{why}: remove {', '.join(given)}")
 
 
 def archive_records(
@@ -281,14 +295,14 @@ def _columns(options: Sequence[str]) -> dict[str, list[str]]:
 
     For example, ``["summary=Step, s;Tokens/s"]`` gives ``{"summary": ["Step, s", "Tokens/s"]}``.
     """
-    columns = {}
+    columns: dict[str, list[str]] = {}
     for text in options:
         table, _, names = map(str.strip, text.partition("="))
         if not (table and names):
             raise Refusal(
                 f"--columns {text}: expected TABLE=COLUMN;COLUMN, such as 'summary=Step, s;Tokens/s'"
             )
-        columns[table] = [name.strip() for name in names.split(";")]
+        columns.setdefault(table, []).extend(name.strip() for name in names.split(";"))
     return columns
 
 

@@ -38,6 +38,11 @@ BAD = {
     "no codec": (("codecs", "--codec", "int9:64"), "2 to 8 bits"),
     "no backend": (("codecs", "--backend", "gpu"), "unknown --backend 'gpu'"),
     "no type": (("codecs", "--kind", "fp64"), "unknown --kind 'fp64'"),
+    "a codec for another library": (
+        ("codecs", "--codec", "int4:256", "--backend", "torch.compile"),
+        "--codec int4:256 does not apply to --backend torch.compile",
+    ),
+    "seconds without end": (("collectives", "--seconds", "inf"), "Invalid value for '--seconds'"),
     "no size": (("codecs", "--megabytes", "0"), "--megabytes"),
     "negative size": (("collectives", "--megabytes", "1", "--megabytes", "-4"), "--megabytes"),
     "a rate without unit": (("collectives", "--rate", "50"), "with the unit"),
