@@ -106,6 +106,26 @@ def test_what_is_refused_starts_no_program(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("absent-program", "there is no such program"),
+        ("", "there is no such program"),
+        ("./train.py", "not executable"),
+    ],
+)
+def test_a_program_that_cannot_start_leaves_no_folder(
+    tmp_path: Path, zeropp: Zeropp, monkeypatch: pytest.MonkeyPatch, program: str, says: str
+) -> None:
+    """It is refused in one line before anything is written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    done = zeropp("audit", "--", program, status=2)
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
 def test_a_program_that_sends_nothing(tmp_path: Path, zeropp: Zeropp) -> None:
     """One line says so, and the status is the program's."""
     program = [sys.executable, "-c", "raise SystemExit(4)"]
