@@ -181,9 +181,9 @@ def compare(
 
     comparison, out = compare_folders(first, second, float(percent[1]) / 100), console()
     comparison.table.show(out)
-    out.print("\n".join(comparison.notes), markup=False, highlight=False, soft_wrap=True)
-    if html is not None:
+    if html is not None:  # before anything is printed
         write_whole(html, page(comparison))
+    out.print("\n".join(comparison.notes), markup=False, highlight=False, soft_wrap=True)
     if comparison.worse:
         raise typer.Exit(SOME_FAILED)
 
