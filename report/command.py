@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -155,7 +156,7 @@ def bundle(
 
 def _packed_into(folder: Path, into: Path) -> Path:
     """Return ``into``; raises a Refusal if it is the results folder ``folder``, whose archives a report would show."""
-    if into.resolve() == folder.resolve():
+    if os.path.realpath(into) == os.path.realpath(folder):  # Path.resolve() raises for a link to itself
         raise Refusal(
             f"{into} is the results folder itself, and zeropp report would show the archive in place of its records: "
             "name another folder"
@@ -180,9 +181,9 @@ def compare(
     from report.compare import page
 
     comparison, out = compare_folders(first, second, float(percent[1]) / 100), console()
-    comparison.table.show(out)
     if html is not None:  # before anything is printed
         write_whole(html, page(comparison))
+    comparison.table.show(out)
     out.print("\n".join(comparison.notes), markup=False, highlight=False, soft_wrap=True)
     if comparison.worse:
         raise typer.Exit(SOME_FAILED)

@@ -115,3 +115,12 @@ def test_nothing_is_packed_into_the_results_folder(
     assert cli.main([command, str(folder), f"{folder}/../{folder.name}"]) == cli.REFUSED
     assert "is the results folder itself" in capsys.readouterr().err
     assert not list(folder.glob("*.tar.xz"))
+
+
+def test_a_link_to_itself_is_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bundle cannot be written there."""
+    (tmp_path / "loop").symlink_to("loop")
+    assert cli.main(["bundle", str(folder), str(tmp_path / "loop")]) == cli.REFUSED
+    assert "loop/quickstart-artifact.tar.xz: cannot be written" in capsys.readouterr().err
