@@ -541,7 +541,7 @@ def read_as(model: type[Model], path: Path) -> Model:
         raise RecordError(f"{path}: is not a record: it has no schema_version{_REMEDY}")
     if data["schema_version"] != version:
         versions = (
-            f"schema version {data['schema_version']}, but this program reads and writes version {version}"
+            f"schema version {data['schema_version']!r}, but this program reads and writes version {version}"
         )
         raise RecordError(
             f"{path}: has {versions}; move the folder aside, or use the version of zeropp that wrote the file"

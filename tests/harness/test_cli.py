@@ -196,10 +196,11 @@ def test_results_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) 
             '{"schema_version": 99}',
             f"has schema version 99, but this program reads and writes version {SCHEMA_VERSION}",
         ),
+        ('{"schema_version": "1"}', "has schema version '1', but this program reads and writes version 1;"),
         ("[" * 100_000, "0123456789ab.json: is not a record"),  # beyond Python's limits
         ('{"schema_version": ' + "9" * 5000 + "}", "0123456789ab.json: is not a record"),
     ],
-    ids=["other", "deep", "long"],
+    ids=["other", "text", "deep", "long"],
 )
 def test_records_that_cannot_be_read(
     folder: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
