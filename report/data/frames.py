@@ -676,9 +676,12 @@ def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
 def _check_measured(record: Record, trial: Trial) -> None:
     """Raise a ReportError if no ratio can be computed from the record of a finished trial.
 
-    Reasons are a link of 0 Mbit/s, a rank without timed steps, and a step of 0 s or less.
+    Reasons are a link of 0 Mbit/s, no ranks, a rank without timed steps, units without elements, and a step of 0 s or
+    less.
     """
     faults = {
+        "no rank": not record.ranks,
+        "units without elements": bool(record.units) and sum(numel for _, numel, _ in record.units) <= 0,
         "a link of 0 Mbit/s": record.link is not None
         and any(not rate > 0 for rate in (*record.link.calibrated_mbit, *record.link.probed_mbit)),
     }
