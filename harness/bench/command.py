@@ -154,7 +154,9 @@ def overlap(
     megabytes: Annotated[int, Mebibytes(help="Size of the fp32 gradient in MiB, for the hops.")] = 128,
     seconds: Annotated[
         float,
-        typer.Option(help="About how long to time each policy, and then the hops.", min=0.0, max=MOST_SECONDS),
+        typer.Option(
+            help="About how long to time each policy, and then the hops.", min=0.0, max=MOST_SECONDS
+        ),
     ] = 90.0,
     results: Results = Path("results"),
 ) -> Path:
