@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import tarfile
 import tempfile
@@ -11,6 +12,7 @@ from typing import Final
 
 from harness.records import archive, run_record
 from harness.records.trial_record import RecordError, read_all, write_whole
+from harness.suites.suite import NAME
 from report import page
 from report.data.frames import frames_of
 from report.data.metrics import derive
@@ -55,6 +57,7 @@ def bundle(folder: Path, into: Path) -> Path:
     * The folder has no records.
     * The records do not say which run wrote them, because an older version wrote the records.
     * The run does not say which suite it ran, because an older version wrote the run's file.
+    * The records name a suite that no suite file can name.
     * The suite names a file outside of the suite's folder, or a file that has the name of another file in the bundle.
     """
     records = read_all(folder)
@@ -66,6 +69,11 @@ def bundle(folder: Path, into: Path) -> Path:
             "suite again"
         )
     suite, run = records[0].suite, run_record.read(folder, runs[-1])
+    if re.fullmatch(NAME, suite) is None:
+        raise RecordError(
+            f"{folder}: its records were edited: they name the suite {suite!r}, and no suite can have this name; run "
+            "the suite again"
+        )
     if run.suite is None:
         raise RecordError(
             f"{folder}: the last run does not say which suite it ran, because an older version wrote it; "

@@ -124,3 +124,12 @@ def test_a_link_to_itself_is_refused(
     (tmp_path / "loop").symlink_to("loop")
     assert cli.main(["bundle", str(folder), str(tmp_path / "loop")]) == cli.REFUSED
     assert "loop/quickstart-artifact.tar.xz: cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("suite", ["", "../evil", "/evil", "a b"])
+def test_records_that_name_no_suite_are_refused(folder: Path, tmp_path: Path, suite: str) -> None:
+    """Records are anybody's: no bundle is written outside of its folder."""
+    other = renamed(folder, tmp_path / "quickstart", suite)
+    with pytest.raises(RecordError, match=r"they name the suite .* and no suite can have this name"):
+        bundle(other, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
