@@ -174,7 +174,9 @@ def _check_places(results: Path) -> None:
     """Raise a ReportError if something other than a report is where the page or a folder of its files belongs."""
     for path in (results / folder for folder in _FOLDERS):
         if (path.exists() or path.is_symlink()) and not path.is_dir():
-            raise ReportError(f"{path}: this is no folder, but the report writes its files there; move it away")
+            raise ReportError(
+                f"{path}: this is no folder, but the report writes its files there; move it away"
+            )
     if (results / PAGE).is_dir():
         raise ReportError(f"{results / PAGE}: this is a folder, but the page has this name; move it away")
 
