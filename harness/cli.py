@@ -203,6 +203,8 @@ def calibrate(
     results: ResultsFolder = RESULTS,
 ) -> None:
     """Measure this machine for two minutes, so that the seconds of a step can be predicted."""
+    if file.exists() and not file.is_file():
+        raise Refusal(f"{file}: this is no file; name the file to write")
     if not file.absolute().parent.is_dir():
         raise Refusal(f"{file}: there is no folder {file.absolute().parent}; make it, or name another file")
     feasibility.check_writable(file.absolute().parent, f"{file}: its folder")
@@ -275,7 +277,7 @@ def run(
     check_feasible(file, forecast(suite.trials if only is None else trials, this_host()))
     user_codecs = check.check_laws(trials)
 
-    from harness.runs.further_repeats import batches, seconds_in, single
+    from harness.runs.further_repeats import batches, single, timings_in
     from harness.runs.sweep import run_sweep
 
     interrupts.take_over()
@@ -290,7 +292,7 @@ def run(
     if others := len({record.id for record in records} - known.keys()):
         foreign = f"{counted(others, 'record')} of trials that this suite does not have"
         say(f"The folder also holds {foreign}; the report shows them too.")
-    sweep = batches(suite, sweeps, seconds_in(folder)) if only is None else [single(suite, trials[0])]
+    sweep = batches(suite, sweeps, timings_in(folder)) if only is None else [single(suite, trials[0])]
     with launchers.lead_nodes(place, suite.trials) as nodes:
         outcome = run_sweep(
             suite, sweep, folder, progress,
@@ -361,6 +363,9 @@ def show(
 ) -> None:
     """Print one record, or all records of a suite as a table."""
     out = terminal_table.console()
+    asked = {"--follow": follow, "--reproduce": as_script, "--json": as_json, "--csv": as_csv}
+    if len(given := [option for option, value in asked.items() if value]) > 1:
+        raise Refusal(f"{given[0]} and {given[1]} exclude each other: give one of them")
     if follow:
         _follow(Path(suite_or_id), results, out)
         return
@@ -382,6 +387,11 @@ def show(
             if not _print_rows(plan_rows.record_rows([record]), whole, as_json=as_json, as_csv=as_csv):
                 terminal.single_record(record, out, path.parent)
     elif bench_record.holds(folder):
+        if as_json or as_csv:
+            raise Refusal(
+                f"{folder} holds a benchmark's records: {given[0]} is for records of trials; remove it, or read the "
+                "JSON files in the folder"
+            )
         from report.bench_page import show as show_bench
 
         show_bench(bench_record.read_all(folder), out)
@@ -604,14 +614,14 @@ def _follow(file: Path, results: Path, out: Console) -> None:
 
     For a trial whose record does not exist yet, this function waits.
     """
-    from harness.runs.further_repeats import batches, seconds_in
+    from harness.runs.further_repeats import batches, timings_in
     from harness.runs.progress import outcome
 
     suite = load(file)
     folder, total = results / suite.name, 0
     if not suite.ids_known:  # the ids depend on the alignment of the policies, which a record holds
         suite = load(file, _recorded_alignment(folder))
-    for batch in batches(suite, 1, seconds_in(folder)):
+    for batch in batches(suite, 1, timings_in(folder)):
         done, total = total, total + len(batch.trials)
         for number, trial in enumerate(batch.trials, done + 1):
             path = path_of(folder, trial.id)

@@ -7,9 +7,10 @@ medians, and has no interval.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,9 @@ from report.data.text import number
 from report.tables.table import Column, Table, table_of
 
 _GROUP: Final = "benchmarks"  # group of the benchmarks that name no group
+_LONGEST_NAME: Final = (
+    80  # characters of the name of a table's files, without the number that tells two apart
+)
 _COLUMNS: Final = (
     Column("configuration", "Benchmark"),
     Column("milliseconds", "ms", number(3)),
@@ -49,28 +53,41 @@ def tables_of(files: Sequence[BenchmarkFile]) -> list[Table]:
 
     last, before = files[-1], {}
     if len(files) > 1:
-        before = {timed.name: timed.stats.median for timed in files[-2].benchmarks}
+        before = {timed.identity: timed.stats.median for timed in files[-2].benchmarks}
     data = pd.DataFrame([{"group": timed.group or _GROUP, "timed": timed} for timed in last.benchmarks])
-    tables = []
+    tables, names = [], set[str]()
+    alike = Counter(timed.name for timed in last.benchmarks)
     for (group,), rows in groups(data, ["group"]):
         members: list[Timed] = list(rows["timed"])
         reference = next((timed for timed in members if timed.extra_info.get("reference")), None)
-        name = re.sub(r"[^a-z0-9]+", "-", str(group).lower()).strip("-")
+        names.add(name := _file_name(str(group), names))
         title = f"{str(group)[:1].upper()}{str(group)[1:]}"
         tables.append(
             table_of(
-                name, title, [*map(partial(_row, reference=reference, before=before), members)], *_COLUMNS,
+                name, title, [_row(timed, reference, before, whole=alike[timed.name] > 1) for timed in members],
+                *_COLUMNS,
                 caption="Medians over rounds of the last run.",
             )
         )  # fmt: skip
     return tables
 
 
-def _row(timed: Timed, *, reference: Timed | None, before: dict[str, float]) -> dict[str, Any]:
+def _file_name(group: str, taken: Collection[str]) -> str:
+    """Return the name of a table's files: the group's letters a to z and digits, and hyphens for all else.
+
+    The name differs from all names ``taken``, which other groups have: a number is appended, as in ``codecs-2``.
+    """
+    plain = re.sub(r"[^a-z0-9]+", "-", group.lower()).strip("-")[:_LONGEST_NAME].strip("-") or _GROUP
+    names = (plain if place == 1 else f"{plain}-{place}" for place in itertools.count(1))
+    return next(name for name in names if name not in taken)
+
+
+def _row(timed: Timed, reference: Timed | None, before: dict[str, float], *, whole: bool) -> dict[str, Any]:
     """Return the row of one benchmark: its cells, by the keys of ``_COLUMNS``.
 
     ``reference`` is the benchmark with which all benchmarks of the group are compared; None if the group has none.
-    ``before`` maps the names of benchmarks to their median seconds in the previous run.
+    ``before`` maps the identities of benchmarks to their median seconds in the previous run.  ``whole`` says whether
+    the row is named with the file of the test, since the run has several benchmarks of this name.
     These cells are None if something is missing:
 
     * ``times``: there is no reference, or the reference has another number of elements;
@@ -81,12 +98,12 @@ def _row(timed: Timed, *, reference: Timed | None, before: dict[str, float]) -> 
     stats, moved, sent = timed.stats, timed.noted("moved_bytes"), timed.noted("sent_bytes")
     alike = reference is not None and reference.noted("elements") == timed.noted("elements")
     return {
-        "configuration": timed.name.removeprefix("test_"),
+        "configuration": timed.identity if whole else timed.name.removeprefix("test_"),
         "milliseconds": median_interval([1e3 * second for second in stats.data or [stats.median]]),
         "times": reference.stats.median / stats.median if reference is not None and alike else None,
         "rate": None if moved is None else moved / stats.median / 1e9,
         "sent_mb": None if sent is None else sent / 1e6,
-        "change": stats.median / before[timed.name] if timed.name in before else None,
+        "change": stats.median / before[timed.identity] if timed.identity in before else None,
         "rounds": stats.rounds,
     }
 

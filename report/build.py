@@ -148,8 +148,10 @@ def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str
     """Write tables, the page and the page's other files into a results folder, and return the page's path.
 
     ``page_of`` gets a folder, writes the page's other files into it, and returns the page as HTML.
-    Raises a ReportError if the results folder cannot be written; the previous report is then still there.
+    Raises a ReportError if the results folder cannot be written, or holds something else where the report belongs; the
+    previous report is then still there.
     """
+    _check_places(results)
     try:
         with temporary_folder(results) as staging:
             for folder in _FOLDERS:
@@ -167,6 +169,17 @@ def publish(results: Path, shown: Sequence[Table], page_of: Callable[[Path], str
             "folder writable"
         ) from error
     return results / PAGE
+
+
+def _check_places(results: Path) -> None:
+    """Raise a ReportError if something other than a report is where the page or a folder of its files belongs."""
+    for path in (results / folder for folder in _FOLDERS):
+        if (path.exists() or path.is_symlink()) and not path.is_dir():
+            raise ReportError(
+                f"{path}: this is no folder, but the report writes its files there; move it away"
+            )
+    if (results / PAGE).is_dir():
+        raise ReportError(f"{results / PAGE}: this is a folder, but the page has this name; move it away")
 
 
 def _swap_in(staging: Path, results: Path) -> None:

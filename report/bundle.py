@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shlex
 import tarfile
 import tempfile
@@ -11,6 +12,7 @@ from typing import Final
 
 from harness.records import archive, run_record
 from harness.records.trial_record import RecordError, read_all, write_whole
+from harness.suites.suite import NAME
 from report import page
 from report.data.frames import frames_of
 from report.data.metrics import derive
@@ -55,7 +57,8 @@ def bundle(folder: Path, into: Path) -> Path:
     * The folder has no records.
     * The records do not say which run wrote them, because an older version wrote the records.
     * The run does not say which suite it ran, because an older version wrote the run's file.
-    * The suite names a file outside of the suite's folder.
+    * The records name a suite that no suite file can name.
+    * The suite names a file outside of the suite's folder, or a file that has the name of another file in the bundle.
     """
     records = read_all(folder)
     if not records:
@@ -66,6 +69,11 @@ def bundle(folder: Path, into: Path) -> Path:
             "suite again"
         )
     suite, run = records[0].suite, run_record.read(folder, runs[-1])
+    if re.fullmatch(NAME, suite) is None:
+        raise RecordError(
+            f"{folder}: its records were edited: they name the suite {suite!r}, and no suite can have this name; run "
+            "the suite again"
+        )
     if run.suite is None:
         raise RecordError(
             f"{folder}: the last run does not say which suite it ran, because an older version wrote it; "
@@ -102,19 +110,27 @@ def bundle(folder: Path, into: Path) -> Path:
             if run.changes
             else "the first run was of this commit",
         ),
-        **run.suite.configurations,
     }
-    with tempfile.TemporaryDirectory() as name:
-        packed = archive.pack(folder, Path(name)).read_bytes()
-    files = {name: text.encode() for name, text in texts.items()} | {f"{suite}{archive.SUFFIX}": packed}
+    with tempfile.TemporaryDirectory() as made:
+        packed = archive.pack(folder, Path(made), suite).read_bytes()
+    files = {path: text.encode() for path, text in texts.items()} | {f"{suite}{archive.SUFFIX}": packed}
+    for path, text in run.suite.configurations.items():
+        if Path(path).is_absolute() or ".." in Path(path).parts or path.startswith("~"):
+            raise RecordError(
+                f"{path}: this file, which the suite names, lies outside of the suite's folder, so it cannot be "
+                "packed; move it into that folder, change its path in the suite, and run the suite again"
+            )
+        if (plain := Path(path).as_posix()) in files:
+            raise RecordError(
+                f"{path}: this file, which the suite names, has the name of another file in the bundle; rename it, "
+                "change its path in the suite, and run the suite again"
+            )
+        files[plain] = text.encode()
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:xz", preset=9, format=tarfile.USTAR_FORMAT) as whole:
+    with tarfile.open(
+        fileobj=buffer, mode="w:xz", preset=9, format=tarfile.PAX_FORMAT
+    ) as whole:  # for long names
         for path, content in sorted(files.items()):
-            if Path(path).is_absolute() or ".." in Path(path).parts:
-                raise RecordError(
-                    f"{path}: this file, which the suite names, lies outside of the suite's folder, so it cannot be "
-                    "packed; move it into that folder, change its path in the suite, and run the suite again"
-                )
             entry = tarfile.TarInfo(f"{suite}-artifact/{path}")
             entry.size = len(content)
             whole.addfile(entry, io.BytesIO(content))

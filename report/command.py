@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -84,7 +85,12 @@ def report(
     png: Annotated[bool, typer.Option("--png", help="Also draw figures as PNG.")] = False,
 ) -> None:
     """Build a suite's report from its records and print its path; for a folder of archives, build every report."""
+    drawn = {"--columns": columns, "--width": width != _WIDTH, "--pdf": pdf, "--png": png}
+    sources = {"--seconds": seconds, "--machine": machine, "--rate": rate}
     if check:
+        _refuse_beside("--check only compares README and docs with the committed records", {
+            "SUITE": suite, "--explain": explain, **drawn, **sources,
+        })  # fmt: skip
         if not (ROOT / "docs" / "build.py").is_file():
             raise Refusal(
                 f"--check needs the README and docs of the sources, and {ROOT} has no docs: run it in a clone"
@@ -100,7 +106,7 @@ def report(
     requested = _columns(columns or [])
     forms = [form for form, asked in (("pdf", pdf), ("png", png)) if asked]
     steps = _steps_from(seconds or [], machine, rate, results)
-    if archives := sorted(folder.glob(f"*{archive.SUFFIX}")):
+    if archives := sorted(path for path in folder.glob(f"*{archive.SUFFIX}") if not path.is_dir()):
         if requested or explain or steps:
             many = f"{folder} holds {len(archives)} archives"
             needing = "--columns, --explain, --seconds and --machine"
@@ -110,11 +116,20 @@ def report(
         _build_archives(archives, width, forms)
         return
     if explain is not None:
+        _refuse_beside("--explain only prints one number", drawn)
+        if bench_record.holds(folder) or benchmark_file.holds(folder):
+            raise Refusal(f"{folder} holds a benchmark's records: --explain is for suites; remove it")
         from report.build import explanation
 
         print(visible(explanation(folder, *explain, steps)))
         return
     build_report(folder, requested, width, forms, steps)
+
+
+def _refuse_beside(why: str, options: Mapping[str, object]) -> None:
+    """Raise a Refusal that begins with ``why`` if any of the ``options`` was given; it would have no effect."""
+    if given := [option for option, value in options.items() if value]:
+        raise Refusal(f"{why}: remove {', '.join(given)}")
 
 
 def archive_records(
@@ -123,7 +138,8 @@ def archive_records(
     results: ResultsFolder = RESULTS,
 ) -> None:
     """Write a suite's records into one compressed file, SUITE.tar.xz, and print its path."""
-    print(archive.pack(_existing_folder(suite, results), into))
+    folder = _existing_folder(suite, results)
+    print(archive.pack(folder, _packed_into(folder, into)))
 
 
 def bundle(
@@ -135,7 +151,17 @@ def bundle(
     folder = _existing_folder(suite, results)
     from report.bundle import bundle as write_bundle
 
-    print(write_bundle(folder, into))
+    print(write_bundle(folder, _packed_into(folder, into)))
+
+
+def _packed_into(folder: Path, into: Path) -> Path:
+    """Return ``into``; raises a Refusal if it is the results folder ``folder``, whose archives a report would show."""
+    if os.path.realpath(into) == os.path.realpath(folder):  # Path.resolve() raises for a link to itself
+        raise Refusal(
+            f"{into} is the results folder itself, and zeropp report would show the archive in place of its records: "
+            "name another folder"
+        )
+    return into
 
 
 def compare(
@@ -155,10 +181,10 @@ def compare(
     from report.compare import page
 
     comparison, out = compare_folders(first, second, float(percent[1]) / 100), console()
+    if html is not None:  # before anything is printed
+        write_whole(html, page(comparison))
     comparison.table.show(out)
     out.print("\n".join(comparison.notes), markup=False, highlight=False, soft_wrap=True)
-    if html is not None:
-        write_whole(html, page(comparison))
     if comparison.worse:
         raise typer.Exit(SOME_FAILED)
 
@@ -270,14 +296,14 @@ def _columns(options: Sequence[str]) -> dict[str, list[str]]:
 
     For example, ``["summary=Step, s;Tokens/s"]`` gives ``{"summary": ["Step, s", "Tokens/s"]}``.
     """
-    columns = {}
+    columns: dict[str, list[str]] = {}
     for text in options:
         table, _, names = map(str.strip, text.partition("="))
         if not (table and names):
             raise Refusal(
                 f"--columns {text}: expected TABLE=COLUMN;COLUMN, such as 'summary=Step, s;Tokens/s'"
             )
-        columns[table] = [name.strip() for name in names.split(";")]
+        columns.setdefault(table, []).extend(name.strip() for name in names.split(";"))
     return columns
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from harness.suites.labels import counted
 from harness.terminal_table import console, say, show
 
 BROKEN: Final = 1
-_STEPS: Final = re.compile(r"(?P<first>\d+)(?P<to>:(?P<last>\d+)?)?")
+_STEPS: Final = re.compile(r"(?P<first>\d{1,18})(?P<to>:(?P<last>\d{1,18})?)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,9 @@ def audit(options: Options) -> tuple[int, Report | None]:
     The report is None in two cases: if no process made a process group, or if there is no step whose calls were read on
     every rank.  The reason, and notes on what the audit could not see, are printed to standard error.
     """
+    program = options.command[0]
+    if shutil.which(program) is None:  # before anything is written
+        raise run.not_started(program, exists=Path(program).is_file())
     run.prepare(options.folder, {"last_step": options.last, "marker": options.marker})
     status = run.run(options.command, options.folder)
     calls = read(options.folder / run.RANKS, options.ranks_per_node)

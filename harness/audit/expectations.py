@@ -38,6 +38,7 @@ from harness.audit import wire
 from harness.audit.calls import PHASES, Calls, Key
 from harness.audit.schemes import Model
 from harness.errors import Refusal, suggestion
+from impl import regular_file
 
 OPERATIONS: Final = (
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send",
@@ -53,7 +54,7 @@ BYTES_OF_M: Final = 2  # bytes of each parameter that the unit M counts, as in Z
 _FORM: Final = re.compile(
     r"""
     (?P<operation>\w+) (?:\s+(?P<dtype>(?!in\b|over\b)\w+))? (?:\s+in\s+(?P<phase>\w+))?
-    (?:\s+over\s+(?P<ranks>\d+)\s+ranks?)?
+    (?:\s+over\s+(?P<ranks>\d{1,18})\s+ranks?)?
     \s*(?P<relation><=|>=|==) \s*(?P<number>\d+(?:\.\d*)?|\.\d+) \s*(?P<unit>[a-z]+)
     (?:\s+(?P<place>between\s+nodes|inside\s+nodes|sent))?
     """,
@@ -147,8 +148,8 @@ def read_file(path: Path) -> list[Expectation]:
             expectation.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        table = tomllib.loads(regular_file.read_text(path))
+    except (OSError, ValueError, RecursionError) as error:  # numbers and nesting may exceed Python's limits
         raise Refusal(f"{path}: cannot be read as TOML: {error}") from error
     if unknown := sorted(set(table) - {"expect"}):
         raise Refusal(f"{path}: unknown key {unknown[0]!r}: expected expect = ['...'] and nothing else")

@@ -79,17 +79,20 @@ def run(command: Sequence[str], folder: Path) -> int:
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         status = process.wait()
     except FileNotFoundError as error:
-        raise Refusal(
-            f"{command[0]}: there is no such program; give the command as you type it in a shell"
-        ) from error
+        raise not_started(command[0], exists=False) from error
     except PermissionError as error:
-        raise Refusal(
-            f"{command[0]}: is not executable; put its interpreter before it, as in python train.py"
-        ) from error
+        raise not_started(command[0], exists=True) from error
     finally:
         signal.signal(signal.SIGINT, before[0])
         signal.signal(signal.SIGTERM, before[1])
     return 128 - status if status < 0 else status
+
+
+def not_started(program: str, *, exists: bool) -> Refusal:
+    """Return the error about a program that cannot be started; ``exists`` says whether there is a file of this name."""
+    if exists:
+        return Refusal(f"{program}: is not executable; put its interpreter before it, as in python train.py")
+    return Refusal(f"{program!r}: there is no such program; give the command as you type it in a shell")
 
 
 def _default_interrupt() -> None:

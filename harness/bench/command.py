@@ -38,6 +38,7 @@ Topology = tuple[int, int]  # number of nodes, and number of ranks on each node
 Place = tuple[Topology, float | None]
 MOST_RANKS: Final = 64
 MOST_MEBIBYTES: Final = 1 << 16
+MOST_SECONDS: Final = 3600.0  # about half of the timeout, after which nothing is recorded
 _TIMEOUT_SECONDS: Final = 7200.0
 
 Results = Annotated[Path, typer.Option("--results", help="Folder of all suites' results.")]
@@ -63,7 +64,9 @@ def codecs(
         int | None, Mebibytes(help="Size of the elements in MiB. Default: 64, and 256 on a GPU.")
     ] = None,
     threads: Annotated[int, typer.Option(help="Threads that torch may use.", min=1)] = 1,
-    seconds: Annotated[float, typer.Option(help="About how long to time each operation.", min=0.0)] = 0.5,
+    seconds: Annotated[
+        float, typer.Option(help="About how long to time each operation.", min=0.0, max=MOST_SECONDS)
+    ] = 0.5,
     results: Results = Path("results"),
 ) -> Path:
     """Measure the GB/s of every codec and backend, against a copy of the same elements in the same round.
@@ -86,6 +89,11 @@ def codecs(
     for option, (names, known) in axes.items():
         if unknown := [name for name in names if name not in known]:
             raise Refusal(f"unknown {option} {unknown[0]!r}: expected one of {', '.join(known)}")
+    if codec and set(backends) <= {*other_libraries.QUANTISERS}:
+        raise Refusal(
+            f"--codec {codec[0]} does not apply to --backend {backends[0]}, which has quantisers of its own: add a "
+            "backend of this project, or leave --codec out"
+        )
     candidates = dict.fromkeys((*backends, *bench_codecs.USUAL))
     missing = {name: why for name in candidates if (why := bench_codecs.why_missing(name)) is not None}
     absent = [name for name in backends if name in missing]
@@ -112,7 +120,9 @@ def collectives(
         str | None,
         typer.Option(help="Rate of the link between nodes, such as '1 Gbit/s'. Default: unshaped."),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="About how long to time each size.", min=0.0)] = 20.0,
+    seconds: Annotated[
+        float, typer.Option(help="About how long to time each size.", min=0.0, max=MOST_SECONDS)
+    ] = 20.0,
     results: Results = Path("results"),
 ) -> Path:
     """Measure the seconds and bytes of every collective algorithm and transport, against gloo's collectives."""
@@ -143,7 +153,10 @@ def overlap(
     sequences: Annotated[int, typer.Option(help="Sequences that each rank reads in a step.", min=1)] = 96,
     megabytes: Annotated[int, Mebibytes(help="Size of the fp32 gradient in MiB, for the hops.")] = 128,
     seconds: Annotated[
-        float, typer.Option(help="About how long to time each policy, and then the hops.", min=0.0)
+        float,
+        typer.Option(
+            help="About how long to time each policy, and then the hops.", min=0.0, max=MOST_SECONDS
+        ),
     ] = 90.0,
     results: Results = Path("results"),
 ) -> Path:
@@ -177,7 +190,11 @@ class _Run:
         facts, code = machine.facts(), machine.code()
         pool = machine.pool_key(facts, code)
         self._fixed = {"subject": subject, "machine": facts, "code": code, "pool": pool, "started": _now()}
-        existing = next(path for path in (self._folder, *self._folder.absolute().parents) if path.exists())
+        existing = next(
+            path
+            for path in (self._folder, *self._folder.absolute().parents)
+            if path.exists() or path.is_symlink()
+        )
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             raise Refusal(
                 f"--results {results}: {existing} is not a folder, or cannot be written; name another folder"

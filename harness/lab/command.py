@@ -46,6 +46,8 @@ def snapshot(
 
     trial = load(file).trial_by_prefix(identity)
     path = Path(f"{trial.id}.safetensors") if out == Path() else out
+    if path.exists() and not path.is_file():
+        raise Refusal(f"--out {path}: this is no file; name the file to write")
     if not path.absolute().parent.is_dir():
         raise Refusal(
             f"--out {path}: there is no folder {path.absolute().parent}; make it, or name another file"
@@ -74,6 +76,7 @@ def formats(
             help="Also choose a codec for each unit, so that elements take at most this many bits on average and "
             "the sum of errors is small.",
             min=0.1,
+            max=64,
         ),
     ] = None,
     losses: Annotated[
@@ -91,6 +94,11 @@ def formats(
     from harness.lab import formats as lab
     from impl.codecs.codec import parse
 
+    if as_csv and (bits is not None or losses is not None):
+        option = "--bits" if bits is not None else "--losses"
+        raise Refusal(
+            f"--csv prints the table alone, and {option} adds lines below it: remove one of the two"
+        )
     texts = list(dict.fromkeys(str(parse(text)) for text in codec or lab.CODECS))
     units, sizes = lab.units_of(file)
     measured = lab.measure(units, sizes, texts)

@@ -166,7 +166,7 @@ def _method(name: str, arguments: Sequence[str]) -> OwnMethod:
             raise Refusal(f"--argument {text}: expected NAME=VALUE, such as rank=4")
         try:
             values[key] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             values[key] = value  # a text
     try:
         own = own_method.method(name, **values)

@@ -85,7 +85,13 @@ def check_host(path: Path, machine: Machine, host: str) -> None:
         raise Refusal(
             f"{path}: this machine was calibrated on {machine.host}, but this host is {host}: {again}"
         )
-    if (days := (datetime.now(UTC).date() - date.fromisoformat(machine.date)).days) > STALE_DAYS:
+    try:
+        days = (datetime.now(UTC).date() - date.fromisoformat(machine.date)).days
+    except ValueError:
+        raise Refusal(
+            f"{path}: date = {machine.date!r}: expected the day of the calibration, such as 2026-01-31: {again}"
+        ) from None
+    if days > STALE_DAYS:
         raise Refusal(
             f"{path}: this machine was calibrated {days} days ago, on {machine.date}, but at most {STALE_DAYS} days "
             f"are allowed: {again}"

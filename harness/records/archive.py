@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import lzma
+import os
 import re
 import tarfile
 from pathlib import Path
@@ -20,7 +21,7 @@ from impl import regular_file
 
 SUFFIX: Final = ".tar.xz"
 _NAME: Final = re.compile(
-    r"([A-Za-z0-9_][A-Za-z0-9_.-]*)/"
+    r"([A-Za-z0-9_][A-Za-z0-9_.-]{0,154})/"  # tar has room for 155 characters of a folder's name
     r"(([0-9a-f]{12}|runs/[0-9a-f]{16}|traces/trace-[0-9a-f]{12})\.json|journal\.jsonl)"
 )
 _PRESET: Final = 9 | lzma.PRESET_EXTREME  # 5 % smaller than preset 9 alone
@@ -31,8 +32,10 @@ _MOST_DECODER: Final = 256 << 20  # bytes of memory for decompressing; archives 
 _CHUNK: Final = 1 << 16
 
 
-def pack(folder: Path, into: Path) -> Path:
-    """Write a results folder's records, files of runs, traces and journal to ``<into>/<folder's name>.tar.xz``.
+def pack(folder: Path, into: Path, name: str = "") -> Path:
+    """Write a results folder's records, files of runs, traces and journal to ``<into>/<name>.tar.xz``.
+
+    ``name`` is also the folder in the archive; by default it is the name of the results folder.
 
     Returns:
         The path of the archive.
@@ -41,6 +44,7 @@ def pack(folder: Path, into: Path) -> Path:
         RecordError: If the folder holds no records, or more files or bytes than an archive may have.  Also if a file
             cannot be read, is too large, or has a name that records, runs and traces do not have.
     """
+    name = name or Path(os.path.abspath(folder)).name  # noqa: PTH100  # resolve() would follow a link
     files = sorted(folder.glob("*.json"))
     if not files:
         raise RecordError(
@@ -54,7 +58,7 @@ def pack(folder: Path, into: Path) -> Path:
             fileobj=buffer, mode="w:xz", format=tarfile.USTAR_FORMAT, preset=_PRESET
         ) as archive:
             for path in files:
-                entry = tarfile.TarInfo(f"{folder.absolute().name}/{path.relative_to(folder).as_posix()}")
+                entry = tarfile.TarInfo(f"{name}/{path.relative_to(folder).as_posix()}")
                 content = regular_file.read_bytes(path)
                 entry.size = len(content)
                 total += entry.size
@@ -69,7 +73,7 @@ def pack(folder: Path, into: Path) -> Path:
                 archive.addfile(entry, io.BytesIO(content))
     except OSError as error:
         raise RecordError(f"{error.filename or folder}: cannot read: {error.strerror or error}") from error
-    target = into / f"{folder.absolute().name}{SUFFIX}"
+    target = into / f"{name}{SUFFIX}"
     write_whole(target, buffer.getvalue())
     return target
 

@@ -31,9 +31,15 @@ class Timed(BaseModel, frozen=True):
     """One benchmark: a test with its parameters, and the seconds of its rounds."""
 
     name: str
+    fullname: str = ""  # the name with the path of the test's file; tests of several files may share a name
     group: str | None = None
     extra_info: dict[str, Any] = {}  # moved_bytes, sent_bytes, reference and others, as the test noted them
     stats: Stats
+
+    @property
+    def identity(self) -> str:
+        """The name that no other benchmark of a run has."""
+        return self.fullname or self.name
 
     def noted(self, key: str) -> float | None:
         """Return the number that the test noted under ``key``; None if there is none or it is not finite."""

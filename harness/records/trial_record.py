@@ -21,6 +21,9 @@ from impl.deepspeed.config_to_policy import Finding
 from impl.policy.shard_layout import padding_share
 
 SCHEMA_VERSION: Final = 1
+OTHERS_WITHIN: Final = (
+    0.05  # share of the processors' time that others may take in a trial that counts as undisturbed
+)
 _REMEDY: Final = "; delete the file and run again"
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -297,6 +300,22 @@ class ProcessorUse(_Part):
     interrupts: _Seconds
     steal: _Seconds
 
+    @property
+    def others_share(self) -> float:
+        """Share of the CPUs' time that other programs took."""
+        # The difference may be negative, since the system counts the processors' time in samples.
+        return max(self.user + self.system - self.ranks, 0.0) / (self.processors * self.seconds)
+
+    @property
+    def steal_share(self) -> float:
+        """Share of the CPUs' time that the hypervisor took."""
+        return self.steal / (self.processors * self.seconds)
+
+    @property
+    def taken_share(self) -> float:
+        """Share of the CPUs' time that other programs and the hypervisor took together."""
+        return self.others_share + self.steal_share
+
 
 class Foreseen(_Part):
     """The predicted duration of a step (:mod:`impl.plan.step_time`)."""
@@ -421,6 +440,14 @@ class Record(_Part):
         return bool(self.trial.get("cluster", {}).get("ranks", "processes") == "processes")
 
     @property
+    def disturbed(self) -> bool:
+        """Whether other programs and the hypervisor took more than :data:`OTHERS_WITHIN` of the CPUs' time.
+
+        False if the record does not say how much they took.
+        """
+        return self.processor_use is not None and self.processor_use.taken_share > OTHERS_WITHIN
+
+    @property
     def answers(self) -> bool:
         """Whether the record helps to answer the suite's question.
 
@@ -514,7 +541,7 @@ def read_as(model: type[Model], path: Path) -> Model:
         raise RecordError(f"{path}: is not a record: it has no schema_version{_REMEDY}")
     if data["schema_version"] != version:
         versions = (
-            f"schema version {data['schema_version']}, but this program reads and writes version {version}"
+            f"schema version {data['schema_version']!r}, but this program reads and writes version {version}"
         )
         raise RecordError(
             f"{path}: has {versions}; move the folder aside, or use the version of zeropp that wrote the file"

@@ -474,7 +474,9 @@ def check_writable(folder: Path, name: str) -> None:
         folder: The folder, which need not exist yet.
         name: The beginning of the error message, which names the folder.
     """
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    existing = next(
+        path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink()
+    )
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass

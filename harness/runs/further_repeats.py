@@ -3,7 +3,7 @@
 The suite fixes the first batch of a sweep.  With ``repeats = "until 2 %"``, further batches follow, each with one more
 repeat.  A further batch has only those settings in which the confidence interval of some configuration's speed-up over
 the baseline is still too wide (trials of one setting differ only in configuration, seed and repeat).  Speed-ups and
-intervals are computed as in the report.
+intervals are computed as in the report, from the same pairs of trials.
 
 Which trials a batch has depends only on the records of earlier batches.  A sweep that was interrupted therefore
 continues with the same batches.
@@ -13,18 +13,27 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from harness.records.confidence_intervals import FEWEST, paired_ratio_interval
+from harness.records.confidence_intervals import FEWEST, Interval, paired_ratio_interval
 from harness.records.trial_record import Record, path_of, read, slowest_seconds
 from harness.suites.repeat_order import BEYOND, comparable_groups, configuration_of, interleave, is_baseline
 from harness.suites.suite import Suite
 from harness.suites.trial import Trial
 
-_Seconds = dict[tuple[int, int], float]  # seconds of a configuration by (seed, repeat)
+
+class Timing(NamedTuple):
+    """How long a step or a generation of a trial typically takes."""
+
+    seconds: float
+    disturbed: bool  # whether other programs disturbed the trial (:attr:`Record.disturbed`)
+
+
+_Timings = Mapping[tuple[int, int], Timing]  # timings of a configuration by (seed, repeat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +46,15 @@ class Batch:
     beside: tuple[Trial, ...] = ()  # further trials of the sweep that no batch of this run has
 
 
-def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None]) -> Iterator[Batch]:
+def batches(suite: Suite, sweeps: int, timing: Callable[[Trial], Timing | None]) -> Iterator[Batch]:
     """Yield the batches of trials that a suite's sweeps run, in order.
 
-    The caller must run all trials of a batch before it takes the next one, since the next depends on their seconds.
+    The caller must run all trials of a batch before it takes the next one, since the next depends on their timings.
 
     Args:
         suite: The suite.
         sweeps: Number of sweeps.
-        seconds: Returns, for a trial that has run, the seconds of its step or generation (:func:`seconds_of`); None if
-            the trial failed.
+        timing: Returns the timing of a trial that has run (:func:`timing_of`); None if the trial failed.
     """
     for sweep in range(sweeps):
         yield Batch(sweep, suite.sweep(sweep))
@@ -57,7 +65,7 @@ def batches(suite: Suite, sweeps: int, seconds: Callable[[Trial], float | None])
         for repeat in range(first + suite.repeats.least, first + suite.repeats.most):
             done = range(first, repeat)
             settings = [
-                wide for setting in settings if (wide := _wide_trials(suite, setting, within, done, seconds))
+                wide for setting in settings if (wide := _wide_trials(suite, setting, within, done, timing))
             ]
             if not settings:
                 break
@@ -78,10 +86,12 @@ def single(suite: Suite, trial: Trial) -> Batch:
     return Batch(number, (trial,), first, tuple(each for each in others if each.repeat // most == number))
 
 
-def seconds_of(record: Record | None) -> float | None:
-    """Return the typical seconds of a trial's step, or of its generation, from its record.
+def timing_of(record: Record | None) -> Timing | None:
+    """Return how long a trial's step, or its generation, typically takes, from its record.
 
-    - A trial that trains: the median over its timed steps.  The seconds of a step are those of its slowest rank.
+    - A trial that trains: the median over its timed steps.  The seconds of a step are those of its slowest rank.  If
+      the trial's policy has a schedule, the mean over the schedule's phases of each phase's median, weighted by the
+      number of timed steps.
     - A trial that generates: the geometric mean over its timed generations.  The seconds of a generation are the sum
       over its tokens, and the seconds of a token are those of its slowest rank.
 
@@ -90,13 +100,25 @@ def seconds_of(record: Record | None) -> float | None:
     if record is None or record.failure is not None or not record.ranks:
         return None
     if timed := slowest_seconds(record):
-        return statistics.median(timed)
+        return Timing(_typical_step(record, timed), record.disturbed)
     tokens: dict[int, dict[int, float]] = defaultdict(dict)  # by generation, then by token
     for token in (token for rank in record.ranks for token in rank.tokens if not token.warmup):
         slowest = tokens[token.step]
         slowest[token.index] = max(token.seconds, slowest.get(token.index, 0.0))
     generations = [sum(slowest.values()) for slowest in tokens.values()]
-    return statistics.geometric_mean(generations) if generations else None
+    return Timing(statistics.geometric_mean(generations), record.disturbed) if generations else None
+
+
+def _typical_step(record: Record, timed: Sequence[float]) -> float:
+    """Return the seconds of a typical step of a trial that trains; ``timed`` are the seconds of its timed steps."""
+    policy = Trial.from_canonical(record.trial).resolved_policy()
+    if policy is None or not policy.schedule:
+        return statistics.median(timed)
+    by_phase: dict[int, list[float]] = defaultdict(list)
+    numbers = [step.index for step in record.ranks[0].steps if not step.warmup]
+    for number, seconds in zip(numbers, timed, strict=True):
+        by_phase[policy.phase_at(number)].append(seconds)
+    return sum(statistics.median(phase) * len(phase) for phase in by_phase.values()) / len(timed)
 
 
 def _wide_trials(
@@ -104,7 +126,7 @@ def _wide_trials(
     setting: Sequence[Trial],
     within: float,
     done: range,
-    seconds: Callable[[Trial], float | None],
+    timing: Callable[[Trial], Timing | None],
 ) -> list[Trial]:
     """Return the trials of one setting that must run once more, because some confidence interval is too wide.
 
@@ -122,14 +144,14 @@ def _wide_trials(
         setting: The trials of one setting.
         within: How far the upper end of a narrow interval may lie above the speed-up, as a share of the speed-up.
         done: Numbers of the repeats that have run in this sweep.
-        seconds: Returns, for a trial that has run, the seconds of its step or generation; None if the trial failed.
+        timing: Returns the timing of a trial that has run; None if the trial failed.
     """
     of_configuration = partial(configuration_of, also=suite.compared_also)
-    times: dict[str, _Seconds] = defaultdict(dict)  # by configuration
+    times: dict[str, dict[tuple[int, int], Timing]] = defaultdict(dict)  # by configuration
     failed: set[str] = set()
     for trial in setting:
         for repeat in done:
-            if (time := seconds(trial.model_copy(update={"repeat": repeat}))) is None:
+            if (time := timing(trial.model_copy(update={"repeat": repeat}))) is None:
                 failed.add(of_configuration(trial))
             else:
                 times[of_configuration(trial)][trial.seed, repeat] = time
@@ -155,7 +177,7 @@ def narrow(halves: Sequence[float], within: float) -> bool:
     return halves[-1] <= within and any(half <= within for half in before)
 
 
-def _half_widths(base: _Seconds, configuration: _Seconds, done: range) -> list[float]:
+def _half_widths(base: _Timings, configuration: _Timings, done: range) -> list[float]:
     """Return the half width of a speed-up's confidence interval after each number of repeats.
 
     The speed-up is the seconds of the baseline over the seconds of the configuration.  A half width says how far the
@@ -163,27 +185,44 @@ def _half_widths(base: _Seconds, configuration: _Seconds, done: range) -> list[f
     next for one repeat more, and the last for all repeats in ``done``.
 
     Args:
-        base: Seconds of the baseline by (seed, repeat).
-        configuration: Seconds of the configuration by (seed, repeat).
+        base: Timings of the baseline by (seed, repeat).
+        configuration: Timings of the configuration by (seed, repeat).
         done: Numbers of the repeats that have run.
     """
     halves = []
     for count in range(FEWEST, len(done) + 1):
         first = {key: value for key, value in configuration.items() if key[1] in done[:count]}
-        halves.append(paired_ratio_interval(base, first).half)
+        halves.append(speed_up(base, first).half)
     return halves
 
 
-def seconds_in(folder: Path) -> Callable[[Trial], float | None]:
-    """Return a function that looks up a trial's record in ``folder`` and returns its seconds (:func:`seconds_of`).
+def speed_up(base: _Timings, configuration: _Timings) -> Interval:
+    """Return a configuration's speed-up over the baseline with its interval, as a suite's page states it.
+
+    A pair is disturbed if one of its trials is.  Disturbed pairs are left out, unless all pairs are disturbed
+    (:func:`report.data.speedups.speedup`).
+
+    Args:
+        base: Timings of the baseline by (seed, repeat).
+        configuration: Timings of the configuration by (seed, repeat), with at least one key of ``base``.
+    """
+    pairs = base.keys() & configuration.keys()
+    undisturbed = {key for key in pairs if not (base[key].disturbed or configuration[key].disturbed)}
+    kept = sorted(undisturbed or pairs)
+    over, under = ({key: times[key].seconds for key in kept} for times in (base, configuration))
+    return paired_ratio_interval(over, under, left_out=len(pairs) - len(kept))
+
+
+def timings_in(folder: Path) -> Callable[[Trial], Timing | None]:
+    """Return a function that looks up a trial's record in ``folder`` and returns its timing (:func:`timing_of`).
 
     The function returns None if the trial has no record yet, or failed.
     """
-    by_id: dict[str, float | None] = {}
+    by_id: dict[str, Timing | None] = {}
 
-    def seconds(trial: Trial) -> float | None:
+    def timing(trial: Trial) -> Timing | None:
         if by_id.get(trial.id) is None and (path := path_of(folder, trial.id)).exists():
-            by_id[trial.id] = seconds_of(read(path))
+            by_id[trial.id] = timing_of(read(path))
         return by_id.get(trial.id)
 
-    return seconds
+    return timing

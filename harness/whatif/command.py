@@ -113,6 +113,8 @@ def whatif(
 
     The program is any training with FSDP2, DDP or DeepSpeed; it needs no change but the profiler.
     """
+    if as_json and as_csv:
+        raise Refusal("--json and --csv exclude each other: give one of them")
     if len(traces) > MOST_RANKS:
         raise Refusal(f"{len(traces)} traces are given, but at most {MOST_RANKS} are read: give fewer")
     rates = [_rate("--rate", text) for text in rate or []]

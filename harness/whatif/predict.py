@@ -201,6 +201,10 @@ def _crossing(gain: Callable[[float], float], rates: Sequence[float]) -> float |
 
 def _notes(traced: Traced, target: Target) -> list[str]:
     notes = [policies.codec_note(target)]
+    if traced.alone:
+        notes.append(
+            "one rank's trace stands for all ranks, and the interval does not contain the error of this"
+        )
     ratio, (least, most) = target.rate / traced.rate, VALIDATED
     if not least * (1 - 1e-9) <= ratio <= most * (1 + 1e-9):
         notes.append(
@@ -242,7 +246,8 @@ def about(traced: Traced, errors: Sequence[float]) -> list[str]:
     if traced.alone:
         lines.append(
             "One rank's trace stands for all ranks: the time for which it waits for others counts as time of the "
-            "collectives."
+            f"collectives{'' if traced.rate_given else ', and the link may be faster than the rate found'}. No "
+            "interval contains this error."
         )
     if len(seconds) < _FEW:
         lines.append(

@@ -28,7 +28,7 @@ from harness.suites.repeat_order import CONFIGURATION, compared_also, nearest_ba
 from harness.suites.trial import Trial
 from impl.policy.shard_layout import FROZEN, UnitGeometry
 from report.data.configuration import NAMES, labels_of, shared_changes
-from report.data.text import OTHERS_WITHIN, plain, with_arguments
+from report.data.text import plain, with_arguments
 
 # Trials of one setting may differ in these fields: in the configuration, in seed and repeat, and in what is checked.
 _NOT_OF_A_SETTING: Final = (
@@ -64,7 +64,7 @@ class Frames:
     * ``processors``: number of the CPUs that all ranks share; NaN on GPUs and on several machines;
     * ``taken_share``: the share of these CPUs' time that other programs (``others_share``) and the hypervisor
       (``steal_share``) took;
-    * ``disturbed``: whether ``taken_share`` is more than :data:`OTHERS_WITHIN`;
+    * ``disturbed``: whether ``taken_share`` is more than :data:`~harness.records.trial_record.OTHERS_WITHIN`;
     * ``beside``: the name of the baseline with which the configuration is compared, if its setting has several
       baselines; else empty;
     * ``occasion``: the number of the occasion at which the trial ran (:func:`occasions`);
@@ -499,8 +499,8 @@ def _trial_row(record: Record, trial: Trial, configuration: str) -> dict[str, An
         "processors": record.machine.get("cores") if shares_processors else None,
         "corpus": plain(trial.corpus),
         "corpus_sha256": str(record.ran.get("corpus_sha256", "")),
-        **(taken := _taken(record)),
-        "disturbed": taken["taken_share"] > OTHERS_WITHIN,
+        **_taken(record),
+        "disturbed": record.disturbed,
         **_gpus(record, trial),
     }
 
@@ -578,13 +578,9 @@ def _taken(record: Record) -> dict[str, float]:
     ``others_share`` is the share of other programs, ``steal_share`` the share of the hypervisor, and
     ``taken_share`` their sum.  All are NaN if the record does not hold these times.
     """
-    if (use := record.processor_use) is None:
-        return dict.fromkeys(("others_share", "steal_share", "taken_share"), math.nan)
-    seconds = use.processors * use.seconds
-    # The difference may be negative, since the system counts the processors' time in samples.
-    others = max(use.user + use.system - use.ranks, 0.0) / seconds
-    steal = use.steal / seconds
-    return {"others_share": others, "steal_share": steal, "taken_share": others + steal}
+    use = record.processor_use
+    names = ("others_share", "steal_share", "taken_share")
+    return {name: math.nan if use is None else getattr(use, name) for name in names}
 
 
 def _interface_rows(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
@@ -680,9 +676,12 @@ def _facts_frame(records: Iterable[Record]) -> pd.DataFrame:
 def _check_measured(record: Record, trial: Trial) -> None:
     """Raise a ReportError if no ratio can be computed from the record of a finished trial.
 
-    Reasons are a link of 0 Mbit/s, a rank without timed steps, and a step of 0 s or less.
+    Reasons are a link of 0 Mbit/s, no ranks, a rank without timed steps, units without elements, and a step of 0 s or
+    less.
     """
     faults = {
+        "no rank": not record.ranks,
+        "units without elements": bool(record.units) and sum(numel for _, numel, _ in record.units) <= 0,
         "a link of 0 Mbit/s": record.link is not None
         and any(not rate > 0 for rate in (*record.link.calibrated_mbit, *record.link.probed_mbit)),
     }

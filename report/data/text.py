@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from harness.records.confidence_intervals import FEWEST, WITHIN_START, Interval
+from harness.records.trial_record import OTHERS_WITHIN as OTHERS_WITHIN  # noqa: PLC0414  # imported from here by others
 from harness.suites.labels import counted as counted  # noqa: PLC0414  # imported from here by the other modules
 
 NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
 FEWEST_IN_WORDS: Final = f"with a 95 % interval where {FEWEST} pairs or more were measured"
-OTHERS_WITHIN: Final = 0.05  # share of the processors' time that others may have in a trial
 _LABEL_CHARACTERS: Final = 48
 
 

@@ -137,11 +137,54 @@ def test_unknown_id(folder: Path, capsys: pytest.CaptureFixture[str], command: s
         assert "no records" in refused(folder, capsys, "show", "empty")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("show", "q", "--follow", "--json"), "--follow and --json exclude each other: give one of them"),
+        (("show", "q.toml", "--follow", "--reproduce"), "--follow and --reproduce exclude each other"),
+        (("show", "q", "--reproduce", "--csv"), "--reproduce and --csv exclude each other"),
+        (("show", "q", "--json", "--csv"), "--json and --csv exclude each other"),
+        (("show", "bench-codecs", "--json"), "holds a benchmark's records: --json is for records of trials"),
+        (("show", "bench-codecs", "--csv"), "holds a benchmark's records: --csv is for records of trials"),
+        (
+            ("report", "q", "--check"),
+            "--check only compares README and docs with the committed records: remove SUITE",
+        ),
+        (("report", "--check", "--pdf", "--rate", "1 Gbit/s"), "remove --pdf, --rate"),
+        (
+            ("report", "q", "--explain", "a", "b", "c", "--png"),
+            "--explain only prints one number: remove --png",
+        ),
+        (("report", "bench-codecs", "--explain", "a", "b", "c"), "--explain is for suites; remove it"),
+        (
+            ("bench", "formats", "x", "--csv", "--bits", "4"),
+            "--bits adds lines below it: remove one of the two",
+        ),
+        (("bench", "formats", "x", "--csv", "--losses", "q"), "--losses adds lines below it"),
+        (("bench", "formats", "x", "--bits", "inf"), "Invalid value for '--bits'"),
+        (("bench", "codecs", "--seconds", "inf"), "Invalid value for '--seconds'"),
+        (("calibrate", "results"), "results: this is no file; name the file to write"),
+        (("snapshot", "q.toml", "", "--out", "results"), "--out results: this is no file"),
+    ],
+)
+def test_an_option_acts_or_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], says: str
+) -> None:
+    """No option is taken and then ignored, no number is endless, and no folder is a file to write."""
+    record()
+    suite(folder, "steps = 2\n")
+    (folder / "results" / "bench-codecs").mkdir()
+    (folder / "results" / "bench-codecs" / "a.json").write_text('{"subject": "codecs"}', encoding="utf-8")
+    assert says in refused(folder, capsys, *arguments)
+
+
 def test_results_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder that cannot be written is refused before anything runs, or is measured for two minutes."""
     assert "m.toml: its folder cannot be written" in refused(folder, capsys, "calibrate", "/proc/m.toml")
     (folder / "file").write_text("")
-    for results in ("file/results", "/proc/none"):
+    (folder / "dangling").symlink_to("nowhere/else")
+    (folder / "loop").symlink_to("loop")
+    for results in ("file/results", "/proc/none", "dangling", "dangling/results", "loop"):
         error = refused(folder, capsys, "run", suite(folder), "--results", results)
         assert "results folder cannot be written" in error
 
@@ -153,10 +196,11 @@ def test_results_not_writable(folder: Path, capsys: pytest.CaptureFixture[str]) 
             '{"schema_version": 99}',
             f"has schema version 99, but this program reads and writes version {SCHEMA_VERSION}",
         ),
+        ('{"schema_version": "1"}', "has schema version '1', but this program reads and writes version 1;"),
         ("[" * 100_000, "0123456789ab.json: is not a record"),  # beyond Python's limits
         ('{"schema_version": ' + "9" * 5000 + "}", "0123456789ab.json: is not a record"),
     ],
-    ids=["other", "deep", "long"],
+    ids=["other", "text", "deep", "long"],
 )
 def test_records_that_cannot_be_read(
     folder: Path, capsys: pytest.CaptureFixture[str], text: str, message: str

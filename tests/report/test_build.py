@@ -479,3 +479,22 @@ def test_a_run_builds_a_page_of_the_same_records_once(
     build(folder, width=84.0)  # another page than a run's
     printed()
     assert built.call_count == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("figures", "this is no folder"), ("tables", "this is no folder"), ("report.html", "this is a folder")],
+)
+def test_what_stands_in_the_reports_place_is_named(tmp_path: Path, name: str, says: str) -> None:
+    """It is refused before anything is drawn, and nothing of the report is written."""
+    folder = _folder(tmp_path / "q", "quickstart")
+    if name == "figures":
+        (folder / name).symlink_to("nowhere")
+    elif name == "tables":
+        (folder / name).touch()
+    else:
+        (folder / name).mkdir()
+    before = sorted(folder.iterdir())
+    with pytest.raises(ReportError, match=rf"q/{name}: {says}, .*; move it away"):
+        build(folder)
+    assert sorted(folder.iterdir()) == before

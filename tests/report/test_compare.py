@@ -64,6 +64,17 @@ def test_what_got_slower_is_worse(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["compare", str(after), str(before)]) == cli.OK
 
 
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 2, one line, and no table."""
+    before = folder(tmp_path / "a", 1.0)
+    assert cli.main(["compare", str(before), str(before), "--html", str(tmp_path)]) == cli.REFUSED
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"zeropp: {tmp_path}: cannot be written: Is a directory\n"
+
+
 def test_too_few_pairs_are_not_judged(tmp_path: Path) -> None:
     """Five pairs have no interval, so nothing is worse, and the notes say why."""
     comparison = compare(folder(tmp_path / "a", 1.0, repeats=5), folder(tmp_path / "b", 1.5, repeats=5), 0.02)

@@ -187,6 +187,13 @@ REFUSED: dict[str, tuple[Callable[[], list[Record]], str]] = {
         lambda: [changed_steps(r, lambda _: {"warmup": True}) for r in runs(*BOTH)], "has no timed step",
     ),
     "a link that carries nothing": (lambda: [on_link(r, 0.0) for r in runs(*BOTH)], "has a link of 0 Mbit/s"),
+    "no ranks": (
+        lambda: [changed(r, ranks=[]) for r in runs(*BOTH)],
+        "has no rank, so that no ratio can be computed; delete its file and run",
+    ),
+    "units without elements": (
+        lambda: [changed(r, units=[("a", 0, 0)]) for r in runs(*BOTH)], "has units without elements, so that no",
+    ),
 }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def test_steps(text: str, steps: tuple[int, int | None]) -> None:
     assert parse_steps(text) == steps
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", "3:2", ":3", "1:2:3", "-1"])
+@pytest.mark.parametrize("text", ["", "x", "0", "3:2", ":3", "1:2:3", "-1", "9" * 5000, f"1:{'9' * 5000}"])
 def test_steps_that_are_none_are_refused(text: str) -> None:
     """The line says what is expected."""
     with pytest.raises(Refusal, match="--steps"):
@@ -104,6 +104,26 @@ def test_what_is_refused_starts_no_program(
     assert done.stderr.startswith("zeropp: expectation 'all_gather < 1 M': expected OPERATION")
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("absent-program", "there is no such program"),
+        ("", "there is no such program"),
+        ("./train.py", "not executable"),
+    ],
+)
+def test_a_program_that_cannot_start_leaves_no_folder(
+    tmp_path: Path, zeropp: Zeropp, monkeypatch: pytest.MonkeyPatch, program: str, says: str
+) -> None:
+    """It is refused in one line before anything is written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    done = zeropp("audit", "--", program, status=2)
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 def test_a_program_that_sends_nothing(tmp_path: Path, zeropp: Zeropp) -> None:

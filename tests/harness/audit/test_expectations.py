@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ def test_a_gather_that_is_no_longer_quantised_is_named() -> None:
         ("all_gather <= 1 MiB", "unknown unit 'MiB'"),
         ("all_gather <= 1 calls sent", "'sent' selects bytes, but the unit is calls: remove 'sent'"),
         ("all_gather <= 1 M between", "expected OPERATION"),
+        (f"all_gather over {'9' * 5000} ranks <= 1 M", "expected OPERATION"),
     ],
 )
 def test_a_text_that_is_no_expectation_is_refused(text: str, message: str) -> None:
@@ -115,6 +117,8 @@ def test_expectations_of_a_file(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("expect = [", "expected.toml: "),
+        (f"expect = {'[' * 5000}", "expected.toml: cannot be read as TOML"),
+        (f"expect = {'9' * 5000}", "expected.toml: cannot be read as TOML"),
         ("expect = []", "expected a list of texts"),
         ("expect = [1]", "expected a list of texts"),
         ("expects = ['all <= 1 M']", "unknown key 'expects'"),
@@ -128,7 +132,10 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, text: str, messag
         read_file(file)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    """The line names the file."""
+def test_a_missing_or_special_file_is_refused(tmp_path: Path) -> None:
+    """The line names the file, and a FIFO blocks nothing."""
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(Refusal, match="expected a regular file"):
+        read_file(tmp_path / "fifo")
     with pytest.raises(Refusal, match=r"absent\.toml"):
         read_file(tmp_path / "absent.toml")

@@ -132,6 +132,7 @@ def test_what_a_machine_cannot_have_is_refused_by_its_key(tmp_path: Path, line: 
         ({"host": ""}, "zeropp run needs one that is calibrated here"),
         ({"host": "elsewhere"}, "calibrated on elsewhere"),
         ({"date": "2020-01-01"}, "days ago"),
+        ({"date": "today"}, "date = 'today': expected the day of the calibration"),
     ],
 )
 def test_a_stale_or_foreign_calibration_is_refused(changes: dict[str, str], message: str) -> None:

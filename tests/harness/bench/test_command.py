@@ -38,6 +38,11 @@ BAD = {
     "no codec": (("codecs", "--codec", "int9:64"), "2 to 8 bits"),
     "no backend": (("codecs", "--backend", "gpu"), "unknown --backend 'gpu'"),
     "no type": (("codecs", "--kind", "fp64"), "unknown --kind 'fp64'"),
+    "a codec for another library": (
+        ("codecs", "--codec", "int4:256", "--backend", "torch.compile"),
+        "--codec int4:256 does not apply to --backend torch.compile",
+    ),
+    "seconds without end": (("collectives", "--seconds", "inf"), "Invalid value for '--seconds'"),
     "no size": (("codecs", "--megabytes", "0"), "--megabytes"),
     "negative size": (("collectives", "--megabytes", "1", "--megabytes", "-4"), "--megabytes"),
     "a rate without unit": (("collectives", "--rate", "50"), "with the unit"),
@@ -64,11 +69,13 @@ def test_bad_input(
     assert message in refused(folder, capsys, "bench", *arguments)
 
 
-@pytest.mark.parametrize("below", ["", "there"])
-def test_results_that_are_no_folder(folder: Path, capsys: pytest.CaptureFixture[str], below: str) -> None:
-    """A file in the place of the results folder is refused before anything is measured, not after."""
+@pytest.mark.parametrize("name", ["file", "file/there", "dangling", "dangling/there", "loop"])
+def test_results_that_are_no_folder(folder: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    """A file or a link to nothing in place of the results folder is refused before anything is measured, not after."""
     (folder / "file").write_text("", encoding="utf-8")
-    error = refused(folder, capsys, "bench", "collectives", "--results", str(Path("file", below)))
+    (folder / "dangling").symlink_to("nowhere/else")
+    (folder / "loop").symlink_to("loop")
+    error = refused(folder, capsys, "bench", "collectives", "--results", name)
     assert "is not a folder" in error
 
 

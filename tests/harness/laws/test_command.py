@@ -244,3 +244,11 @@ def test_formats_and_the_largest_block_are_tried_on_every_backend(
     out = capsys.readouterr().out
     assert all(f"{text} on {backend}" in out for text in codecs)
     assert "FAILS" not in out
+
+
+def test_an_argument_that_is_nested_too_deep_for_json_is_a_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """A method that cannot be imported is refused in one line, whatever its arguments are."""
+    assert cli.main(["check", "method", "absent:Method", "--argument", f"a={'[' * 100_000}"]) == cli.REFUSED
+    err = capsys.readouterr().err
+    assert "absent" in err
+    assert err.count("\n") == 1

@@ -103,3 +103,25 @@ def test_an_archive_of_what_was_unpacked_and_went_on_is_unpacked_over_it(tmp_pat
         assert {path.name: path.read_bytes() for path in unpacked.iterdir()} == {
             path.name: path.read_bytes() for path in folder.iterdir()
         }
+
+
+def test_a_folder_whose_name_has_no_room_is_refused(tmp_path: Path) -> None:
+    """Tar has room for 155 characters of a folder's name; a longer one is refused in one line."""
+    for length in (155, 156):
+        folder = tmp_path / ("q" * length)
+        trial_record.write(folder, record_of(Trial(steps=2, warmup=0), suite="q"))
+        (folder / "traces").mkdir()
+        (folder / "traces" / f"trace-{'0' * 12}.json").write_text("{}", encoding="utf-8")
+    assert archive.unpack(archive.pack(tmp_path / ("q" * 155), tmp_path / "b")).name == "q" * 155
+    with pytest.raises(
+        RecordError, match=r"archives do not allow its name or its folder's name; move .* rename"
+    ):
+        archive.pack(folder, tmp_path / "b")
+    assert [path.name for path in (tmp_path / "b").glob("*.xz")] == [f"{'q' * 155}.tar.xz"]
+
+
+def test_a_folder_may_be_named_by_the_way_to_it(tmp_path: Path) -> None:
+    """``q/runs/..`` is the folder q."""
+    trial_record.write(tmp_path / "q", record_of(Trial(steps=2, warmup=0), suite="q"))
+    (tmp_path / "q" / "runs").mkdir()
+    assert archive.pack(tmp_path / "q" / "runs" / "..", tmp_path).name == "q.tar.xz"

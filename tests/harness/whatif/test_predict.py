@@ -248,6 +248,9 @@ def test_the_real_trace_gets_slower_with_its_link() -> None:
     text = " ".join(about(traced, check_replay(traced)))
     assert re.search(r"Traced: 2 steps of 2x1 ranks", text)
     assert "One rank's trace stands for all" in text
+    assert "the link may be faster than the rate found. No interval contains this error." in text
+    for one in seconds:
+        assert any("one rank's trace stands for all ranks" in note for note in one.notes)
     assert math.isfinite(seconds[0].seconds)
 
 

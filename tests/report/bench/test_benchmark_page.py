@@ -53,3 +53,38 @@ def test_the_page_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["report", str(tmp_path), "--pdf"]) == cli.REFUSED
     assert "are for suites" in capsys.readouterr().err
     assert build(tmp_path) == tmp_path / "report.html"
+
+
+def test_groups_with_names_alike_have_files_of_their_own(tmp_path: Path) -> None:
+    """No group's files overwrite another's, whatever the groups are called."""
+    stats = {"median": 0.001, "rounds": 1}
+    names = ["Wire (fp32)", "wire fp32", "wire-fp32-2", "速度", "重さ", "/", "x" * 400, "x" * 401]
+    groups = [
+        {"name": f"test_{place}", "group": group, "stats": stats}
+        for place, group in enumerate([*names, None])
+    ]
+    written(tmp_path / "0001.json", benchmarks=groups)
+    assert [table.name for table in tables_of(read_all(tmp_path))] == [
+        "wire-fp32", "wire-fp32-2", "wire-fp32-2-2", "benchmarks", "benchmarks-2", "benchmarks-3", "x" * 80,
+        f"{'x' * 80}-2", "benchmarks-4",
+    ]  # fmt: skip
+    build(tmp_path)
+    files = sorted(path.name for path in (tmp_path / "tables").glob("*.csv"))
+    assert len(files) == len(groups)
+
+
+def test_tests_of_two_files_may_share_a_name(tmp_path: Path) -> None:
+    """Their rows are named with the file, and each is compared with its own previous run."""
+
+    def run(first: float, second: float) -> list[dict[str, object]]:
+        return [
+            {"name": "test_a", "fullname": f"tests/{file}.py::test_a", "group": "g",
+             "stats": {"median": median, "rounds": 1}}
+            for file, median in (("one", first), ("two", second))
+        ]  # fmt: skip
+
+    written(tmp_path / "0001.json", benchmarks=run(0.001, 0.1))
+    written(tmp_path / "0002.json", datetime="2026-01-03T00:00:00", benchmarks=run(0.002, 0.3))
+    (table,) = tables_of(read_all(tmp_path))
+    assert list(table.data["configuration"]) == ["tests/one.py::test_a", "tests/two.py::test_a"]
+    assert list(table.data["change"]) == pytest.approx([2.0, 3.0])
