@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -196,7 +198,9 @@ def _build_archives(archives: Sequence[Path], width: float, forms: Sequence[str]
     Raises ``typer.Exit`` with status 2 if a page could not be built.
     """
     processes, pages, errors = min(len(archives), machine.cores()), list[Path](), list[Exception]()
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    interrupts.take_over()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _leave_interrupts) as pool, _ended_with_this_process():
         built = {
             packed: pool.submit(_build_archive, packed, width, forms)
             for packed in sorted(archives, key=lambda path: -path.stat().st_size)  # the longest begin first
@@ -211,6 +215,22 @@ def _build_archives(archives: Sequence[Path], width: float, forms: Sequence[str]
         print(f"zeropp: {one_line(str(why))}", file=sys.stderr)
     if errors:
         raise typer.Exit(REFUSED)
+
+
+def _leave_interrupts() -> None:
+    """Let a child process ignore Ctrl-C; its parent ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _ended_with_this_process() -> Iterator[None]:
+    """End the child processes at once if Ctrl-C interrupts the body of ``with``, rather than wait for their pages."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
 
 
 def _build_archive(packed: Path, width: float, forms: Sequence[str]) -> Path:

@@ -7,6 +7,9 @@ import json
 import re
 import resource
 import shutil
+import signal
+import subprocess
+import sys
 from html.parser import HTMLParser
 from itertools import pairwise, product
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Literal
 from unittest import mock
 from urllib.parse import unquote
 
+import psutil
 import pytest
 
 from docs.numbers import REFERENCE, ROOT
@@ -27,6 +31,7 @@ from report.command import report_after_run
 from report.data.frames import ReportError, frames_of
 from report.data.metrics import derive
 from report.page import heading, unbroken
+from tests.harness.cluster.test_rank_processes import until
 from tests.harness.records.test_record_checks import halved
 from tests.report.records import CRASHED, changed, record_of, records_of, taken_by_others
 from tests.support.params import nightly
@@ -498,3 +503,17 @@ def test_what_stands_in_the_reports_place_is_named(tmp_path: Path, name: str, sa
     with pytest.raises(ReportError, match=rf"q/{name}: {says}, .*; move it away"):
         build(folder)
     assert sorted(folder.iterdir()) == before
+
+
+def test_ctrl_c_ends_the_pages_of_all_archives(tmp_path: Path) -> None:
+    """The processes that build pages of archives end with the command, and one line says so."""
+    for name in ("quickstart", "ladder"):
+        shutil.copy(REFERENCE / f"{name}.tar.xz", tmp_path)
+    command = [sys.executable, "-m", "harness.cli", "report", str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        # One process tracks resources, and the others build pages.
+        until(lambda: len(psutil.Process(process.pid).children()) > 2, seconds=60)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=20)  # the children have standard error, too
+    assert (process.returncode, error) == (130, "zeropp: interrupted\n")
+    assert not list(tmp_path.rglob("report.html"))
