@@ -23,9 +23,8 @@ from report.data.text import number
 from report.tables.table import Column, Table, table_of
 
 _GROUP: Final = "benchmarks"  # group of the benchmarks that name no group
-_LONGEST_NAME: Final = (
-    80  # characters of the name of a table's files, without the number that tells two apart
-)
+# Most characters of the name of a table's files, without the number that distinguishes equal names.
+_LONGEST_NAME: Final = 80
 _COLUMNS: Final = (
     Column("configuration", "Benchmark"),
     Column("milliseconds", "ms", number(3)),

@@ -127,9 +127,8 @@ def bundle(folder: Path, into: Path) -> Path:
             )
         files[plain] = text.encode()
     buffer = io.BytesIO()
-    with tarfile.open(
-        fileobj=buffer, mode="w:xz", preset=9, format=tarfile.PAX_FORMAT
-    ) as whole:  # for long names
+    # USTAR, the format of archives of records, has too little room for long names.
+    with tarfile.open(fileobj=buffer, mode="w:xz", preset=9, format=tarfile.PAX_FORMAT) as whole:
         for path, content in sorted(files.items()):
             entry = tarfile.TarInfo(f"{suite}-artifact/{path}")
             entry.size = len(content)

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from harness.records.confidence_intervals import FEWEST, FEWEST_UNDISTURBED, WITHIN_START, Interval
+from harness.records.trial_record import OTHERS_WITHIN
 from harness.suites.answering_quantity import Quantity
 from harness.suites.peers import PEERS
-from report.data import break_even, metrics, speedups
+from report.data import break_even, speedups
 from report.data.configuration import has_own_method, name_of, spelled
 from report.data.metrics import Derived
 from report.data.text import counted, listed, number
@@ -567,7 +568,7 @@ def caveat(derived: Derived) -> str:
     if derived.mostly_disturbed:
         trials = f"{len(derived.disturbed)} of {counted(len(derived.finished), 'trial')}"
         clauses.append(
-            f"in {trials} other programs and the hypervisor together took more than {metrics.OTHERS_WITHIN:.0%} of "
+            f"in {trials} other programs and the hypervisor together took more than {OTHERS_WITHIN:.0%} of "
             "the processors' time"
         )
     if differing := len(derived.differing):

@@ -13,10 +13,10 @@ from docs.numbers.records import ROOT, derived, suites
 from harness import plan_rows
 from harness.errors import Refusal
 from harness.measure import machine_file
+from harness.records.trial_record import OTHERS_WITHIN
 from harness.runs import feasibility
 from harness.suites import suite_file
 from report import page
-from report.data.metrics import OTHERS_WITHIN
 from report.data.text import counted, listed
 from report.figures.all_figures import FIGURES
 from report.tables import all_tables

@@ -21,9 +21,8 @@ from impl.deepspeed.config_to_policy import Finding
 from impl.policy.shard_layout import padding_share
 
 SCHEMA_VERSION: Final = 1
-OTHERS_WITHIN: Final = (
-    0.05  # share of the processors' time that others may take in a trial that counts as undisturbed
-)
+# Share of the processors' time that other programs and the hypervisor may take in an undisturbed trial.
+OTHERS_WITHIN: Final = 0.05
 _REMEDY: Final = "; delete the file and run again"
 
 Model = TypeVar("Model", bound=BaseModel)

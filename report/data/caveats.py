@@ -8,10 +8,11 @@ from typing import Final
 import pandas as pd
 
 from harness.records.bench_record import Bench
+from harness.records.trial_record import OTHERS_WITHIN
 from harness.suites import labels
 from impl.policy.shard_layout import MUCH_PADDING
 from report.data.frames import Frames, groups
-from report.data.metrics import OTHERS_WITHIN, Derived
+from report.data.metrics import Derived
 from report.data.speedups import RATES_AGREE_WITHIN
 from report.data.text import NOTHING, counted, listed
 

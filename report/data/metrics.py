@@ -22,7 +22,6 @@ from report.data import best_step, break_even, configuration, speedups
 from report.data.configuration import Comparison, is_baseline, is_preset
 from report.data.decoding import generations
 from report.data.frames import Frames
-from report.data.text import OTHERS_WITHIN as OTHERS_WITHIN  # noqa: PLC0414  # part of this vocabulary
 from report.data.text import listed
 
 TRAINING: Final = ("generate", "score", "forward", "backward", "step")  # phases of a step that trains
@@ -331,8 +330,8 @@ class Derived:
     def disturbed(self) -> frozenset[str]:
         """Ids of the disturbed trials.
 
-        In these, other programs and the hypervisor together took more than :data:`OTHERS_WITHIN` of the processors'
-        time.
+        In these, other programs and the hypervisor took more of the processors' time than an undisturbed trial allows
+        (:attr:`harness.records.trial_record.Record.disturbed`).
         """
         return frozenset(map(str, self.finished[self.finished["disturbed"].astype(bool)]["id"]))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from harness.records.confidence_intervals import FEWEST, WITHIN_START, Interval
-from harness.records.trial_record import OTHERS_WITHIN as OTHERS_WITHIN  # noqa: PLC0414  # imported from here by others
+from harness.records.trial_record import OTHERS_WITHIN
 from harness.suites.labels import counted as counted  # noqa: PLC0414  # imported from here by the other modules
 
 NOTHING: Final = "–"  # noqa: RUF001 - an en dash stands for no value
