@@ -377,9 +377,9 @@ def refusal(errors: Sequence[CommunicationError], policy: Policy, ranks: int) ->
 
     1. After the first measured step, an error is at most :func:`growth` times as large as in that step.  If the error
        of the first measured step is below :data:`BF16_VNMSE`, :data:`BF16_VNMSE` is used in its place.
-    2. The error of hpZ's secondary copy is at most the error of the copied weights together with the rounding of the
-       copy itself.  Both are norms of errors, relative to the norm of the exact weights, so their square roots add up:
-       where weights are almost equal, as in a norm's unit, the two errors point in the same direction.
+    2. The error of hpZ's secondary copy is that of the copied weights and the rounding of the copy itself.  By the
+       triangle inequality, the square root of its vNMSE is at most the sum of the square roots of these two.  The sum
+       is reached where both errors point in the same direction, as in the almost equal weights of a LayerNorm.
 
     Rule 1 is not applied where a correct engine's error may grow:
 

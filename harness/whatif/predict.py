@@ -71,8 +71,8 @@ def check_replay(traced: Traced) -> list[float]:
     for step in traced.steps:
         if step.seconds <= 0:
             raise Refusal(
-                "a traced step lasts 0 s or less: the last rank begins it when all ranks have ended it, or does "
-                "nothing in it; trace training steps, in one run on all ranks"
+                "a traced step lasts 0 s or less, from when the last rank begins it to when the last rank ends it: "
+                "the traces must be of training steps, taken on all ranks in one run"
             )
         _check_overlap(step)
     replayed = [joint.replay(step, joint.as_traced(step)) for step in traced.steps]

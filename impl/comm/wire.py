@@ -416,8 +416,8 @@ class Wire:
 
         The result depends on the transport:
 
-        - gloo: True, since gloo drops its references to the memory when the wait ends, or a moment later if its thread
-          has to wait for a processor.
+        - gloo: True, since gloo drops its references to the memory when the wait ends or, because its own thread drops
+          them, up to some milliseconds later.
         - NCCL: False, since NCCL may keep references longer.
         - thread ranks, ``shm`` inside a node, and ``staged``: False, since messages do not arrive in that memory.
         """

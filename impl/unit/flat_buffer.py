@@ -12,6 +12,9 @@ When the unit is resharded, autograd may still hold views of the flat buffer.  T
 outside a forward pass, or in a block that is recomputed.  A flat buffer with such views is not given back to the
 reserve, since the views would later show another unit's weights.  Torch's reference count of the buffer's storage
 (:func:`handles`) shows whether there are such views.
+
+gloo's thread may hold such views too, for some milliseconds after a message has arrived in the buffer.  A unit that is
+resharded within this time keeps its buffer until it is resharded again.
 """
 
 from __future__ import annotations

@@ -179,8 +179,9 @@ def test_weights_gathered_ahead_are_in_the_formula(topology: Topology, ahead: se
 
     Over gloo, they are those of several blocks in policies whose messages arrive in the memory of the weights.
 
-    On a busy machine, gloo's thread may hold a message's memory for a moment after the wait for the message has ended.
-    The unit then frees its weights only later.  So the least of at most three runs is compared.
+    gloo's thread may hold a message's memory for some milliseconds after the wait for the message has ended.  A unit
+    that is resharded within this time keeps its weights until it is resharded again.  So the least of at most three
+    runs is compared.
     """
     least = on_processes(topology, _gathered_ahead)
     for _ in range(2):
