@@ -456,7 +456,7 @@ def _on_gpus(suite: Path, folder: Path) -> tuple[int, list[Trial]]:
 
 NO_HEADER = (
     "engine", "inner_rate", "kept_weights", "ladder", "lossless", "methods", "muon", "paper_scale", "peers",
-    "peers_search", "quickstart_loss", "ranks", "signs", "slow_node", "tutorial_zeropp",
+    "peers_hook", "peers_search", "quickstart_loss", "ranks", "signs", "slow_node", "tutorial_zeropp",
 )  # fmt: skip
 
 
