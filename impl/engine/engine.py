@@ -533,6 +533,8 @@ class Zero:
             unit.load_communication_state(unit_states[unit.geometry.name])
         if self.renewal is not None:
             self.renewal.load(state["budget"])
+        if self._local_steps is not None:
+            self._local_steps.reset()
 
     def reset_communication_state(self, *, step: int, micro_batch: int) -> None:
         """Let messages depend on nothing but the present weights, as those of a new engine with these weights would.
@@ -550,6 +552,8 @@ class Zero:
             unit.reset_communication_state()
         if self.renewal is not None:
             self.renewal.reset()
+        if self._local_steps is not None:
+            self._local_steps.reset()
 
     def full_state_dict(
         self,

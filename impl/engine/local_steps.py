@@ -30,6 +30,10 @@ class LocalSteps:
         # Whether optimizers have stepped some of the masters that have gradients, but not all.
         self._waiting = False
 
+    def reset(self) -> None:
+        """Forget that some optimizers have stepped and others have not, because a load has dropped all gradients."""
+        self._waiting = False
+
     def stepped(self, step: int, *, first: bool) -> None:
         """Note that an optimizer has stepped; once all optimizers have stepped, take the outer steps that are due.
 
@@ -47,7 +51,8 @@ class LocalSteps:
         if first and self._waiting:
             raise ZeroError(
                 "local_steps: optimizers have stepped only some of the masters that have gradients, and then another "
-                "backward pass has run: step all optimizers after each backward pass, or clear the other gradients"
+                "backward pass has run: step all optimizers after each backward pass, or clear the gradients of the "
+                "others before the first of them steps"
             )
         self._waiting = first or self._waiting
         if not self._waiting or self._masters.unused_gradients:

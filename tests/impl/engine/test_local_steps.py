@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from impl.checkpoint.save_load import load, save
 from impl.codecs.codec import parse
 from impl.comm.mesh import Mesh
 from impl.parameters.gathered import GatheredParameters
@@ -181,9 +183,7 @@ def test_a_norm_is_that_of_a_group(mesh: Mesh, changes: dict[str, Any]) -> None:
 @each_rank(2, 2)
 def test_a_meeting_waits_for_all_optimizers(mesh: Mesh) -> None:
     """Two optimizers that step one after the other are one step; one that is never stepped is an error."""
-    run = Training(mesh, NET, local("node", 1), group_of=lambda _, parameter: int(parameter.dim() < 2))
-    groups = run.zero.param_groups()
-    matrices, vectors = (torch.optim.SGD([group], lr=0.1) for group in groups)
+    run, (matrices, vectors) = _two_optimizers(mesh, local("node", 1))
 
     def equal() -> bool:
         (unit, *_) = run.zero.units
@@ -200,6 +200,40 @@ def test_a_meeting_waits_for_all_optimizers(mesh: Mesh) -> None:
     run.backward(2)
     with pytest.raises(ZeroError, match="optimizers have stepped only some of the masters"):
         matrices.step()
+
+
+def _two_optimizers(mesh: Mesh, policy: Policy) -> tuple[Training, list[torch.optim.Optimizer]]:
+    """A model whose matrices have one optimizer, and whose vectors have another."""
+    run = Training(mesh, NET, policy, group_of=lambda _, parameter: int(parameter.dim() < 2))
+    return run, [torch.optim.SGD([group], lr=0.1) for group in run.zero.param_groups()]
+
+
+@each_rank(2, 2)
+def test_a_meeting_does_not_wait_for_gradients_that_were_cleared(mesh: Mesh) -> None:
+    """If one optimizer's gradients are cleared before the other steps, the other's step alone completes each step."""
+    run, (matrices, vectors) = _two_optimizers(mesh, local("node", 1))
+    for number in range(2):
+        run.backward(number)
+        vectors.zero_grad()
+        matrices.step()
+        matrices.zero_grad()
+        (unit, *_) = run.zero.units
+        masters = run.zero.wire.all_gather_small(unit.master_shard.held)
+        assert torch.equal(masters[mesh.rank], masters[(mesh.rank + 2) % 4])
+
+
+@pytest.mark.parametrize("saved", [local("node", 1), EXACT], ids=["same policy", "other policy"])
+@each_rank(2, 2)
+def test_a_load_between_two_optimizers_begins_anew(mesh: Mesh, tmp_path: Path, saved: Policy) -> None:
+    """A load drops the gradients that the second optimizer has not used, and then every step counts as the first."""
+    save(tmp_path, _two_optimizers(mesh, saved)[0].zero)
+    run, optimizers = _two_optimizers(mesh, local("node", 1))
+    run.backward(0)
+    optimizers[0].step()
+    load(tmp_path, run.zero)
+    run.backward(1)
+    for optimizer in optimizers:
+        optimizer.step()
 
 
 @each_rank(2, 2)
