@@ -12,6 +12,7 @@ from docs.numbers.estimate import Estimate, alone, form_of
 from docs.numbers.records import derived, in_setting, paired, trials_of
 from harness.records.confidence_intervals import mean_interval
 from report.data import decoding, speedups
+from report.data.configuration import BASELINE, NAMES, PROPOSED, is_preset
 from report.data.text import number
 from report.tables import phases
 
@@ -107,6 +108,7 @@ def parity_range(suite: str) -> str:
     The two numbers are the lowest and the highest of all settings: ``0.97 and 1.12``.
     """
     rows = speedups.parity(derived(suite).trials)
+    rows = rows[is_preset(rows, PROPOSED) & rows["configuration_baseline"].eq(NAMES[BASELINE])]
     ratios = [speedups.parity_interval(pairs) for _, pairs in rows.groupby(["setting", "full_rate"])]
     ends = min(each.estimate for each in ratios), max(each.estimate for each in ratios)
     disturbed = " (disturbed)" if any(each.disturbed for each in ratios) else ""

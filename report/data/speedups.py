@@ -188,9 +188,9 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
     no baseline, they are the trials of ZeRO++ without changes.  Both trials of a pair have the same sweep, seed and
     repeat, and their settings differ in the rate alone.
 
-    A row has the columns of ``table``, and these: ``baseline`` is the id of the baseline's trial, ``full_rate`` its
-    requested rate in Mbit/s, and ``parity`` the trial's tokens per second over the baseline's tokens per second.
-    ``disturbed`` says whether either trial was disturbed.
+    A row has the columns of ``table``, and these: ``baseline`` is the id of the baseline's trial,
+    ``configuration_baseline`` its configuration, ``full_rate`` its requested rate in Mbit/s, and ``parity`` the trial's
+    tokens per second over the baseline's tokens per second.  ``disturbed`` says whether either trial was disturbed.
     """
     shaped = table.dropna(subset=["rate_mbit"])
     named_in_suite = shaped["role"].eq("baseline").any()
@@ -198,8 +198,11 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
     slow = shaped[contrast].assign(full_rate=lambda t: 4 * t["rate_mbit"])
     base = shaped[is_baseline(shaped)].rename(columns={"rate_mbit": "full_rate", "id": "baseline"})
     keys = ["elsewhere", "sweep", "seed", "repeat", "full_rate"]
-    columns = [*keys, "baseline", "tokens_per_second", "achieved_mbit", "disturbed"]
+    columns = [*keys, "baseline", "configuration", "tokens_per_second", "achieved_mbit", "disturbed"]
     joined = slow.merge(base[columns], on=keys, suffixes=("", "_baseline"))
+    # If a setting has several baselines, the suite pairs each compared trial with one of them.
+    beside = joined["beside"]
+    joined = joined[beside.eq("") | beside.eq(joined["configuration_baseline"])]
     joined["disturbed"] = joined["disturbed"].astype(bool) | joined["disturbed_baseline"].astype(bool)
     joined["parity"] = joined["tokens_per_second"] / joined["tokens_per_second_baseline"]
     return joined.sort_values(["nodes", "ranks_per_node", "tokens_per_rank", "full_rate"], ignore_index=True)
@@ -208,6 +211,6 @@ def parity(table: pd.DataFrame) -> pd.DataFrame:
 def parity_interval(group: pd.DataFrame) -> Interval:
     """Return the geometric mean of ``parity``, with its interval.
 
-    ``group`` are rows of :func:`parity` with the same topology, batch and rate.
+    ``group`` are rows of :func:`parity` with the same two configurations, setting and rate.
     """
     return speedup(group, "tokens_per_second", "tokens_per_second_baseline")

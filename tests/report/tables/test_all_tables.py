@@ -317,6 +317,23 @@ def test_parity_is_held_missed_or_cannot_be_told(low: float, high: float, verdic
     assert break_even.verdict(Interval((low * high) ** 0.5, low, high, 6)) == verdict
 
 
+def test_parity_names_each_configuration_and_its_baseline() -> None:
+    """If a suite names its baseline, each compared configuration has a row of its own, and the paper's have none."""
+    roles = {"exact": "baseline", "qwz": "contrast", "qgz": "contrast"}
+    records = [
+        changed(record_of(Trial(strategy=name, cluster=Cluster(rate=rate), steps=4, warmup=1)), role=role)
+        for name, role in roles.items()
+        for rate in ("12.5 Mbit/s", "50 Mbit/s")
+    ]
+    derived = derive(frames_of(records))
+    speed = derived.trials.set_index(["strategy", "rate_mbit"])["tokens_per_second"]
+    found = all_tables.parity(derived).data.set_index("configuration")
+    assert list(found.index) == ["qwZ", "qgZ"]
+    assert set(found["baseline"]) == {"exact (fp32)"}
+    for name, strategy in (("qwZ", "qwz"), ("qgZ", "qgz")):
+        assert found.loc[name, "parity"].estimate == pytest.approx(speed[strategy, 12.5] / speed["exact", 50.0])
+
+
 def test_bytes_of_much_padding_are_marked() -> None:
     """In the summary, and in words among the warnings before all numbers; little padding is not."""
     for padding, mark in ((50, ""), (51, f" {PADDED}")):
