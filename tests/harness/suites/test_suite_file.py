@@ -199,7 +199,8 @@ CELLS = {
     "scale_rate": 96, "scale_hpz": 6, "scale_trillion": 6, "scale_nodes": 14,
     "gpu_node": 24, "tutorial_zeropp": 10, "paper_scale": 24, "peers": 25, "quickstart": 7, "smoke": 3,
     "stages": 32, "frontier": 120, "successors": 30, "budget": 30, "rlhf": 5, "largest": 3, "deviations": 42,
-    "peers_search": 51, "peers_hook": 15, "ranks": 54, "methods": 60, "lossless": 12, "muon": 48, "schedules": 88, "local_steps": 96,
+    "peers_search": 51, "peers_hook": 15, "ranks": 54, "methods": 60, "lossless": 12, "muon": 48, "schedules": 88,
+    "local_steps": 96,
     "ladder": 92, "quickstart_loss": 24,
 }  # fmt: skip
 
